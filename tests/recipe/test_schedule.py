@@ -76,12 +76,7 @@ def test_noise_scale_momentum_keeps_lr_over_batch_and_one_minus_momentum() -> No
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    exact=st.booleans(),
-    batch=st.integers(1, 90),
-    momentum=st.floats(0.0, 0.99),
-    lr=st.floats(0.01, 4.0),
-)
+@given(exact=st.booleans(), batch=st.integers(1, 90), momentum=st.floats(0.0, 0.99), lr=st.floats(0.01, 4.0))
 def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(
     exact: bool, batch: int, momentum: float, lr: float
 ) -> None:

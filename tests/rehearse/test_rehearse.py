@@ -145,11 +145,7 @@ def test_a_part_survives_its_file():
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        (("--devices", 1), "at least 2"),
-        (("--devices", 17), "16 virtual workers"),
-        (("--allreduce", "nccl"), "unknown"),
-    ],
+    [(("--devices", 1), "at least 2"), (("--devices", 17), "16 virtual workers"), (("--allreduce", "nccl"), "unknown")],
 )
 def test_mistakes_are_one_line(flags, message, run_cli):
     machine = ("--cluster", "aws-c4.8xlarge", "--devices", 16)

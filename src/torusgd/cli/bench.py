@@ -28,8 +28,7 @@ _TIMEOUT = 60.0  # seconds without a heartbeat
 def allreduce(
     runtime: RuntimeFlags,
     sizes: Annotated[
-        str | None,
-        option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
+        str | None, option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,...")
     ] = None,
     algorithms: Annotated[
         str, option("--algorithms", f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK)

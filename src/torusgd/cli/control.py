@@ -17,10 +17,7 @@ RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or UR
 _MOST_SHOWN = 16  # ranks whose virtual workers stand in a line
 
 
-def status(
-    run: RunFolder,
-    as_json: Annotated[bool, option("--json", "Print all of it as JSON.")] = False,
-) -> None:
+def status(run: RunFolder, as_json: Annotated[bool, option("--json", "Print all of it as JSON.")] = False) -> None:
     """Show a run's step, speed, ranks and their virtual workers, slow ranks and time left."""
     from ..rundir.run_view import RunView, gone
 
@@ -65,8 +62,7 @@ def stop(
 
 
 def resize(
-    run: RunFolder,
-    workers: Annotated[int, option("--workers", "Go on with this many ranks.", min=1, metavar="N")],
+    run: RunFolder, workers: Annotated[int, option("--workers", "Go on with this many ranks.", min=1, metavar="N")]
 ) -> None:
     """Have a run on one machine go on with another number of ranks, to the same weights."""
     from ..rundir.run_view import WORKERS, RunView

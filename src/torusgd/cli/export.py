@@ -23,8 +23,7 @@ def export(
         Path, Argument(metavar="RUN", help="A run's folder or URL; for onnx and torch a checkpoint or weight file too.")
     ],
     formats: Annotated[
-        list[str] | None,
-        option("--format", "Write this; repeatable. Default: onnx.", metavar="|".join(FORMATS)),
+        list[str] | None, option("--format", "Write this; repeatable. Default: onnx.", metavar="|".join(FORMATS))
     ] = None,
     out: Annotated[Path | None, option("--out", "Write to this folder. Default: RUN/export.", OUTPUT)] = None,
     license_name: Annotated[

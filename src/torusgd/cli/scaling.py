@@ -91,11 +91,7 @@ def rank_counts(most: int) -> list[int]:
 
 
 def compare(
-    recipe: "Recipe",
-    options: "dict[int, RuntimeOptions]",
-    runs: dict[int, Path],
-    profile: "Profile",
-    data: Path | None,
+    recipe: "Recipe", options: "dict[int, RuntimeOptions]", runs: dict[int, Path], profile: "Profile", data: Path | None
 ) -> list[Point]:
     """Measured and planned steps by number of ranks, of which the first is one.
 

@@ -63,10 +63,7 @@ def simulate(
     delays = delays or loaded.synchrony.delays or "exponential"
     setting = Setting(loaded, form, workers, delays, loaded.rate.lr if lr is None else lr, compute)
     found = run(
-        setting,
-        data,
-        seconds=math.inf if seconds is None else seconds,
-        images=math.inf if images is None else images,
+        setting, data, seconds=math.inf if seconds is None else seconds, images=math.inf if images is None else images
     )
     terminal = console()
     what = form or f"synchrony.form = {loaded.synchrony.form}"

@@ -115,11 +115,7 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 
 def staged(
-    epochs: float,
-    images: Sequence[int],
-    devices: int,
-    train_images: int = IMAGENET_TRAIN,
-    whole_epochs: bool = False,
+    epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN, whole_epochs: bool = False
 ) -> tuple[PlannedStage, ...]:
     """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
 

@@ -219,11 +219,7 @@ class AccuracySweep:
 
 
 def sweep_to_accuracy(
-    recipe: Recipe,
-    workload: Workload,
-    cluster: Cluster,
-    program: Callable[[int], Software],
-    counts: Sequence[int],
+    recipe: Recipe, workload: Workload, cluster: Cluster, program: Callable[[int], Software], counts: Sequence[int]
 ) -> AccuracySweep:
     """Plans for every number of devices, each with the program that trains on so many."""
     plans = tuple(quickest(plan_to_accuracy(recipe, workload, cluster, program(count), count)) for count in counts)

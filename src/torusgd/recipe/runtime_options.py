@@ -38,13 +38,11 @@ class RuntimeOptions(Section):
     """
 
     device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "eval", "polish", "report")),
+        Literal["cpu", "cuda"] | None, Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "eval", "polish", "report"))
     ] = None
     """Compute on this device. By default on the GPU if there is one; plan and rehearse take their cluster's device."""
     workers: Annotated[
-        Ranks | None,
-        Flag(RUNTIME, (*STEPS, "bench allreduce", "tune"), "N|MIN:MAX", ("workers", "devices")),
+        Ranks | None, Flag(RUNTIME, (*STEPS, "bench allreduce", "tune"), "N|MIN:MAX", ("workers", "devices"))
     ] = None
     """Start this many ranks. By default as many as this machine's GPUs, or as its cores if it has none; plan and
     rehearse need a number. train also takes MIN:MAX: start with as many as there are cores, accept more up to MAX,
@@ -63,9 +61,7 @@ class RuntimeOptions(Section):
     allreduce: Annotated[str, Flag(NETWORK, metavar="ALGORITHM")] = "native"
     """Sum gradients by this all-reduce: native is the backend's own, auto measures several and picks one."""
     grid: Annotated[
-        str | None,
-        Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$"),
-        Flag(NETWORK, (*STEPS, "bench allreduce"), "YxX"),
+        str | None, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$"), Flag(NETWORK, (*STEPS, "bench allreduce"), "YxX")
     ] = None
     """Arrange the ranks in Y rows of X for torus and hierarchical. By default hosts by ranks of a host."""
     streams: Annotated[int, Field(ge=1, le=64), Flag(NETWORK, (*STEPS, "bench allreduce", "tune"), "N")] = 1

@@ -12,18 +12,7 @@ from pydantic import Field, model_validator
 
 from .compatibility import check_recipe
 from .data_schema import Data, Evaluate, Polish
-from .section import (
-    Count,
-    Duration,
-    Fraction,
-    ImageSizes,
-    NotNegative,
-    Options,
-    Positive,
-    Section,
-    Sides,
-    sides,
-)
+from .section import Count, Duration, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, sides
 
 
 class Outer(Section):

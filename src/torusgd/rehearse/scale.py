@@ -103,8 +103,7 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
     tensor = connection.zeros(2 * size)
     half = tensor.numel() // 2  # sent from one half and received into the other
     turn = Round(
-        (Message((rank + distance) % ranks, 0, half),),
-        copies=(Message((rank - distance) % ranks, half, 2 * half),),
+        (Message((rank + distance) % ranks, 0, half),), copies=(Message((rank - distance) % ranks, half, 2 * half),)
     )
     chain, times = [[turn] * rounds], []
     for _ in range(_REPEAT):

@@ -150,8 +150,8 @@ class Wire:
             if target is None or self._cut & {source, target}:
                 continue
             # A packet leaves through the sender's link, a queue served at the host's rate: it begins when the one
-            # before it has left. It travels the latency, and enters through the receiver's link. The kernel limits the rate,
-            # too (`open_tun`).
+            # before it has left. It travels the latency, and enters through the receiver's link. The kernel limits the
+            # rate, too (`open_tun`).
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
             self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
