@@ -4,13 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..data.registry import open_sources
 from ..errors import UserError
@@ -184,23 +183,16 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
     data = recipe.data
     options = json.dumps(dict(recipe.model.options), sort_keys=True)
-
-    def cost_at(size: tuple[int, int]) -> ModelCost:
-        return _cost(recipe.model.name, options, classes, data.channels, size)
-
-    stages = tuple(
-        PlannedStage(
-            span.stop_step - span.first_step,
-            span.stage.images_per_worker,
-            recipe.virtual_workers,
-            cost=None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides),
-        )
-        for span in schedule.spans
-    )
+    cost_at = partial(_cost, recipe.model.name, options, classes, data.channels)
+    stages = []
+    for span in schedule.spans:
+        cost = None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides)
+        steps, images = span.stop_step - span.first_step, span.stage.images_per_worker
+        stages.append(PlannedStage(steps, images, recipe.virtual_workers, cost=cost))
     # With a mirror image beside each, twice as many images pass through the network.
     held_out *= 2 if recipe.evaluate.flip else 1
     eval_cost = cost_at(recipe.held_out_data.sizes.sides)
-    return Workload(cost_at(data.sizes.sides), stages, train, held_out, evaluations, eval_cost)
+    return Workload(cost_at(data.sizes.sides), tuple(stages), train, held_out, evaluations, eval_cost)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
@@ -219,13 +211,9 @@ def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
 
 @cache
 def _cost(name: str, options: str, classes: int, channels: int, size: tuple[int, int]) -> ModelCost:
-    model = Model(name=name, options=json.loads(options))
-
-    def build() -> nn.Module:
-        return construct(model, classes=classes, channels=channels)
-
+    model = Model(name=name, options=json.loads(options))  # as text, since a dictionary can't be a key of the cache
     with torch.random.fork_rng(devices=[]):
-        return read_model(build, (channels, *size))
+        return read_model(lambda: construct(model, classes=classes, channels=channels), (channels, *size))
 
 
 def with_communication(software: Software, **changes: Any) -> Software:
@@ -249,14 +237,11 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     passes = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
     speed = sum(islice(cycle(cluster.speeds or (1.0,)), devices))
     # Against one device alone with as many passes a step, times the fraction of the devices' speed that has work.
-    alone = sum(
-        stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.images, number).seconds
-        for stage, number in zip(workload.stages, passes, strict=True)
-    )
-    balance = sum(
-        stage.steps * stage.batch / (stage.images * speed * number)
-        for stage, number in zip(workload.stages, passes, strict=True)
-    )
+    alone = balance = 0.0
+    for stage, number in zip(workload.stages, passes, strict=True):
+        one = step_time(workload.cost_of(stage), cluster, software, 1, stage.images, number)
+        alone += stage.steps * one.seconds
+        balance += stage.steps * stage.batch / (stage.images * speed * number)
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(
         devices=devices,

@@ -106,16 +106,6 @@ class ModelCost:
         """Number of trained values."""
         return sum(gradient.values for gradient in self.gradients)
 
-    @property
-    def macs(self) -> int:
-        """Multiply-adds of one image's forward pass in convolutions and linear layers."""
-        return sum(layer.macs for layer in self.layers)
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of one image, forward and backward."""
-        return float(self.forward.flops.sum() + self.backward.flops.sum())
-
 
 def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelCost:
     """Reads a network's cost.
@@ -124,8 +114,8 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     of one input, such as (3, 224, 224). UserError if the network can't run there: its forward looks at values.
 
     >>> cost = read_model(lambda: nn.Linear(1000, 10), (1000,))
-    >>> cost.parameters, cost.macs, [gradient.name for gradient in cost.gradients]
-    (10010, 10000, ['bias', 'weight'])
+    >>> cost.parameters, [gradient.name for gradient in cost.gradients]
+    (10010, ['bias', 'weight'])
     """
     try:
         with torch.device("meta"):
