@@ -17,26 +17,15 @@ from torusgd.signals import StopFlag
 
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 SMALL = (
-    "virtual_workers=2",
-    "stages.0.images_per_worker=2",
-    "data.train_images=96",
-    "data.eval_images=4",
-    "data.classes=4",
-    "evaluate={every: null, images_per_chunk: 4}",
-)
+    "virtual_workers=2", "stages.0.images_per_worker=2", "data.train_images=96", "data.eval_images=4",
+    "data.classes=4", "evaluate={every: null, images_per_chunk: 4}",
+)  # fmt: skip
 PICTURES = ("data.source=synthetic", "data.image_size=48", "data.resize=54")
+LAYERS = (*PICTURES, "column_blocks=4")
 # What is not small yet: linear layers of 100 million weights.
 FURTHER = {
-    "intel-vgga-128": (*PICTURES, "model.options.width=4", "column_blocks=4"),
-    "intel-vgga-64": (*PICTURES, "model.options.width=4", "column_blocks=4"),
-    "intel-aws-vgga-16": (*PICTURES, "model.options.width=4", "column_blocks=4"),
-    "intel-overfeat-64": (
-        *PICTURES,
-        "data.image_size=96",
-        "data.resize=100",
-        "model.options.width=6",
-        "column_blocks=4",
-    ),
+    **dict.fromkeys(("intel-vgga-128", "intel-vgga-64", "intel-aws-vgga-16"), (*LAYERS, "model.options.width=4")),
+    "intel-overfeat-64": (*LAYERS, "data.image_size=96", "data.resize=100", "model.options.width=6"),
     "intel-cddnn-16": ("model.options.width=64",),
     "sony-119k": (*PICTURES, "stages.3.images_per_worker=40"),  # twice 56 are more than all 96 images
     "sony-122s": (*PICTURES, "noise_scale.batch=4"),
