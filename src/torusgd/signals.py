@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from types import FrameType
 
+# Signal of schedulers and of a run's own time limit that a job's time is nearly over.
 OUT_OF_TIME = signal.SIGUSR1
-"""signal of schedulers and of a run's own time limit that a job's time is nearly over"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, OUT_OF_TIME)
+# Exit code of a process that a signal stopped, less the signal's number.
 EXIT_BASE = 128
-"""exit code of a process that a signal stopped, less the signal's number"""
+# Exit code (EX_TEMPFAIL of sysexits.h) if its time was over: the same command continues.
 EXIT_AGAIN = 75
-"""exit code (EX_TEMPFAIL of sysexits.h) if its time was over: the same command continues"""
 REPEAT_SECONDS = 3.0
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers

@@ -31,13 +31,13 @@ from ..rundir.run_view import RunRequests, stop_is_requested
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
+# Restarts without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again.
 MAX_RESTARTS = 10
-"""without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""
 LONGEST_PAUSE = 60.0
+# The file in the run's folder of which machines that join need a copy.
 TOKEN = ".join-token"
-"""in the run's folder: what machines that join need a copy of"""
+# Seconds for a step and a checkpoint after a signal; then the ranks are ended as they are.
 STOP_SECONDS = 120
-"""for a step and a checkpoint after a signal; then the ranks are ended as they are"""
 
 
 def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResult:

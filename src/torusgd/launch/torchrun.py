@@ -43,8 +43,8 @@ from ..runtime import ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
 from .local import last_checkpoint, limits_of
 
+# Seconds after which the store counts as out of reach.
 STORE_SECONDS = 5.0
-"""after which the store counts as out of reach"""
 _POLL_SECONDS, _WORD_SECONDS = 0.2, 0.02
 
 T = TypeVar("T")

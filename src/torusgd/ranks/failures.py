@@ -20,8 +20,8 @@ from ..comm import store_keys as keys
 from ..comm.base import CommError
 from ..errors import DiskError, RunError, UserError, is_transient
 
+# Failures that a rank reads to say why all end.
 MOST_CAUSES = 16
-"""failures that a rank reads to say why all end"""
 
 
 class FailureKind(Enum):

@@ -10,7 +10,7 @@ import time
 from ..errors import UserError
 from ..signals import held_back
 
-# For the kernel to report the end of a process whose pipes are closed.
+# Seconds for the kernel to report the end of a process whose pipes are closed.
 _END_SECONDS = 2.0
 
 

@@ -26,14 +26,14 @@ from .gpus import check_shared_gpus, claim_gpu, device_of
 
 T = TypeVar("T")
 
+# Timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late.
 GROUP_SECONDS = 7 * 24 * 3600.0
-"""timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
 _POLL_SECONDS = 0.01
-# For the launcher to find out that a rank is lost, and to announce the next generation.
+# Seconds for the launcher to find out that a rank is lost, and to announce the next generation.
 _ANNOUNCE_SECONDS = 30.0
-# For which a rank that joins waits for another one to send it the state, when the first is lost.
+# Seconds for which a rank that joins waits for another one to send it the state, when the first is lost.
 _SOURCE_SECONDS = 5.0
-# From one question whether ranks were lost to the next, while a rank computes.
+# Seconds from one question whether ranks were lost to the next, while a rank computes.
 _LOOK_SECONDS = 0.1
 
 

@@ -15,6 +15,7 @@ from ..comm import store_keys as keys
 from ..errors import UserError
 from ..text import named
 
+# Variables that hold a rank's number on its machine, the first that is set counts.
 LOCAL_RANK = (
     "LOCAL_RANK",  # torchrun, and our own launcher
     "SLURM_LOCALID",
@@ -25,9 +26,8 @@ LOCAL_RANK = (
     "FLUX_TASK_LOCAL_ID",
     "JSM_NAMESPACE_LOCAL_RANK",  # IBM's jsrun
 )
-"""variables that hold a rank's number on its machine, the first that is set counts"""
+# Of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs.
 WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-"""of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs"""
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

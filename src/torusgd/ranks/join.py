@@ -37,12 +37,12 @@ from ..untrusted import parse_json
 from .liveness import BEAT_SECONDS
 from .rank import LOOPBACK
 
+# Seconds for both sides to prove that they know the token.
 HANDSHAKE_SECONDS = 10.0
-"""for both sides to prove that they know the token"""
+# What a connection is for: messages of a machine's agent, or bytes for the ranks' common store.
 NODE, STORE = "node", "store"
-"""what a connection is for: messages of a machine's agent, or bytes for the ranks' common store"""
+# Ranks that one machine may bring.
 MOST_RANKS = 1 << 10
-"""that one machine may bring"""
 # Bytes of a line before the other side is known.
 _LINE = 1024
 # Bytes of a message after that.
@@ -54,12 +54,12 @@ _CHUNK = 1 << 16
 _PAUSE = 1.0
 # Seconds without an answer of the other side's kernel after which a connection that is passed on is closed.
 _GONE = 60
+# Connections at a time that have not authenticated yet.
 MOST_STRANGERS = 16
-"""connections at a time that have not authenticated yet"""
+# Seconds for the agents to hang up once all is over.
 CLOSE_SECONDS = 2.0
-"""for the agents to hang up once all is over"""
+# Seconds from one line about strangers to the next.
 STRANGER_SECONDS = 10.0
-"""from one line about strangers to the next"""
 # The call that lists addresses, and the bytes of each row.
 _SIOCGIFCONF, _IFREQ = 0x8912, 40
 _MOST_ADDRESSES = 1 << 10

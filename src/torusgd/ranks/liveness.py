@@ -26,24 +26,24 @@ from ..comm import store_keys as keys
 from ..comm.base import LateRank
 from .generations import Generations
 
+# Seconds from one beat to the next, and from one look at the others' beats to the next.
 BEAT_SECONDS = 1.0
-"""from one beat to the next, and from one look at the others' beats to the next"""
+# Seconds without a beat, after which a rank counts as lost once another has found that connections are closed.
 SILENT_SECONDS = 5.0
-"""without a beat, after which a rank counts as lost once another has found that connections are closed"""
+# Times the longest unit of work that may pass without progress.
 UNITS = 10
-"""times the longest unit of work that may pass without progress"""
+# Seconds that a first unit may take while the rank's process computes.
 FIRST_UNIT = 3600.0
-"""seconds that a first unit may take while the rank's process computes"""
+# Fraction of one core's time that a process uses if it computes.
 BUSY = 0.1
-"""of one core's time: what a process uses that computes"""
+# Seconds after which a wait for something outside the run is reported, and again whenever it has doubled.
 REPORTED = 60.0
-"""seconds after which a wait for something outside the run is reported, and again whenever it has doubled"""
+# Late ranks that are named, so that a line, and the record that all ranks read, stay short.
 MOST_NAMED = 16
-"""of late ranks, so that a line, and the record that all ranks read, stay short"""
+# Seconds without progress, after which a beat carries the rank's stack.
 QUIET_SECONDS = 2.0
-"""without progress, after which a beat carries the rank's stack"""
+# Seconds that the main thread has to notice a late rank by itself, before `on_late` is called.
 GRACE_SECONDS = 5.0
-"""that the main thread has to notice a late rank by itself, before `on_late` is called"""
 _FRAMES = 6
 
 

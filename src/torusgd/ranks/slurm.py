@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 from ..errors import RunError, UserError
 
-# Below the ports that the kernel gives to connections.
+# Ports at which ranks meet, below those that the kernel gives to connections.
 _FIRST_PORT, _PORTS = 15000, 15000
 _SECONDS = 30.0
 

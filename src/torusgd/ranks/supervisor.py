@@ -29,8 +29,8 @@ from .join import JoinedNode, Listener, RemoteRank
 from .liveness import BEAT_SECONDS, Limits, Watch
 from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 
+# Seconds for the other ranks to say why they end as well, before they are killed.
 EXPLAIN_SECONDS = 5.0
-"""for the other ranks to say why they end as well, before they are killed"""
 # Exit code that multiprocessing gives to a process whose fork server has gone before it.
 _WITHOUT_PARENT = 255
 

@@ -24,10 +24,10 @@ from .job import Job, setup_of
 from .saving import RunState, as_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
+# Seconds from one copy to the next.
 LEAST_SECONDS = 1.0
-"""from one copy to the next"""
+# Fractions of the time at most that copying holds up the steps, and that hashing and writing take a core beside them.
 STEP_FRACTION, BESIDE_FRACTION = 0.01, 0.1
-"""of the time at most that copying holds up the steps, and that hashing and writing take a core beside them"""
 _NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)-([0-9]+)")
 
 

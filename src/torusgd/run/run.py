@@ -37,7 +37,7 @@ from .watchers import ReplacedImages
 
 T = TypeVar("T")
 
-# From one look to the next while ranks wait for others.
+# Seconds from one look to the next while ranks wait for others.
 _LOOK_SECONDS = 0.2
 
 

@@ -135,8 +135,8 @@ def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) 
         yield name, tensor
 
 
+# Seconds after which a checkpoint that is still being written is reported, again and again.
 SLOW_DISK = 60
-"""seconds after which a checkpoint that is still being written is reported, again and again"""
 
 
 class LastSaved(NamedTuple):

@@ -26,10 +26,10 @@ from .job import Job
 from .newest_state import Kept
 from .saving import RunState, share_tensors
 
+# Steps that a rank which joins may be behind when it says that it is ready.
 HARDLY_BEHIND = 2
-"""steps"""
+# Bytes that may wait to be sent to a rank, or four times the state if that is more; then it is too slow.
 LEAST_WAITING = 64 << 20
-"""bytes that may wait to be sent to a rank, or four times the state if that is more; then it is too slow"""
 
 Event = Mapping[str, Any]
 """the line of events.jsonl for what was done last"""

@@ -22,7 +22,7 @@ from ..rundir.checkpoint import FILES, list_checkpoints
 from ..untrusted import parse_json
 from ..weights import Tensors, load_weights, match_weights
 
-# Ends the names of counts of batch norm, which files of before torch 0.4.1 lack, and which nothing reads.
+# The end of the names of counts of batch norm, which files of before torch 0.4.1 lack, and which nothing reads.
 _COUNTS = "num_batches_tracked"
 
 

@@ -26,18 +26,18 @@ from ..errors import DiskError, RunError, UserError, is_transient, retry
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
+# The format of what is in a checkpoint, written into its progress; another number is refused with a line.
 FORMAT = 4
-"""of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
+# The file that says how far the run had come, plain JSON.
 STATE = "state.json"
-"""how far the run had come, plain JSON"""
 FILES = ("model.safetensors", "state.safetensors", STATE)
+# The end of the name of a checkpoint that was set aside.
 DAMAGED = ".damaged"
-"""after the name of a checkpoint that was set aside"""
+# Seconds before each further attempt to read from a disk that gave an error.
 READ_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""seconds before each further attempt to read from a disk that gave an error"""
+# Seconds that a checkpoint may take to be written before the next one is put off.
 WRITE_PATIENCE = 10.0
-"""seconds that a checkpoint may take to be written before the next one is put off"""
 _NAME = re.compile(r"step-[0-9]{8}")
 
 T = TypeVar("T")

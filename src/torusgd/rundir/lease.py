@@ -21,15 +21,15 @@ from ..errors import RunError, UserError
 from ..storage import Store
 from ..untrusted import parse_json, read_text
 
+# Seconds from one sign of life to the next.
 RENEW = 15.0
-"""seconds from one sign of life to the next"""
+# Seconds without one after which a holder is gone.
 EXPIRES = 60.0
-"""seconds without one after which a holder is gone"""
 POLL = 1.0
+# Seconds that the end of a run waits for a bucket that may not answer any more.
 GIVE_BACK = 30.0
-"""seconds that the end of a run waits for a bucket that may not answer any more"""
+# The file in the working folder that names the number held, so that a new start there need not wait for itself.
 TOKEN = ".lease"
-"""the file in the working folder that names the number held, so that a new start there need not wait for itself"""
 _OBJECT = re.compile(r"\.lease-(\d{8})\.json")
 
 

@@ -19,8 +19,8 @@ from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
 from .run_view import HEAD, REQUESTS, STATUS, working_folder
 
+# File with a name that the run drew when it began: what is left here of an earlier run has another one.
 NAME = ".run-name"
-"""file with a name that the run drew when it began: what is left here of an earlier run has another one"""
 _RECIPE, _SUMMARY = "recipe.yaml", "summary.json"
 # Files beside the checkpoints, in the order in which they go there: the summary says that the rest is whole.
 _SMALL = (_RECIPE, *(name for name in FILES if name not in (STATUS, _SUMMARY)), _SUMMARY)

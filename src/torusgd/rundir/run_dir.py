@@ -20,16 +20,16 @@ from .checkpoint import DAMAGED, STATE, list_checkpoints
 from .run_view import HEAD, STATUS, forget_requests
 
 TRACE = "trace.json"
+# The file with the name by which servers know the run, however often it is resumed.
 TRACKING_ID = "tracking-id.txt"
-"""by which name servers know the run, however often it is resumed"""
 FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", TRACKING_ID, TRACE)
 STEP = "step-" + 8 * "[0-9]"
+# Sub-folders, and what a run writes into them.
 PARTS = {
     "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
     "tensorboard": ("events.out.tfevents.*",),
     "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
 }
-"""sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
 _AGENTS = ".agents"
 # By file system, options of its mount that keep locks on one host.

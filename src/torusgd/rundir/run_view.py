@@ -25,14 +25,14 @@ from ..untrusted import parse_json, read_text
 from .lease import EXPIRES, Lease, object_name
 
 STATUS = "status.json"
+# First words of the recipe.yaml that a run writes.
 HEAD = "# The complete recipe of this run, defaults included."
-"""first words of the recipe.yaml that a run writes"""
+# Seconds from one status to the next, and from one look at requests to the next.
 SECONDS = 1.0
-"""from one status to the next, and from one look at requests to the next"""
+# Seconds for which a status of another host counts as a sign of life.
 FRESH = 30.0
-"""seconds for which a status of another host counts as a sign of life"""
+# Files that request a checkpoint and the run's end, or another number of ranks.
 STOP, WORKERS = ".stop", ".workers"
-"""files that request a checkpoint and the run's end, or another number of ranks"""
 REQUESTS = frozenset({STOP, WORKERS})
 
 
