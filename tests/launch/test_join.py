@@ -20,17 +20,7 @@ from typing import Any
 
 import pytest
 from tests.polling import until
-from tests.run.processes import (
-    LOOPBACK,
-    Process,
-    is_alive,
-    last_step,
-    listening,
-    pauses,
-    results,
-    summary,
-    torusgd,
-)
+from tests.run.processes import LOOPBACK, Process, is_alive, last_step, listening, pauses, results, summary, torusgd
 from tests.run.runs import command
 
 from torusgd.errors import RunError, UserError

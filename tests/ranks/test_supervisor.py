@@ -130,10 +130,7 @@ def test_every_rank_runs_the_function_and_a_new_attempt_meets_anew(attempts: Att
     for _ in range(2):
         results = attempts.results(be_well)
         number = attempts.number
-        assert results == [
-            ["0", "2", 0, 2.0, number, False, None],
-            ["1", "2", 1, 2.0, number, False, "well"],
-        ]
+        assert results == [["0", "2", 0, 2.0, number, False, None], ["1", "2", 1, 2.0, number, False, "well"]]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", ["eval", "polish"])
 @pytest.mark.parametrize(
-    ("key", "name"),
-    [("model_name", "trap:factory"), ("model_name", "torch.hub:load"), ("data_source", "trap:factory")],
+    ("key", "name"), [("model_name", "trap:factory"), ("model_name", "torch.hub:load"), ("data_source", "trap:factory")]
 )
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
 def test_metadata_that_names_code_is_refused(

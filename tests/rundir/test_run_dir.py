@@ -140,10 +140,7 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with (
-            pytest.raises(UserError) as caught,
-            RunDir(tmp_path).lock(),
-        ):
+        with pytest.raises(UserError) as caught, RunDir(tmp_path).lock():
             pass
         assert f"--out {tmp_path}: in use by process {holder.pid} on " in str(caught.value)
         holder.kill()  # no word of farewell

@@ -62,11 +62,7 @@ def join_and_train(job: Job, fresh: bool) -> RunResult:
 
 
 def run_joined(
-    function: RankFunction,
-    device: str,
-    limits: Limits,
-    remedy: Callable[[], str] = lambda: "",
-    ranks_per_gpu: int = 1,
+    function: RankFunction, device: str, limits: Limits, remedy: Callable[[], str] = lambda: "", ranks_per_gpu: int = 1
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 

@@ -106,8 +106,8 @@ def build(
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
     requests = requests or Requests(lambda: False, liveness)
     state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
-    drift = drift_of(options, recipe, world, state)
-    watched = [drift, *watches_of(options, recipe, world, sums, state, clock, schedule), *watchers]
+    drift = drift_of(job, world, state)
+    watched = [drift, *watches_of(job, world, sums, state, clock, schedule), *watchers]
     state = replace(state, watchers=tuple(watched))
     step = _step(job, data, schedule, network, world, liveness, sums, state, clock, requests, form)
     profile = sums.allreduce.profile if options.buckets == "auto" and form is None else None

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterator
 
 from ..comm.groups import Group
 from ..errors import RunError
-from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
-from ..recipe.schema import Recipe
 from ..step.audit import Audit
 from ..step.control_vector import ControlVector
 from ..step.drift import DriftWatch, steps_between
@@ -15,6 +13,7 @@ from ..step.noise_scale import NoiseScale
 from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
 from ..step.watch import StepView, StepWatch
+from .job import Job
 from .summing import Sums
 
 
@@ -40,34 +39,27 @@ class ReplacedImages(StepWatch):
             )
 
 
-def drift_of(options: RuntimeOptions, recipe: Recipe, world: Group, state: StepState) -> DriftWatch:
+def drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
     """What compares the ranks' weights."""
-    every = options.drift_every
+    every = job.options.drift_every
     if every is None:
-        fewest = min(stage.images_per_worker for stage in recipe.stages)
-        every = steps_between(recipe.virtual_workers * fewest // world.size)
+        fewest = min(stage.images_per_worker for stage in job.recipe.stages)
+        every = steps_between(job.recipe.virtual_workers * fewest // world.size)
     others = [state.batch_norm.running, *([state.average.values] if state.average else [])]
     return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)
 
 
 def watches_of(
-    options: RuntimeOptions,
-    recipe: Recipe,
-    world: Group,
-    sums: Sums,
-    state: StepState,
-    clock: StepClock,
-    schedule: Schedule,
+    job: Job, world: Group, sums: Sums, state: StepState, clock: StepClock, schedule: Schedule
 ) -> Iterator[StepWatch]:
     """The audit, the noise scale, and what compares the ranks' speed; every rank calls it, since groups are made."""
-    yield Audit(options.audit, recipe.seed, world, sums.watched)
+    recipe, workers = job.recipe, job.recipe.virtual_workers
+    yield Audit(job.options.audit, recipe.seed, world, sums.watched)
     probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
     yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
-    if follows_speed(options, recipe):
+    if follows_speed(job.options, recipe):
         yield SpeedWatch(world.rank, world.size, lambda: clock.speed)
     # A column block's gradient is that of several virtual workers, and local steps hand over changes of weights.
-    if recipe.virtual_workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
-        norm, precision = state.update.gradient_norm, state.precision
-        workers = recipe.virtual_workers
-        to_host = clock.monitor.to_host
+    if workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
+        norm, precision, to_host = state.update.gradient_norm, state.precision, clock.monitor.to_host
         yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
