@@ -95,12 +95,58 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
     return turns
 
 
-class _Sum:
-    def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
-        self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
+class _Task:
+    """Work of an engine's thread: `run` there, `wait` on the caller's."""
+
+    def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: Exception | None = None
         self._ended = 0.0
+
+    def run(self) -> None:
+        try:
+            self._carry_out()
+        except Exception as error:
+            self._error = error
+        self._ended = time.perf_counter()
+        self._finished.set()
+
+    def _carry_out(self) -> None:
+        raise NotImplementedError
+
+    def wait(self, limit: float | None = None) -> None:
+        if not self._finished.wait(limit):
+            raise CommTimeout(f"no answer within {limit:.3g} s")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def ended(self) -> float | None:
+        return self._ended
+
+
+_Lane = queue.SimpleQueue[_Task | None]
+
+
+def _start_lane() -> tuple[_Lane, threading.Thread]:
+    """A thread that carries out tasks in turn until it finds None."""
+    lane = _Lane()
+
+    def run() -> None:
+        while (task := lane.get()) is not None:
+            task.run()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return lane, thread
+
+
+class _Sum(_Task):
+    def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
+        super().__init__()
+        self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
         self._scratch, self._free = torch.empty(elements, dtype=tensor.dtype), 0
@@ -132,16 +178,7 @@ class _Sum:
     def _elements(self, message: Message) -> torch.Tensor:
         return self._tensor[message.low : message.high]
 
-    def run(self) -> None:
-        try:
-            self._run_turns()
-        except Exception as error:
-            self._error = error
-        self._posted.clear()
-        self._ended = time.perf_counter()
-        self._finished.set()
-
-    def _run_turns(self) -> None:
+    def _carry_out(self) -> None:
         sent: dict[int, list[Work]] = {turn.chunk: [] for turn in self._turns}
         for number, turn in enumerate(self._turns):
             if number + AHEAD < len(self._turns):
@@ -164,18 +201,6 @@ class _Sum:
             for work in works:
                 work.wait()
 
-    def wait(self, limit: float | None = None) -> None:
-        if not self._finished.wait(limit):
-            raise CommTimeout(f"no answer within {limit:.3g} s")
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def ended(self) -> float | None:
-        return self._ended
-
 
 class GlooEngine(Engine):
     """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
@@ -190,10 +215,7 @@ class GlooEngine(Engine):
         self._group, self._streams = group, (group, *further)
         self._schedules: dict[tuple[Algorithm, int], list[_Turn]] = {}
         self._started = 0
-        self._lanes = [queue.SimpleQueue[_Sum | None]() for _ in range(LANES)]
-        self._threads = [threading.Thread(target=_run_lane, args=(lane,), daemon=True) for lane in self._lanes]
-        for thread in self._threads:
-            thread.start()
+        self._lanes = [_start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:
@@ -212,49 +234,35 @@ class GlooEngine(Engine):
         work = _Sum(self._streams, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
         # In turn, by the number of the call, which is the same on every rank: two sums can't stand in opposite orders
         # in the lanes of two ranks and wait for each other.
-        self._lanes[self._started % LANES].put(work)
+        self._lanes[self._started % LANES][0].put(work)
         self._started += 1
         return work
 
     def close(self) -> None:
         """Ends the threads, and the streams but the first."""
-        for lane in self._lanes:
+        for lane, thread in self._lanes:
             lane.put(None)
-        for thread in self._threads:
             thread.join()
         for group in self._streams[1:]:
             group.close()
 
 
-def _run_lane(lane: "queue.SimpleQueue[_Sum | None]") -> None:
-    while (work := lane.get()) is not None:
-        work.run()
-
-
-class _Staged:
-    """The work of one CUDA tensor: `begin` on the engine's thread, `wait` on the caller's."""
+class _Staged(_Task):
+    """The sum of one CUDA tensor, which begins in the thread once the host has the tensor's values."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
+        super().__init__()
         self._tensor, self._host, self._start = tensor, host, start
         self._copied = torch.cuda.current_stream(tensor.device).record_event()
-        self._begun = threading.Event()
         self._work: Work | None = None
-        self._error: Exception | None = None
         self._returned = False
 
-    def begin(self) -> None:
-        try:
-            self._copied.synchronize()  # the host has the values only then
-            self._work = self._start(self._host)
-        except Exception as error:
-            self._error = error
-        self._begun.set()
+    def _carry_out(self) -> None:
+        self._copied.synchronize()
+        self._work = self._start(self._host)
 
     def wait(self, limit: float | None = None) -> None:
-        if not self._begun.wait(limit):
-            raise CommTimeout(f"no answer within {limit:.3g} s")
-        if self._error is not None:
-            raise self._error
+        super().wait(limit)
         assert self._work is not None
         self._work.wait(limit)
         if not self._returned:
@@ -262,7 +270,7 @@ class _Staged:
             self._tensor.copy_(self._host, non_blocking=True)
 
     def done(self) -> bool:
-        return self._begun.is_set() and (self._work is None or self._work.done())
+        return super().done() and (self._work is None or self._work.done())
 
     def ended(self) -> float | None:
         return None if self._work is None else self._work.ended()
@@ -275,12 +283,8 @@ class StagedEngine(Engine):
     """
 
     def __init__(self, engine: GlooEngine, device: torch.device) -> None:
-        self.device = device
-        self._engine = engine
-        self._stream = torch.cuda.Stream(device)
-        self._waiting: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._begin_all, daemon=True)
-        self._thread.start()
+        self.device, self._engine, self._stream = device, engine, torch.cuda.Stream(device)
+        self._lane, self._thread = _start_lane()
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
@@ -297,15 +301,10 @@ class StagedEngine(Engine):
             work = _Staged(tensor, host, start)
         # The allocator knows the caller's stream only, and would hand out the memory while it is being copied.
         tensor.record_stream(self._stream)
-        self._waiting.put(work)
+        self._lane.put(work)
         return work
 
-    def _begin_all(self) -> None:
-        while (work := self._waiting.get()) is not None:
-            work.begin()
-
     def close(self) -> None:
-        """Ends the thread and the engine."""
-        self._waiting.put(None)
+        self._lane.put(None)
         self._thread.join()
         self._engine.close()
