@@ -11,7 +11,7 @@ from tests.comm.gloo_world import run_ranks
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import Group, group_of, launch_order
-from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
+from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile
 
@@ -24,42 +24,28 @@ def addend(length: int) -> torch.Tensor:
     return torch.arange(length) + dist.get_rank()
 
 
-def collectives_on_every_grid() -> list[str]:
-    """On all six ranks, then on four of them: a torus needs no world of its own, and closing it harms nobody else."""
-    wrong, world = [], group_of()
-    for places, grids in ((range(6), ((1, 6), (2, 3), (3, 2), (6, 1))), (range(1, 5), ((2, 2), (1, 4)))):
-        group = world.subgroup(places)
-        for grid in grids if world.rank in places else ():
-            row, column = grid_axes(group, grid)
-            for length in (0, 1, 5, 12, 101):
-                tensor = torch.arange(length) + group.rank
-                torus_by_collectives(tensor, row, column)
-                if not tensor.equal(sum_of_ranks(length, group.size)):
-                    wrong.append(f"{grid}, {length}")
-            row.close()
-            column.close()
-            group.barrier()
-    world.barrier()
-    return wrong
+FLAT = ("ring", "halving-doubling", "doubling", "direct", "hierarchical")
 
 
 def engines_of_every_size_and_grid() -> list[str]:
     """An engine closes what it has made, and neither its group nor the world, whatever grids it has run."""
     wrong, world = [], group_of()
-    for size in (1, 2, 3, 5, 7):
-        group = world.subgroup(range(size))
-        for rows in range(1, size + 1):
-            if size % rows or world.rank >= size:
+    for places in (*(range(size) for size in (1, 2, 3, 5, 6, 7)), range(1, 5)):
+        group, size = world.subgroup(places), len(places)
+        for rows in range(1, size + 1) if world.rank in places else ():
+            if size % rows:
                 continue
             with fake_cuda():
                 launch_order.cache_clear()
-                engine, grid = NcclEngine(group), (rows, size // rows)
-                for name in ("torus:halving/ring", "ring"):
-                    tensor = addend(101)
-                    algorithm = parse_algorithm(name, size, grid if name != "ring" else None, chunks=4)
-                    engine.run(tensor, algorithm).wait()
-                    if not tensor.equal(sum_of_ranks(101, size)):
-                        wrong.append(f"{name} {grid}")
+                engine = NcclEngine(group)
+                for name in ("torus:halving/ring", *(FLAT if rows == 1 else ())):
+                    grid = (rows, size // rows) if name not in FLAT else None
+                    algorithm = parse_algorithm(name, size, grid, chunks=4)
+                    for length in (1, 5, 101):
+                        tensor = torch.arange(length) + group.rank
+                        engine.run(tensor, algorithm).wait()
+                        if not tensor.equal(sum_of_ranks(length, size)):
+                            wrong.append(f"{algorithm} of {length}")
                 engine.close()
             group.barrier()
         group.close()
@@ -69,28 +55,7 @@ def engines_of_every_size_and_grid() -> list[str]:
     return wrong
 
 
-def batches_of_every_algorithm() -> list[str]:
-    wrong, group = [], group_of()
-    for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving/ring", "hierarchical"):
-        for length in (1, 5, 101):
-            for chunks in (1, 3):
-                tensor, algorithm = addend(length), parse_algorithm(name, group.size, chunks=chunks)
-                run_in_batches(tensor, algorithm.rounds(group.rank, length), group)
-                if not tensor.equal(sum_of_ranks(length, group.size)):
-                    wrong.append(f"{algorithm}, {length}")
-    return wrong
-
-
-def test_torus_by_collectives_sums_whatever_the_grid_and_length():
-    assert run_ranks(6, collectives_on_every_grid) == [[]] * 6
-
-
-@pytest.mark.parametrize("ranks", [5, 6])
-def test_batches_sum_whatever_the_algorithm(ranks):
-    assert run_ranks(ranks, batches_of_every_algorithm) == [[]] * ranks
-
-
-def test_closing_an_engine_leaves_its_group_and_the_world():
+def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world():
     assert run_ranks(7, engines_of_every_size_and_grid) == [[]] * 7
 
 

@@ -252,7 +252,7 @@ class ShardCollectives:
         left, rounds = time.perf_counter(), self._rounds(tensor.numel(), stops)
         if rounds is None or isinstance(self._allreduce, NativeAllReduce):
             return self._watch(native(tensor, cut(0, tensor.numel(), self.size, stops)), left)
-        return self._watch(self._allreduce.connection.engine.run_rounds(tensor, [direction(rounds)]), left)
+        return self._watch(self._allreduce.connection.engine.run_rounds(tensor, direction(rounds)), left)
 
     def _algorithm(self, length: int) -> Algorithm | None:
         """The algorithm for a tensor of `length` elements; None for the backend's own collectives."""

@@ -156,8 +156,8 @@ class Engine(Protocol):
         """The algorithm that runs in this one's place; several may come to the same."""
         return algorithm
 
-    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
-        """Runs the rounds of each chunk, those of no named algorithm, as shards and measurements do."""
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
+        """Runs rounds of no named algorithm, as shards and measurements do."""
 
     def close(self) -> None:
         """Ends what it began; its group stays open."""

@@ -227,8 +227,8 @@ class GlooEngine(Engine):
             self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
         return self._start(tensor, self._schedules[key])
 
-    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
-        return self._start(tensor, _weave(rounds))
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
+        return self._start(tensor, _weave([rounds]))
 
     def _start(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
         work = _Sum(self._streams, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
@@ -289,7 +289,7 @@ class StagedEngine(Engine):
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
 
-    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
         return self._stage(tensor, lambda host: self._engine.run_rounds(host, rounds))
 
     def _stage(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> Work:

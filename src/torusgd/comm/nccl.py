@@ -18,22 +18,15 @@ from .base import Work
 from .groups import Group, launch_order
 
 
-def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Sequence[Round]], group: Group) -> None:
-    """Runs the rounds of each chunk; round r of chunk c belongs to wave r + c."""
-    # The messages of a wave are one batch, which all its chunks share, and its additions follow.
-    length, chunks = len(rounds[0]), len(rounds)
-    for wave in range(length + chunks - 1):
-        turns = [its_rounds[wave - chunk] for chunk, its_rounds in enumerate(rounds) if 0 <= wave - chunk < length]
-        sends, receives = [], []
-        addends: list[tuple[torch.Tensor, Message]] = []
-        # Two ranks must list what they exchange in one order: chunk by chunk, as sent.
-        for turn in turns:
-            sends += [(_elements(tensor, m), m.peer) for m in turn.sends]
-            fresh = [(torch.empty_like(_elements(tensor, m)), m) for m in turn.adds]
-            receives += [(addend, m.peer) for addend, m in fresh]
-            receives += [(_elements(tensor, m), m.peer) for m in turn.copies]
-            addends += fresh
-        for work in group.start_exchange(sends, receives, tag=wave << 8):
+def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Round], group: Group) -> None:
+    """Runs rounds, the messages of each as one batch, which its additions follow."""
+    for number, turn in enumerate(rounds):
+        addends = [(torch.empty_like(_elements(tensor, m)), m) for m in turn.adds]
+        # Two ranks must list what they exchange in one order.
+        sends = [(_elements(tensor, m), m.peer) for m in turn.sends]
+        receives = [(addend, m.peer) for addend, m in addends]
+        receives += [(_elements(tensor, m), m.peer) for m in turn.copies]
+        for work in group.start_exchange(sends, receives, tag=number << 8):
             work.wait()
         # Only now: a message that was sent and received into at once must leave with its old values.
         for addend, message in addends:
@@ -89,13 +82,14 @@ class NcclEngine:
         if algorithm is None:
             return self._group.start_all_reduce(tensor)
         if algorithm.algorithm != "torus":
-            return self.run_rounds(tensor, self.effective(algorithm).rounds(self._group.rank, tensor.numel()))
+            (rounds,) = self.effective(algorithm).rounds(self._group.rank, tensor.numel())
+            return self.run_rounds(tensor, rounds)
         if algorithm.grid not in self._axes:  # at the same call on every rank
             self._axes[algorithm.grid] = grid_axes(self._group, algorithm.grid)
         row, column = self._axes[algorithm.grid]
         return self._enqueue(tensor, lambda: torus_by_collectives(tensor, row, column))
 
-    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
         return self._enqueue(tensor, lambda: run_in_batches(tensor, rounds, self._group))
 
     def _enqueue(self, tensor: torch.Tensor, function: Callable[[], None]) -> Work:

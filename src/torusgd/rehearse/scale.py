@@ -105,7 +105,7 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
     turn = Round(
         (Message((rank + distance) % ranks, 0, half),), copies=(Message((rank - distance) % ranks, half, 2 * half),)
     )
-    chain, times = [[turn] * rounds], []
+    chain, times = [turn] * rounds, []
     for _ in range(_REPEAT):
         times.append(connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) / rounds)
     return median(connection.slowest(times))

@@ -227,7 +227,7 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
             )
             for i in range(turns)
         ]
-    connection.engine.run_rounds(tensor, [rounds]).wait()
+    connection.engine.run_rounds(tensor, rounds).wait()
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
@@ -242,7 +242,7 @@ def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
     return statistics.median(
-        connection.stopwatch(lambda: connection.engine.run_rounds(tensor, [rounds]).wait())
+        connection.stopwatch(lambda: connection.engine.run_rounds(tensor, rounds).wait())
         for _ in range(repetitions + 1)
     )
 
