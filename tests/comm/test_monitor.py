@@ -1,14 +1,15 @@
 """Messages that are watched: what of their way was hidden, that nobody waits for ever, and when a device came there."""
 
 import time
-from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 
+from torusgd.comm import monitor as monitor_module
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout, LateRank, NoLiveness
 from torusgd.comm.groups import group_of
@@ -121,42 +122,15 @@ class Event:
         return self._left < 0
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], SimpleNamespace]:
-    """Makes a tensor of a GPU that comes to its copy after so many questions."""
-    empty = torch.empty
-
-    def tensor(questions: float) -> SimpleNamespace:
-        stream = SimpleNamespace(record_event=lambda: Event(questions))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: Host(empty(shape, dtype=dtype)))
-        return SimpleNamespace(device=torch.device("cuda", 0), shape=(2,), dtype=torch.float32)
-
-    class Host:
-        def __init__(self, values: torch.Tensor) -> None:
-            self.values = values
-
-        def copy_(self, source: object, non_blocking: bool) -> None:
-            assert non_blocking
-            self.values.fill_(7)
-
-    return tensor
-
-
-def test_what_a_gpu_has_computed_comes_to_the_host_when_it_is_there(gpu: Callable[[float], SimpleNamespace]) -> None:
-    assert Monitor().to_host(gpu(3)).values.tolist() == [7, 7]
-
-
-def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(
-    gpu: Callable[[float], SimpleNamespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has no answer for it: the GPU would wait for ever."""
-    monkeypatch.setattr("torusgd.comm.monitor.SLICE", 0.01)
-    monitor, lost = Monitor(), LateRank("no heartbeat for 30 s", rank=3, host="b2")
+    monkeypatch.setattr(monitor_module, "SLICE", 0.01)
+    lost = LateRank("no heartbeat for 30 s", rank=3, host="b2")
     answers = iter([[], [], [lost]])
-    monitor.liveness = SimpleNamespace(late=lambda: next(answers))
+    liveness: Any = SimpleNamespace(late=lambda: next(answers))
+    monitor_module._wait_in_slices(monitor_module._Copied(Event(3)), NoLiveness(), inf)
     with pytest.raises(CommTimeout) as error:
-        monitor.to_host(gpu(inf))
+        monitor_module._wait_in_slices(monitor_module._Copied(Event(inf)), liveness, inf)
     assert error.value.late == (lost,)
 
 
