@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from ..comm.groups import Group, group_of
 from ..errors import UserError
 from .float_sum import FloatGradientSum
 from .integer_sum import GradientSum, IntegerGradientSum
-from .layout import Bucket
+from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")
@@ -61,8 +60,7 @@ def ddp_hook(
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
-    group = group_of(model.process_group, parameters[0].device)
-    hook = Hook(group, algorithm, wire, grid, profile)
+    hook = Hook(group_of(model.process_group, parameters[0].device), algorithm, wire, grid, profile)
     model.register_comm_hook(hook, Hook.send)
     return hook
 
@@ -71,17 +69,17 @@ class Hook:
     """Buckets on their way: sent from autograd's thread in bucket order, finished in that order on one of its own."""
 
     def __init__(
-        self, group: Group, algorithm: str, wire: Wire | None, grid: tuple[int, int] | None, profile: Path | None
+        self, ranks: Group, algorithm: str, wire: Wire | None, grid: tuple[int, int] | None, profile: Path | None
     ) -> None:
-        self._ranks, self._device, self._wire = group.size, group.device, wire
-        self._allreduce = create(algorithm, grid=grid, profile=profile, group=group)
+        self._ranks, self._device, self._wire = ranks.size, ranks.device, wire
+        self._allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
         self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
         """fraction of the last bucket's elements that the wire rounded to zero"""
         # Only some steps need a repair. It has a group of its own, since its calls come from the finishing thread, and
         # would meet those of the hook's thread in another order on another rank.
-        self._repairs = group_of(group.process_group).duplicate() if wire is not None else None
+        self._repairs = group_of(ranks.process_group).duplicate() if wire is not None else None
         self._sums: dict[tuple[int, ...], GradientSum] = {}
         self._jobs: queue.SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = queue.SimpleQueue()
         threading.Thread(target=self._finish_all, daemon=True).start()
@@ -106,11 +104,11 @@ class Hook:
         """The sum of a bucket; DDP lays its buckets out anew after the first step."""
         key = (index, *numels)
         if key not in self._sums:
-            bucket = Bucket(0, len(numels), tuple(accumulate(numels, initial=0))[:-1], numels)
+            one_bucket = group((), numels)
             self._sums[key] = (
-                IntegerGradientSum([bucket], self._ranks, self._device)
+                IntegerGradientSum(one_bucket, self._ranks, self._device)
                 if self._wire == "exact"
-                else FloatGradientSum([bucket], self._ranks, self._device, getattr(torch, str(self._wire)))
+                else FloatGradientSum(one_bucket, self._ranks, self._device, getattr(torch, str(self._wire)))
             )
         return self._sums[key]
 

@@ -115,7 +115,7 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8
     ready = work.ready[whole]
-    # The same conditions as those of a run (`gradients.bucket_rebuild`), which rebuilds on CPUs only.
+    # The same conditions as those of a run (`gradients.reducer`), which rebuilds on CPUs only.
     is_auto = communication.algorithm == "auto" and communication.buckets.option == "auto"
     may_rebuild = is_auto and not software.sharded_update and not any(is_wide)
     if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":
