@@ -50,7 +50,7 @@ def compare_on_worlds(sizes: tuple[int, ...]) -> list[str]:
     """Runs on each of 8 ranks; the smaller worlds are made of the first of them. Returns what went wrong."""
     wrong, world = [], group_of()
     for size in sizes:
-        group, own = world.subgroup(range(size)), world.subgroup(range(size))
+        group, own = world.partition([range(size)]), world.partition([range(size)])
         if world.rank >= size:
             continue
         engine = GlooEngine(own)

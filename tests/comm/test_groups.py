@@ -91,7 +91,7 @@ def split() -> None:
     world = groups.group_of()
     # Two pairs at once, of which each member sees its own; the same pair again; one member; the whole in another order.
     for places in ([0, 1], [1, 2], [0, 1], [2], [2, 1, 0]):
-        group = world.subgroup(places)
+        group = world.partition([places])
         total = torch.ones(1)
         group.all_reduce(total)
         assert total.item() == (len(places) if rank in places else 1)
@@ -169,7 +169,7 @@ def test_a_rank_alone_exchanges_nothing():
     assert group.all_gather(value)[0].tolist() == [1.0, 1.0]
     assert group.broadcast_text("x") == "x"
     assert (group.rank, group.size, group.ranks) == (0, 1, (5,))
-    assert group.subgroup([0]).size == 1
+    assert group.partition([[0]]).size == 1
     assert groups.build(dist.HashStore(), [7], 7, device=CPU, timeout=1.0).size == 1
 
 

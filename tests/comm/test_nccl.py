@@ -31,7 +31,7 @@ def engines_of_every_size_and_grid() -> list[str]:
     """An engine closes what it has made, and neither its group nor the world, whatever grids it has run."""
     wrong, world = [], group_of()
     for places in (*(range(size) for size in (1, 2, 3, 5, 6, 7)), range(1, 5)):
-        group, size = world.subgroup(places), len(places)
+        group, size = world.partition([places]), len(places)
         for rows in range(1, size + 1) if world.rank in places else ():
             if size % rows:
                 continue

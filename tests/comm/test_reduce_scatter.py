@@ -65,7 +65,7 @@ def every_name() -> list[str]:
         allreduce.close()
     for size, name in ((3, "halving-doubling"), (3, "ring"), (2, "native")):
         halves = [list(range(size)), list(range(size, WORLD))]
-        groups = [group_of().subgroup(half) for half in halves]
+        groups = [group_of().partition([half]) for half in halves]
         mine = int(dist.get_rank() >= size)
         allreduce = create(name, group=groups[mine], timeout=240)
         wrong += every_case(allreduce, halves[mine])

@@ -332,14 +332,8 @@ class Group:
         self._parts.append(part)
         return part
 
-    def subgroup(
-        self, places: Sequence[int], timeout: float | None = None, device: torch.device | None = None
-    ) -> "Group":
-        """The group of the members at these places; every member calls it, and those not among them are alone in it."""
-        return self.partition([places], timeout, device)
-
     def duplicate(self, timeout: float | None = None, device: torch.device | None = None) -> "Group":
-        return self.subgroup(range(self.size), timeout, device)
+        return self.partition([range(self.size)], timeout, device)
 
     def abort(self) -> None:
         """Fails, on this rank, all that is under way in this group and in the groups that were split from it.

@@ -6,7 +6,7 @@ travels as one message. Buckets change no bit of an exact sum, whose scales are 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -42,6 +42,10 @@ class Bucket:
     def length(self) -> int:
         """Number of elements of the bucket."""
         return sum(self.numels)
+
+    def moved(self, slots: int) -> "Bucket":
+        """The same tensors, so many places further on in sending order."""
+        return replace(self, first=self.first + slots, stop=self.stop + slots)
 
     def views(self, message: Tensor) -> list[Tensor]:
         """Each tensor's run of a message of this bucket."""
@@ -142,7 +146,8 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
             cut = lay_out_wide_last(rule, numels, [slot.is_wide for slot in part])
         else:
             cut = plan_buckets(numels, largest(rule))
-        buckets += _after(buckets, cut)
+        sent = buckets[-1].stop if buckets else 0
+        buckets += [bucket.moved(sent) for bucket in cut]
     return ParameterLayout(tuple(slots), tuple(buckets))
 
 
@@ -163,13 +168,7 @@ def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence
         first, last = group(counts, narrow), group((), wide)
     else:
         first, last = lay_out(rule, narrow), lay_out(rule, wide)
-    return [*first, *_after(first, last)]
-
-
-def _after(buckets: Sequence[Bucket], more: Sequence[Bucket]) -> list[Bucket]:
-    """`more`, with indices that continue those of `buckets`."""
-    sent = buckets[-1].stop if buckets else 0
-    return [Bucket(sent + b.first, sent + b.stop, b.offsets, b.numels) for b in more]
+    return [*first, *(bucket.moved(len(narrow)) for bucket in last)]
 
 
 def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:

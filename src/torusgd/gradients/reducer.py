@@ -409,7 +409,7 @@ class BucketRebuild:
         # Buckets of column blocks stay as they are; their slots come first.
         columns = [b for b in layout.buckets if layout.held[b.first].layer is not None]
         offset = len(layout.held) - len(self._slots)
-        before = [_moved(b, -offset) for b in layout.buckets[len(columns) :]]
+        before = [b.moved(-offset) for b in layout.buckets[len(columns) :]]
         numels = [layout.held[slot].tensor.numel() for slot in self._slots]
         decided = ""
         # Rank 0 decides for all: ranks that each computed it could differ in the last bit of a time, and then in the
@@ -420,16 +420,12 @@ class BucketRebuild:
             decided = json.dumps([[b.stop - b.first for b in best], late, early])
         counts, late, early = json.loads(self._world.broadcast_text(decided))
         buckets = group(counts, numels)
-        moved = (*columns, *(_moved(b, offset) for b in buckets))
+        moved = (*columns, *(b.moved(offset) for b in buckets))
         self._reducer.use_layout(ParameterLayout(layout.slots, moved))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"
         )
-
-
-def _moved(bucket: Bucket, slots: int) -> Bucket:
-    return Bucket(bucket.first + slots, bucket.stop + slots, bucket.offsets, bucket.numels)
 
 
 def _sizes(buckets: list[Bucket]) -> str:

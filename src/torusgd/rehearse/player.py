@@ -104,7 +104,7 @@ def _neighbours(ranks: Group, members: int, apart: int) -> Group:
     for first in range(ranks.size):
         if first // apart % members == 0:
             neighbours = range(first, first + apart * members, apart)
-            group = ranks.subgroup(neighbours)
+            group = ranks.partition([neighbours])
             mine = group if ranks.rank in neighbours else mine
     assert mine is not None
     return mine
