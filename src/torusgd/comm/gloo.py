@@ -95,7 +95,7 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
     return turns
 
 
-class _Task:
+class _LaneWork:
     """Work of an engine's thread: `run` there, `wait` on the caller's."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Task:
         return self._ended
 
 
-_Lane = queue.SimpleQueue[_Task | None]
+_Lane = queue.SimpleQueue[_LaneWork | None]
 
 
 def _start_lane() -> tuple[_Lane, threading.Thread]:
@@ -143,7 +143,7 @@ def _start_lane() -> tuple[_Lane, threading.Thread]:
     return lane, thread
 
 
-class _Sum(_Task):
+class _Sum(_LaneWork):
     def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
         super().__init__()
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
@@ -247,7 +247,7 @@ class GlooEngine(Engine):
             group.close()
 
 
-class _Staged(_Task):
+class _Staged(_LaneWork):
     """The sum of one CUDA tensor, which begins in the thread once the host has the tensor's values."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
