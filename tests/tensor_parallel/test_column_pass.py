@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.comm.gloo_world import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,9 +13,9 @@ from torusgd.comm.groups import alone as rank_alone
 from torusgd.comm.groups import group_of
 from torusgd.precision import Precision
 from torusgd.recipe.load import load_recipe
-from torusgd.tensor_parallel.column_pass import ColumnPass
+from torusgd.tensor_parallel.column_pass import ColumnPass, block_gradient, block_numbers, join
 from torusgd.tensor_parallel.exchange import Layout, ParallelGroups
-from torusgd.tensor_parallel.tail import ColumnTail, column_tail
+from torusgd.tensor_parallel.tail import ColumnTail, column_tail, cut_columns
 
 BLOCKS, RANKS, SMOOTHING, SEED = 8, 4, 0.1, 5
 # 12 and 10 outputs in 8 blocks are uneven.
@@ -136,3 +138,45 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
         dropped = [(output == 0).sum().item() for output in outputs.values()]
         assert len(set(map(str, [(o.detach() == 0).tolist() for o in outputs.values()]))) > 1, dropped
     assert len(losses) == 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    images=st.integers(1, 5),
+    classes=st.integers(2, 40),
+    blocks=st.integers(1, 8),
+    smoothing=st.sampled_from([0.0, 0.1, 0.5]),
+    size=st.sampled_from([0.1, 10.0, 1e4]),
+    seed=st.integers(0, 9),
+)
+def test_loss_and_gradient_are_those_of_the_whole(
+    images: int, classes: int, blocks: int, smoothing: float, size: float, seed: int
+) -> None:
+    blocks = min(blocks, classes)
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(images, classes, generator=draw) * size
+    targets = torch.randint(classes, (images,), generator=draw)
+    spans = cut_columns(classes, blocks)
+    cut = [logits[:, low:high].contiguous() for low, high in spans]
+    numbers = torch.stack([block_numbers(part, low, targets) for part, (low, _) in zip(cut, spans, strict=True)])
+    joined = join(numbers, classes, smoothing)
+    gradient = torch.cat(
+        [
+            block_gradient(part, low, targets, joined, classes, smoothing, scale=4.0)
+            for part, (low, _) in zip(cut, spans, strict=True)
+        ],
+        dim=1,
+    )
+    whole = logits.double().requires_grad_()
+    want = F.cross_entropy(whole, targets, label_smoothing=smoothing)
+    want.backward()
+    assert joined.loss.dtype == torch.float32
+    torch.testing.assert_close(joined.loss.double(), want.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient.double(), 4.0 * whole.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_logit_that_is_not_finite_shows_in_the_loss() -> None:
+    logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
+    targets = torch.tensor([0, 1])
+    joined = join(block_numbers(logits, 0, targets)[None], 2, 0.0)
+    assert joined.loss.isnan()
