@@ -1,6 +1,7 @@
 """Messages that are watched: what of their way was hidden, that nobody waits for ever, and when a device came there."""
 
 import time
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
+from tests.polling import until
 
 from torusgd.comm import monitor as monitor_module
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import CommTimeout, LateRank, NoLiveness
+from torusgd.comm.base import CommTimeout, LateRank, NoLiveness, Work
 from torusgd.comm.groups import group_of
 from torusgd.comm.monitor import DeviceClock, Monitor, hidden_share
 
@@ -31,13 +33,16 @@ def test_what_is_hidden_is_a_share():
     assert hidden_share(1.0, 1.001) == 0.0
 
 
+def is_there(work: Work) -> bool:
+    return work.done() and work.ended() is not None
+
+
 def sum_early_and_wait_late(names: list[str]) -> None:
     """The sum is there before anybody waits for it."""
     for allreduce in [create(name) for name in names]:
         monitor, begin = Monitor(), time.perf_counter()
         work = monitor.over(allreduce).start(torch.ones(1000))
-        while not work.done() or work.ended() is None:
-            time.sleep(0.001)
+        until(partial(is_there, work), "the sum is there")
         there = time.perf_counter()
         work.wait()
         assert 0 < monitor.on_way <= there - begin
