@@ -41,6 +41,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def multi_head(x: Tensor, inner: Tensor, outer: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As `nn.MultiheadAttention` calls it: torch chooses a kernel of its own."""
+    out, _ = F.multi_head_attention_forward(
+        x, x, x, x.shape[2], 2, inner, None, None, None, False, 0.0, outer, None, attn_mask=mask, need_weights=False
+    )
+    return out
+
+
 CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "linear": (F.linear, [draws(5, 7), draws(4, 7, seed=1), draws(4, seed=2)]),
     "matmul": (torch.matmul, [draws(2, 3, 5, 7), draws(7, 4, seed=1)]),
@@ -74,6 +82,12 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
     "softmax": (lambda x: x.softmax(1), [draws(5, 9)]),
     "attention": (attention, [draws(2, 3, 5, 4, seed=n) for n in range(3)]),
+    "attention of a module": (multi_head, [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)]),
+    "masked attention of a module": (
+        lambda x, inner, outer: multi_head(x, inner, outer, torch.ones(5, 5, dtype=torch.bool).triu(1)),
+        [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)],
+    ),
+    "quotient rounded down": (lambda x: x * torch.div(x.detach() * 7, 2.0, rounding_mode="floor"), [draws(50)]),
     "causal attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [draws(2, 3, 5, 4, seed=n) for n in range(3)],

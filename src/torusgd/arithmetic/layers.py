@@ -1,5 +1,6 @@
 """Rules for operators that multiply and add: products, convolutions, norms, sums, pooling, softmax and losses."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -352,3 +353,56 @@ def _binary_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, positive: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
     return losses.binary_cross_entropy(x, target, weight, positive, reduction)
+
+
+# Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.
+
+
+@RULES.of(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, _ = losses.attention(*_flat(query, key, value), _factor(query, scale), _mask(query, key, is_causal, attn_mask))
+    out = out.view(*query.shape[:-1], value.shape[-1])
+    return out, out.new_zeros(query.shape[:-1])
+
+
+@RULES.of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_gradient(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, unused: Tensor, dropout: float,
+    is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The softmax is computed once more."""
+    factor, flat = _factor(query, scale), _flat(query, key, value)
+    _, weights = losses.attention(*flat, factor, _mask(query, key, is_causal, attn_mask))
+    found = losses.attention_gradient(*_flat(gradient), *flat, weights, factor)
+    q, k, v = (each.view(x.shape) for each, x in zip(found, (query, key, value), strict=True))
+    return q, k, v
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """Batches and heads as one dimension."""
+    return [x.reshape(-1, *x.shape[-2:]) for x in tensors]
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _mask(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor | None:
+    """What is added to the scores, [batches and heads, M, N] or [M, N]; torch has made floats of booleans."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    if is_causal:
+        allowed = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+        mask = torch.zeros(rows, columns, device=query.device).masked_fill_(~allowed, -math.inf)
+    return mask if mask is None or mask.dim() == 2 else _flat(mask.expand(*query.shape[:-1], columns))[0]
+
+
+@RULES.of(aten.div.Tensor_mode)
+def _rounded_quotient(x: Tensor, y: Any, *, rounding_mode: str | None) -> Tensor:
+    """The float32 quotient, rounded down or towards zero."""
+    if not x.is_floating_point():
+        return torch.div(x, y, rounding_mode=rounding_mode)
+    found = torch.div(x, y.to(x)) if isinstance(y, Tensor) else reductions.over(x, y)
+    return found if rounding_mode is None else found.floor_() if rounding_mode == "floor" else found.trunc_()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .activations import softplus64
+from .contraction import matmul
 from .functions import elementwise, exp, log64, sigmoid
 from .reductions import all_dims, grid_sum, over
 
@@ -32,6 +33,21 @@ def softmax_gradient(gradient: Tensor, result: Tensor, dim: int) -> Tensor:
     """g * y - y * sum(g * y)."""
     product = gradient * result
     return product - result * grid_sum(product, all_dims(product, dim), True).float()
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of q k' * scale + mask over keys, times v, and that softmax; of matrices [B, M, K]."""
+    scores = matmul(query, key.mT).mul_(scale)
+    weights = softmax(scores if mask is None else scores + mask, -1)
+    return matmul(weights, value), weights
+
+
+def attention_gradient(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of query, key and value, from the softmax."""
+    of_scores = softmax_gradient(matmul(gradient, value.mT), weights, -1).mul_(scale)
+    return matmul(of_scores, key), matmul(of_scores.mT, query), matmul(weights.mT, gradient)
 
 
 def log_softmax(x: Tensor, dim: int) -> Tensor:

@@ -291,7 +291,7 @@ class Group:
     def barrier(self) -> None:
         """Returns when every member has called it."""
         # An all-reduce, on the CPU where it can be: NCCL's own barrier occupies a GPU that torch must guess.
-        flag = torch.zeros(1, device=self.small_device)
+        flag = torch.zeros(1, dtype=torch.int32, device=self.small_device)
         self.all_reduce(flag)
         flag.tolist()
 

@@ -106,7 +106,7 @@ def _bench(
             row = [0.0] * len(starts)
             for index in shuffled(range(len(starts)), turn):
                 name, start = starts[index]
-                tensor = torch.ones(size // 4, device=connection.engine.device)
+                tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
                 row[index] = connection.stopwatch(partial(_sum, start, tensor))
                 if not bool((tensor == connection.group.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")

@@ -323,7 +323,8 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     # with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
     # computations without, with and between all-reduces in turn, 1 to 9 of each.
     task = _Task(connection.engine.device, images=4)
-    tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
+    device = connection.engine.device
+    tensors = [torch.zeros(max(1, size // 4), dtype=torch.int32, device=device) for _ in range(_MESSAGES)]
     start: Start = partial(connection.engine.run, algorithm=algorithm)
     _between(connection, start, tensors, task, _MESSAGES)
     # The least of three: a pause of the machine in the only one would make all that follows as much longer.
