@@ -3,6 +3,7 @@
     python benchmarks/portable.py rules                       products, with operands of an amax/rms from 3 to 1,000
     python benchmarks/portable.py gradients --model resnet50  a network's gradient on one batch
     python benchmarks/portable.py speed --model resnet18      a training step, in turn with float32's
+    python benchmarks/portable.py families                    two steps of torchvision's and timm's: a hash, or why not
 
 Errors are |found - exact| / |exact| in the Euclidean norm, exact in float64. The times are of the thread's own clock,
 with one thread, so that other work on the machine counts less; the ratio is that of the medians.
@@ -10,19 +11,28 @@ with one thread, so that other work on the machine counts less; the ratio is tha
 
 import argparse
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from tools.model_families import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.arithmetic import portable
+from torusgd.errors import UserError, in_one_line
+from torusgd.models.registry import construct
 from torusgd.models.resnet import digits_net, fashion_net, resnet18, resnet50
+from torusgd.recipe.schema import Model
+from torusgd.weights import weights_sha256
 
 Case = Callable[..., Tensor]
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -178,9 +188,32 @@ def speed(name: str, count: int, last: bool) -> None:
     print(f"operators a step: {sum(counted.calls.values())}")
 
 
+def family(name: str) -> str:
+    """The weights' hash after two steps of two images of 64 px (Inception's 96), all drawn in the context."""
+    side = 96 if "inception_v3" in name else 64
+    with portable():
+        torch.manual_seed(0)
+        network = construct(Model(name=name, options=FAMILIES[name]), classes=10, channels=3)
+        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9, foreach=False)
+        images, labels = torch.rand(2, 3, side, side), torch.tensor([1, 7])
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(network(images), labels).backward()
+            optimizer.step()
+        return weights_sha256(network.state_dict())[:12]
+
+
+def families() -> None:
+    for name in FAMILIES:
+        try:
+            print(name, family(name), flush=True)
+        except (UserError, RuntimeError, AssertionError) as error:
+            print(name, "none:", in_one_line(error), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rules", "gradients", "speed"))
+    parser.add_argument("what", choices=("rules", "gradients", "speed", "families"))
     parser.add_argument("--model", choices=MODELS, default="resnet18")
     parser.add_argument("--steps", type=int, default=0, help="float32 steps before the gradient is compared")
     parser.add_argument("--count", type=int, default=7, help="timed steps")
@@ -191,6 +224,8 @@ def main() -> None:
         rules()
     elif args.what == "gradients":
         network_gradients(args.model, args.steps)
+    elif args.what == "families":
+        families()
     else:
         speed(args.model, args.count, args.channels_last)
 
