@@ -363,7 +363,8 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, _ = losses.attention(*_flat(query, key, value), _factor(query, scale), _mask(query, key, is_causal, attn_mask))
+    factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
+    out, _ = losses.attention(_flat(query), _flat(key), _flat(value), factor, mask)
     out = out.view(*query.shape[:-1], value.shape[-1])
     return out, out.new_zeros(query.shape[:-1])
 
@@ -374,16 +375,16 @@ def _attention_gradient(
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The softmax is computed once more."""
-    factor, flat = _factor(query, scale), _flat(query, key, value)
-    _, weights = losses.attention(*flat, factor, _mask(query, key, is_causal, attn_mask))
-    found = losses.attention_gradient(*_flat(gradient), *flat, weights, factor)
-    q, k, v = (each.view(x.shape) for each, x in zip(found, (query, key, value), strict=True))
-    return q, k, v
+    factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
+    q, k, v = _flat(query), _flat(key), _flat(value)
+    _, weights = losses.attention(q, k, v, factor, mask)
+    found = losses.attention_gradient(_flat(gradient), q, k, v, weights, factor)
+    return found[0].view(query.shape), found[1].view(key.shape), found[2].view(value.shape)
 
 
-def _flat(*tensors: Tensor) -> list[Tensor]:
+def _flat(x: Tensor) -> Tensor:
     """Batches and heads as one dimension."""
-    return [x.reshape(-1, *x.shape[-2:]) for x in tensors]
+    return x.reshape(-1, *x.shape[-2:])
 
 
 def _factor(query: Tensor, scale: float | None) -> float:
@@ -396,7 +397,7 @@ def _mask(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> T
     if is_causal:
         allowed = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
         mask = torch.zeros(rows, columns, device=query.device).masked_fill_(~allowed, -math.inf)
-    return mask if mask is None or mask.dim() == 2 else _flat(mask.expand(*query.shape[:-1], columns))[0]
+    return mask if mask is None or mask.dim() == 2 else _flat(mask.expand(*query.shape[:-1], columns))
 
 
 @RULES.of(aten.div.Tensor_mode)
