@@ -46,11 +46,13 @@ def test_a_machine_joins_and_is_cut_off(tmp_path: Path) -> None:
             "STARTED": str(out / "events.jsonl"),
         }
         ranks = lab.start([str(script)], environment)
-        until(lambda: "ranks 1, 2 join; ranks 0, 1, 2 go on" in ranks.outputs()[0], "the joining of ranks 1 and 2")
+        until(
+            lambda: "ranks 1, 2 join; ranks 0, 1, 2 go on" in ranks.outputs()[0], "ranks 1 and 2", state=ranks.outputs
+        )
         begun = last_step(out)
-        until(lambda: last_step(out) > begun + 2, "steps of all three ranks")
+        until(lambda: last_step(out) > begun + 2, "their steps", state=ranks.outputs)
         lab.cut(1)
-        until(lambda: "; rank 0 goes on" in ranks.outputs()[0], "rank 0 alone")
+        until(lambda: "; rank 0 goes on" in ranks.outputs()[0], "rank 0 alone", state=ranks.outputs)
         assert ranks.wait(timeout=240) == [0, 1], ranks.outputs()
         root, joined = ranks.outputs()
     assert "no heartbeat for 3 s, frozen or lost" in root or "nothing was heard of it for 3 s" in root

@@ -88,7 +88,7 @@ def test_one_slow_host_and_every_algorithm_still_agrees() -> None:
 def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:
     with Lab([Host(latency=0.001, rate=1e9)] * 3) as lab:
         ranks = lab.start([str(HERE / "program_cut.py")])
-        until(lambda: all("summed" in output for output in ranks.outputs()), "a sum on every rank")
+        until(lambda: all("summed" in output for output in ranks.outputs()), "a sum on every rank", state=ranks.outputs)
         lab.cut(1)
         assert ranks.wait(timeout=240) == [3, 3, 3], ranks.outputs()
 

@@ -58,7 +58,7 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
     words = train(impatient, out, "--set", PAUSE)
     with Lab([NEAR] * 3) as lab:
         ranks = lab.start(words, ENVIRONMENT)
-        until(lambda: last_step(out) >= 6, "step 6")
+        until(lambda: last_step(out) >= 6, "step 6", state=ranks.outputs)
         lab.cut(2)
         assert ranks.wait(timeout=240) == [1, 1, 1], ranks.outputs()
         lines = [line for text in ranks.outputs() for line in text.splitlines() if line.startswith("torusgd: ")]
