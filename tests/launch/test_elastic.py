@@ -154,17 +154,22 @@ def test_a_run_that_leaves_out_late_work_loses_a_rank_and_gets_another(
     late = tmp_path / "late.yaml"
     longer = recipe.read_text().replace("until: 12st", "until: 20st").replace(f"until: {STEPS}st", "until: 60st")
     late.write_text(longer + "synchrony: {form: cutoff, count: 3, warmup: 2}\n")
-    out = tmp_path / "out"
-    process = torusgd(tmp_path / "1", out, late, "--workers", "3", "--delays", "exponential@0.02", *pauses(0.01))
+    out, held = tmp_path / "out", tmp_path / "held"
+    held.touch()
+    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.15"]
+    flags = ["--workers", "3", "--delays", "exponential@0.02", *words]
+    process = torusgd(tmp_path / "1", out, late, *flags, TORUSGD_HELD=str(held))
     wait_for_step(out, 8, process)
     kill(process.rank(out, victim))
     wait_for_step(out, 20, process)
     assert run_cli("scale", out, "--workers", "3")[0] == 0
+    until(lambda: "rank 3 joins" in process.err, "another rank", process)
+    held.unlink()
     assert process.end() == 0, process.output
     told = summary(out)
     assert (told["lost_ranks"], told["world_size"], told["restarts"]) == ([victim], 3, 0)
     assert told["left_out_workers"] > 40
-    again = Process(tmp_path / "2", *command("replay", out, "--workers", "2"))
+    again = Process(tmp_path / "2", *command("replay", out, "--workers", "2"), environment={"TORUSGD_HELD": str(held)})
     assert again.end() == 0, again.output
     assert results(summary(out.with_name("out-replay"))) == results(told)
 
