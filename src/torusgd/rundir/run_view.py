@@ -49,14 +49,8 @@ class StatusFile:
         self._told |= news
         if now or time.monotonic() - self._written >= SECONDS:
             self._written = time.monotonic()
-            temporary = self._path.with_name(f".{STATUS}.{secrets.token_hex(4)}")
-            # Whole or not at all, by a rename; and a disk that takes no status at the moment ends no run.
-            with suppress(OSError):
-                try:
-                    temporary.write_text(json.dumps(self._told, indent=1) + "\n")
-                    os.replace(temporary, self._path)
-                finally:
-                    temporary.unlink(missing_ok=True)  # what a full disk took of it
+            with suppress(OSError):  # a disk that takes no status at the moment ends no run
+                _write(self._path, json.dumps(self._told, indent=1) + "\n")
 
 
 class RunRequests:
@@ -146,12 +140,20 @@ def gone(status: RunStatus) -> str:
 
 def write_request(path: Path, text: str) -> None:
     """Writes a request to a run, a file of `REQUESTS` in its folder; UserError if it can't be written."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        _write(path, text)
+    except OSError as error:
+        raise UserError(f"{path.parent}: can't be written, so nothing can be requested: {error.strerror}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, by a rename."""
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}")
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path.parent}: can't be written, so nothing can be requested: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
 def _check_run(folder: Path) -> None:
