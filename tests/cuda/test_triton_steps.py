@@ -63,11 +63,7 @@ def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
-    precision: str,
-    change: str,
-    update: dict[str, int],
-    library: torch.library.Library,
-    monkeypatch: pytest.MonkeyPatch,
+    precision: str, change: str, update: dict[str, int], library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 16-bit copies of the weights one more, in the place of autocast's casts in each pass."""
     changes = (change, f"precision={precision}", "virtual_workers=1")

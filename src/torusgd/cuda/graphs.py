@@ -278,11 +278,7 @@ class GraphedNetwork:
     is_added = False
 
     def __init__(
-        self,
-        parts: PassParts,
-        streams: Sequence[MainStream],
-        overlaps: bool = False,
-        ready: ReadyEvents | None = None,
+        self, parts: PassParts, streams: Sequence[MainStream], overlaps: bool = False, ready: ReadyEvents | None = None
     ) -> None:
         self.control_follows, self._ready = overlaps, ready
         self._parts, self._streams = parts, streams

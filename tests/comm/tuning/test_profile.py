@@ -9,17 +9,7 @@ from hypothesis import strategies as st
 from tests.messages import refused
 
 from torusgd.comm.algorithms import parse_algorithm
-from torusgd.comm.tuning.profile import (
-    InStep,
-    Link,
-    Profile,
-    Timing,
-    expect,
-    explain,
-    hidden,
-    ranks_a_host,
-    waited,
-)
+from torusgd.comm.tuning.profile import InStep, Link, Profile, Timing, expect, explain, hidden, ranks_a_host, waited
 from torusgd.comm.tuning.tune import fit
 
 
