@@ -73,7 +73,7 @@ def _messages(axis: Axis, position: int, edges: Sequence[int], first: int, count
 
 
 def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
-    """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009)."""
+    # P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009).
     # A block travels once around: block b starts at rank b + 1, each rank on its way adds its own values, and it ends,
     # summed, at rank b. So in round `hop` a rank sends the block `hop` positions before its own, and receives the one
     # before that.
@@ -86,7 +86,7 @@ def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
 
 
 def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
-    """ceil(log2 P) rounds for any P (Traeff, arXiv 2410.14234)."""
+    # ceil(log2 P) rounds for any P (Traeff, arXiv 2410.14234).
     # A rank is still in charge of `left` blocks, counted from its own onwards around the ring; at first of all P. In
     # each round it keeps the first `keep` of them, half rounded up, and hands the others to the rank `keep` positions
     # on, whose own block is the first of those. At the same time the rank `keep` positions before hands it just as
@@ -124,7 +124,7 @@ def mirror(rounds: Sequence[Round]) -> list[Round]:
 
 
 def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
-    """log2 P exchanges of the whole: in round b with the rank whose position differs in bit b."""
+    # log2 P exchanges of the whole: in round b with the rank whose position differs in bit b.
     # Ranks beyond the largest power of two have no such partner: they hand their values over first, and get the sum.
     size, me = len(axis.members), axis.position
     power = 1 << (size.bit_length() - 1)
@@ -147,7 +147,7 @@ def _whole(axis: Axis, position: int, low: int, high: int) -> tuple[Message, ...
 
 
 def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
-    """Up a binomial tree to the first member, ceil(log2 P) rounds, and down again."""
+    # Up a binomial tree to the first member, ceil(log2 P) rounds, and down again.
     # In round b the members whose position ends in a one and b zeros (binary) send all that they have to the one 2 ** b
     # positions before, and are done until the sum comes back.
     size, me, up = len(axis.members), axis.position, []
@@ -162,7 +162,7 @@ def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
 
 
 def _chain(axis: Axis, low: int, high: int) -> list[Round]:
-    """From the last member to the first, each adding its own values, P - 1 rounds, and back again."""
+    # From the last member to the first, each adding its own values, P - 1 rounds, and back again.
     # A link is in use in one round each way: in chunks, which follow each other, all links work at the same time.
     size, me, up = len(axis.members), axis.position, []
     for sender in range(size - 1, 0, -1):
@@ -174,7 +174,7 @@ def _chain(axis: Axis, low: int, high: int) -> list[Round]:
 
 
 def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
-    """Up two binary trees, each with half of the elements, ceil(log2 P) rounds, and down again."""
+    # Up two binary trees, each with half of the elements, ceil(log2 P) rounds, and down again.
     # Half of the ranks of a binary tree are leaves, and receive nothing on the way up. In the second tree, which is the
     # first one mirrored, or for an odd P shifted by one, the leaves of the first are inner nodes: all ranks send and
     # receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
@@ -198,7 +198,7 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
 
 
 def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[int], int]) -> list[Round]:
-    """Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers."""
+    # Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers.
     # In round h the nodes of height h send what they have summed to their parent. `position_of` maps a number to a
     # position on the axis.
     size = len(axis.members)
@@ -224,13 +224,13 @@ def _children(number: int, height: int, size: int) -> list[int]:
     return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
 
 
+# methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place
 _UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
     "doubling": _doubling,
     "binomial": _binomial,
     "chain": _chain,
     "double-tree": _double_tree,
 }
-"""methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place"""
 
 
 def reduce_scatter(

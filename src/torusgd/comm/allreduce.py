@@ -31,8 +31,8 @@ Stops = tuple[int, ...] | None
 # that are gathered later must have the same shards.
 _ELEMENT = 4
 _PROBE_SECONDS = 40.0
+# sizes in bytes, 8 to 1 TiB, for which `auto` decides; a message uses that of the largest one that it reaches
 _SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]
-"""sizes in bytes, 8 to 1 TiB, for which `auto` decides; a message uses that of the largest one that it reaches"""
 
 
 class NativeAllReduce:
@@ -165,7 +165,7 @@ def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algorithm | None]:
-    """`expect`'s choice for any number of bytes, with rank 0's decisions on every rank."""
+    # `expect`'s choice for any number of bytes, with rank 0's decisions on every rank.
     # Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
     # the first rank decides, and the others only compare sizes.
     decisions = ""
@@ -178,7 +178,7 @@ def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algori
 
 
 def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
-    """The profile that all ranks use, and where it comes from: a file that fits these ranks, or a probe."""
+    # The profile that all ranks use, and where it comes from: a file that fits these ranks, or a probe.
     text = ""
     # Only rank 0 need see the file. It sends its error as well, or the others would wait for a profile for ever.
     if path is not None and connection.group.rank == 0:
@@ -255,7 +255,7 @@ class ShardCollectives:
         return self._watch(self._allreduce.connection.engine.run_rounds(tensor, direction(rounds)), left)
 
     def _algorithm(self, length: int) -> Algorithm | None:
-        """The algorithm for a tensor of `length` elements; None for the backend's own collectives."""
+        # The algorithm for a tensor of `length` elements; None for the backend's own collectives.
         if isinstance(self._allreduce, NativeAllReduce):
             return None
         algorithm = self._allreduce.algorithm_for(_ELEMENT * max(length, 1))
@@ -264,7 +264,7 @@ class ShardCollectives:
         return replace(algorithm, chunks=1)
 
     def _make_rounds(self, length: int, stops: Stops) -> list[Round] | None:
-        """This rank's reduce-scatter; None for the backend's own collectives."""
+        # This rank's reduce-scatter; None for the backend's own collectives.
         algorithm = self._algorithm(length)
         return None if algorithm is None else algorithm.scatter(self.rank, length, stops)[0]
 

@@ -31,14 +31,14 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_ADDENDS, _MOST_RANKS, _MOST_DIMS = 2**31, 2**15 - 1, 8
 # One bit less than the magnitude of an int64 has, since rounding may reach the bound of a block's sum itself.
 _SUM_BITS = 62
+# bits of an int64 in a block with inf or nan: of the sum, then of each number of ranks (see `_count_nonfinite`)
 _FIELD, _COUNT = 34, 15
-"""bits of an int64 in a block with inf or nan: of the sum, then of each number of ranks (see `_count_nonfinite`)"""
+# exponent of a block of zeros: below that of any float64
 _LEAST = -2000
-"""exponent of a block of zeros: below that of any float64"""
+# largest shift: no float64 has bits below 2**-1074
 _FINEST = 1074
-"""largest shift: no float64 has bits below 2**-1074"""
+# number of elements of one pass, so that they stay in a CPU's cache
 _AT_ONCE = 1 << 17
-"""number of elements of one pass, so that they stay in a CPU's cache"""
 
 
 @torch.no_grad()
@@ -124,12 +124,12 @@ class _Common(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    # number of addends of all ranks
     addends: int
-    """number of addends of all ranks"""
 
 
 def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
-    """Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends."""
+    # Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends.
     problem = _problem(addends, ranks)
     width = 3 + _MOST_DIMS
     own = [0] * width
@@ -175,7 +175,7 @@ def _problem(addends: Sequence[Tensor], ranks: Group) -> str:
 
 
 def _runs(numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
-    """Runs of whole blocks: their numbers, their elements, and the width of each; the last block may be narrower."""
+    # Runs of whole blocks: their numbers, their elements, and the width of each; the last block may be narrower.
     whole = numel // BLOCK
     step = _AT_ONCE // BLOCK if device.type == "cpu" else max(1, whole)
     for first in range(0, whole, step):
@@ -194,7 +194,7 @@ def _stacks(addends: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
 
 
 def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> Tensor:
-    """int32 [2, blocks]: the least e with |x| < 2**e for all finite x of a block, and whether some x is not finite."""
+    # int32 [2, blocks]: the least e with |x| < 2**e for all finite x of a block, and whether some x is not finite.
     found = torch.full((2, -(-numel // BLOCK)), _LEAST, dtype=torch.int32, device=device)
     found[1] = 0
     for stack in _stacks(addends, numel):
@@ -222,7 +222,7 @@ def _powers(shift: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_up(addends: Sequence[Tensor], numel: int, powers: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
-    """int64 [numel]: the sum of the addends times both powers, each rounded; what is not finite counts as 0."""
+    # int64 [numel]: the sum of the addends times both powers, each rounded; what is not finite counts as 0.
     total, (first, second) = torch.zeros(numel, dtype=torch.int64, device=device), powers
     for stack in _stacks(addends, numel):
         for blocks, elements, width in _runs(numel, device):
@@ -234,7 +234,7 @@ def _add_up(addends: Sequence[Tensor], numel: int, powers: tuple[Tensor, Tensor]
 
 
 def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
-    """Adds, above the sums of this rank, 1 to the number of ranks with +inf or nan, and of those with -inf or nan."""
+    # Adds, above the sums of this rank, 1 to the number of ranks with +inf or nan, and of those with -inf or nan.
     # An int64 of a block with inf or nan holds, from its lowest bits on, the sum (34 bits), the first number (15) and
     # the second. The numbers of other blocks are 0, and so their sums may have all 64 bits.
     for is_infinite, bit in ((torch.isposinf, _FIELD), (torch.isneginf, _FIELD + _COUNT)):
@@ -250,7 +250,7 @@ def _field(integers: Tensor) -> Tensor:
 
 
 def _with_nonfinite(values: Tensor, integers: Tensor) -> Tensor:
-    """The values of blocks with inf or nan: inf or nan if the numbers of ranks above the sum say so."""
+    # The values of blocks with inf or nan: inf or nan if the numbers of ranks above the sum say so.
     counts, most = (integers - _field(integers)) >> _FIELD, (1 << _COUNT) - 1
     positive, negative = (counts & most) > 0, ((counts >> _COUNT) & most) > 0
     values = values.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)

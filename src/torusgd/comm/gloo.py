@@ -34,13 +34,13 @@ STREAM_BYTES = 1 << 18
 """fewest bytes of a message in each stream: below that a further connection gains no time"""
 _MOST_SCHEDULES = 256
 _SUMS_AT_ONCE = 1 << 12
+# number of tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones
 _TAGS = 1 << 18
-"""number of tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones"""
 
 Tagged = tuple[tuple[Message, int], ...]
 """messages, each with its tag within the sum"""
+# a turn's messages: the parts under way, the scratch memory if it is to be added, and its elements of the tensor
 _Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
-"""a turn's messages: the parts under way, the scratch memory if it is to be added, and its elements of the tensor"""
 
 
 class _Turn(NamedTuple):
@@ -53,8 +53,8 @@ class _Turn(NamedTuple):
     chunk: int
     adds: Tagged
     copies: Tagged
+    # whether the round adds to elements that it also sent: those sends must have ended before
     rewrites: bool
-    """whether the round adds to elements that it also sent: those sends must have ended before"""
     sends: Tagged
 
 
@@ -69,7 +69,7 @@ def _tagged(messages: tuple[Message, ...], base: int) -> Tagged:
 
 
 def _weave(rounds: list[list[Round]]) -> list[_Turn]:
-    """The turns of all chunks in one order: round r of chunk c belongs to wave r + c, and waves follow each other."""
+    # The turns of all chunks in one order: round r of chunk c belongs to wave r + c, and waves follow each other.
     # So the chunks are a round apart: while one waits for a message, the next adds up what it has received. The order
     # is the same on every rank, which keeps ranks from waiting for each other in a circle: the first turn that any rank
     # has not done yet needs only sends of earlier turns, and those have begun.
@@ -131,7 +131,7 @@ _Lane = queue.SimpleQueue[_LaneWork | None]
 
 
 def _start_lane() -> tuple[_Lane, threading.Thread]:
-    """A thread that carries out tasks in turn until it finds None."""
+    # A thread that carries out tasks in turn until it finds None.
     lane = _Lane()
 
     def run() -> None:
@@ -150,8 +150,8 @@ class _Sum(_LaneWork):
         # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
         self._scratch, self._free = torch.empty(elements, dtype=tensor.dtype), 0
+        # receives of the turns that come next
         self._posted: deque[_Received] = deque()
-        """receives of the turns that come next"""
         for turn in turns[:AHEAD]:
             self._post(turn)
 

@@ -34,22 +34,22 @@ from .base import CommError, CommTimeout, ConnectionLost, Done, Work
 Messages = Sequence[tuple[torch.Tensor, int]]
 """tensors, each to or from the member at a place of the group"""
 
+# a message tag that no sender uses
 _ABORT_TAG = (1 << 31) - 1
-"""a message tag that no sender uses"""
+# seconds: torch's own timeout of a Gloo group
 _LONGEST = 1800.0
-"""seconds: torch's own timeout of a Gloo group"""
+# from one question whether the wait for the others is given up to the next
 _POLL_SECONDS = 0.02
-"""from one question whether the wait for the others is given up to the next"""
 
 
+# seconds by which a backend's clock may end a wait before ours: it takes whole milliseconds
 _SLACK = 2e-3
-"""seconds by which a backend's clock may end a wait before ours: it takes whole milliseconds"""
+# file and line of the backend's source, before its message
 _SOURCE_LINE = re.compile(r"^\[[^]]*] ")
-"""file and line of the backend's source, before its message"""
 
 
 def _comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> CommError:
-    """An error of the backend as one of ours, by when it came and not by its text."""
+    # An error of the backend as one of ours, by when it came and not by its text.
     # After `limit` seconds since `begin` nobody has answered; an error that comes sooner is a connection that was
     # closed.
     if isinstance(error, CommError):
@@ -84,7 +84,7 @@ class _Message:
         return self._ended
 
     def _patience(self, begin: float, limit: float | None) -> tuple[float, float]:
-        """Since when the backend has waited, and how many seconds it does."""
+        # Since when the backend has waited, and how many seconds it does.
         return begin, self._timeout if limit is None else limit
 
     def _note_end(self, _: object = None) -> None:
@@ -382,7 +382,7 @@ class Group:
         return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
 
     def _begin(self, tensors: Sequence[torch.Tensor], operation: Callable[[], dist.Work]) -> Work:
-        """Begins a collective that reads and writes tensors of one device; a member alone has nothing to exchange."""
+        # Begins a collective that reads and writes tensors of one device; a member alone has nothing to exchange.
         if self.size == 1:
             return Done()
         device, begin = tensors[0].device, time.perf_counter()
@@ -404,7 +404,7 @@ class Group:
 
 
 def _numbered(messages: Messages) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """(number among the messages of its peer, tensor, peer)."""
+    # (number among the messages of its peer, tensor, peer).
     seen: dict[int, int] = {}
     for tensor, peer in messages:
         nth = seen[peer] = seen.get(peer, -1) + 1
@@ -542,5 +542,5 @@ def alone(device: torch.device | str = "cpu", rank: int = 0) -> Group:
     return Group(None, (rank,), 0, torch.device(device), None, _LONGEST)
 
 
+# by group of torch's, counts the subgroups made of it; all its members make them in the same order
 _splits: dict[str, Iterator[int]] = {}
-"""by group of torch's, counts the subgroups made of it; all its members make them in the same order"""

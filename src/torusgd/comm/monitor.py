@@ -125,7 +125,7 @@ class _Copied:
 
 
 def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
-    """Waits until the work is done, a rank is late, or it is too late (time.perf_counter)."""
+    # Waits until the work is done, a rank is late, or it is too late (time.perf_counter).
     while True:
         try:
             work.wait(max(0.0, min(SLICE, deadline - time.perf_counter())))

@@ -28,10 +28,10 @@ from ..optim.lars import VARIANTS, Lars, denominator_decay, lars
 from ..optim.sgd import Sgd, momentum_step
 from .kernels import operators, register, write_table
 
+# elements at whose multiples a tensor begins, 64 bytes: kernels read whole vectors
 _ALIGNED = 16
-"""elements at whose multiples a tensor begins, 64 bytes: kernels read whole vectors"""
+# rules beside the variants of LARS
 _SGD, _NESTEROV = "sgd", "nesterov"
-"""rules beside the variants of LARS"""
 COLUMNS = 5
 """of the table: rate, weight decay, trust coefficient (zero: the rate follows no norm), the factor on the weights' norm
 in LARS' denominator, and LARS' eps"""
@@ -157,8 +157,8 @@ def update(
     momenta.copy_(torch.where(going > 0, new_momenta, momenta))
 
 
+# layers whose weights autocast casts, and that do nothing else with them
 _CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-"""layers whose weights autocast casts, and that do nothing else with them"""
 
 
 class Weights16:

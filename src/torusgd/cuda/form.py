@@ -26,8 +26,8 @@ from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import GraphedUpdate, RunAhead
 from .sums import DeviceControl, device_sum
 
+# compute capability
 _TRITON_FROM = (8, 0)
-"""compute capability"""
 
 
 class GpuForm:

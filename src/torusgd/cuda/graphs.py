@@ -55,8 +55,8 @@ from .kernels import operators, register, tables_of_capture
 from .sums import DeviceControl
 
 _ROUNDS = 3
+# of the GPU's clock, about a millisecond, in which a stream that did not wait would be found out
 _CYCLES = 2_000_000
-"""of the GPU's clock, about a millisecond, in which a stream that did not wait would be found out"""
 
 
 class Graph(Protocol):
@@ -126,8 +126,8 @@ class _Memories:
         return memory
 
 
+# all their graphs run on the main stream, no two of them at a time
 _of_main_streams = _Memories()
-"""all their graphs run on the main stream, no two of them at a time"""
 
 
 class MainStream:
@@ -228,7 +228,7 @@ def ready_events(device: torch.device, buckets: int) -> ReadyEvents | None:
 
 
 def _are_waited_for(device: torch.device) -> bool:
-    """Whether a stream sees what a graph did before its event, in each of several replays."""
+    # Whether a stream sees what a graph did before its event, in each of several replays.
     # Nobody would notice an all-reduce that now and then leaves too early, so the GPU has to show it once a run.
     count, seen = torch.zeros((), device=device), torch.zeros(_ROUNDS, device=device)
     events = ReadyEvents(device, buckets=1)
@@ -282,8 +282,8 @@ class GraphedNetwork:
     ) -> None:
         self.control_follows, self._ready = overlaps, ready
         self._parts, self._streams = parts, streams
+        # by shape and stream: a plain pass was taken, and the next one is captured; None: it can't be
         self._passes: dict[tuple[object, int], _Pass | None] = {}
-        """by shape and stream: a plain pass was taken, and the next one is captured; None: it can't be"""
         self._turn = 0
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
@@ -316,7 +316,7 @@ class GraphedNetwork:
             self._parts.network.backward()
 
     def _captured(self, shape: object, ready: ReadyEvents | None) -> "_Pass | None":
-        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one."""
+        # The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one.
         found, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
         if found is None or found.graphs[ready is not None]:
             return found
@@ -373,9 +373,9 @@ class _Pass:
         self.loss = torch.zeros((), device=device)
         self.statistics = torch.zeros_like(parts.batch_norm.running)
         self.gradients: Sequence[Tensor | None] = ()
+        # from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
+        # they are captured
         self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
-        """from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
-        they are captured"""
 
     def take(self, batch: Batch) -> None:
         device, precision = self._parts.device, self._parts.network.precision

@@ -22,8 +22,8 @@ from torch.library import Library
 LIBRARY = Library("torusgd", "FRAGMENT")
 operators = torch.ops.torusgd
 """the registered operators, by name"""
+# of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds
 _MOST_ENTRIES = 1 << 17
-"""of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds"""
 
 
 def register(

@@ -54,8 +54,8 @@ class GraphedUpdate:
         self._ordinary = torch.tensor([*counts, *[0] * Requests.words], device=device)
         self._run, self._flat, self._capture = run, flat, capture
         self._report = torch.zeros(REPORT, dtype=torch.float64, device=device)
+        # by the numbers in it; None: a step with these was launched, and the next one is captured
         self._graphs: dict[Hashable, Graph | None] = {}
-        """by the numbers in it; None: a step with these was launched, and the next one is captured"""
 
     def end(self, step: Step) -> Tensor:
         """Launches all of a step that follows its messages; gives the verdict's report, to be read before the next
@@ -100,11 +100,11 @@ class _Launched:
     """A step that the device has been given."""
 
     step: Step
+    # waits until the device has come there, and gives the verdict's report
     read: Callable[[], Tensor]
-    """waits until the device has come there, and gives the verdict's report"""
     loss_scale: float
+    # of the precision, before the step
     accepted_in_a_row: int
-    """of the precision, before the step"""
 
 
 def nothing_to_recompute(worker: int) -> IntegerHash:
@@ -164,7 +164,7 @@ class RunAhead:
         self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before))
 
     def _stats_of(self, launched: _Launched) -> StepStats | None:
-        """What a step did; None if the device has refused it."""
+        # What a step did; None if the device has refused it.
         run, step = self._step, launched.step
         report = launched.read().tolist()
         if not report[ACCEPTED]:
@@ -179,7 +179,7 @@ class RunAhead:
         )
 
     def _forget(self) -> None:
-        """Returns once the device has passed by all that it was given, and goes on as after the last accepted step."""
+        # Returns once the device has passed by all that it was given, and goes on as after the last accepted step.
         first, last = self._launched[0], self._launched[-1]
         last.read()
         self._launched.clear()

@@ -266,8 +266,8 @@ def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, o
 
 
 def _indices(trailers: Sequence[Tensor]) -> Tensor:
-    """int64 [slots + buckets, 2], in elements from the first trailer on: bound and count of each slot, then of each
-    bucket the two values that count elements lost."""
+    # int64 [slots + buckets, 2], in elements from the first trailer on: bound and count of each slot, then of each
+    # bucket the two values that count elements lost.
     first, rows, lost = trailers[0].data_ptr(), list[tuple[int, int]](), list[tuple[int, int]]()
     for trailer in trailers:
         begin, slots = (trailer.data_ptr() - first) // trailer.element_size(), len(trailer) // 2 - 1
@@ -277,8 +277,8 @@ def _indices(trailers: Sequence[Tensor]) -> Tensor:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """A gradient in one of the layouts that the kernel reads: as `torch.autograd.grad` gives it, it may have others,
-    such as that of a transposed tensor."""
+    # A gradient in one of the layouts that the kernel reads: as `torch.autograd.grad` gives it, it may have others,
+    # such as that of a transposed tensor.
     is_read = gradient.is_contiguous() or (
         gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
     )

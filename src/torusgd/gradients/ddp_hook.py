@@ -101,7 +101,7 @@ class Hook:
         return future
 
     def _sum(self, index: int, numels: tuple[int, ...]) -> GradientSum:
-        """The sum of a bucket; DDP lays its buckets out anew after the first step."""
+        # The sum of a bucket; DDP lays its buckets out anew after the first step.
         key = (index, *numels)
         if key not in self._sums:
             one_bucket = group((), numels)
@@ -115,7 +115,7 @@ class Hook:
     def _receive(
         self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor, sent: Work | None
     ) -> torch.Tensor:
-        """Puts the mean into the buffer; sums anew if there was no scale yet, or the sum overflowed."""
+        # Puts the mean into the buffer; sums anew if there was no scale yet, or the sum overflowed.
         if sent is not None:
             sent.wait()
             status = total.finish().read()
@@ -129,7 +129,7 @@ class Hook:
         return self._sum_anew(total, numels, buffer)
 
     def _sum_anew(self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor) -> torch.Tensor:
-        """Puts the mean into the buffer without a scale from the last step, and agrees on one for the next."""
+        # Puts the mean into the buffer without a scale from the last step, and agrees on one for the next.
         assert self._repairs is not None
         maxima = torch.stack([gradient.abs().max() for gradient in buffer.split(numels)]).float()
         agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
@@ -160,7 +160,7 @@ def _after(work: Work, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _load(total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor) -> torch.Tensor:
-    """Puts this rank's gradients into a sum; the message to send."""
+    # Puts this rank's gradients into a sum; the message to send.
     total.clear()
     for slot, part in enumerate(buffer.split(numels)):
         total.add(0, slot, part.float())

@@ -44,8 +44,8 @@ class FloatGradientSum:
         self._bounds = torch.zeros(count, dtype=torch.float64, device=device)
         self._pending = self._bounds
         self._scales = torch.ones(count, dtype=torch.float32, device=device)
+        # this rank's part of each bucket's bound
         self._local = torch.zeros(count, dtype=torch.float32, device=device)
-        """this rank's part of each bucket's bound"""
         self._totals = [torch.zeros(b.length, device=device) for b in buckets]
         self._messages = self._totals
         if self._is_scaled:
@@ -131,7 +131,7 @@ class FloatGradientSum:
         return SumStatus(torch.stack([overflow, bad & was_bad[self._bucket_of]]), ends[:, 2].float().mean())
 
     def _finish_by_trailers(self, trailers: Tensor) -> SumStatus:
-        """No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding."""
+        # No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding.
         slots, count = len(self._views), len(self.buckets)
         reach, bad, bounds, lost = trailers.split([slots, slots, count, count])
         self._pending = bounds.to(torch.float64)
@@ -175,5 +175,5 @@ class FloatGradientSum:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """float32 [tensors]: of each the largest magnitude; nan or inf where it holds one."""
+    # float32 [tensors]: of each the largest magnitude; nan or inf where it holds one.
     return torch.stack(torch._foreach_norm(list(tensors), ord=torch.inf)).float()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..rng import AUDIT, keyed_hash
 
+# number of words at a time, so that keys and integers stay in the cache
 _WORDS = 1 << 15
-"""number of words at a time, so that keys and integers stay in the cache"""
 
 
 class IntegerHash:
@@ -76,13 +76,13 @@ def _product(words: Tensor, keys: Tensor) -> Tensor:
 
 @cache
 def _odd_keys(device: torch.device) -> Tensor:
-    """The keys of the words of a run: int64 [_WORDS], odd, so that a product is zero only if the word is."""
+    # The keys of the words of a run: int64 [_WORDS], odd, so that a product is zero only if the word is.
     words = keyed_hash(AUDIT, 0, np.arange(_WORDS)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
 
 
 @cache
 def _factors(slot: int, begin: int, numel: int, most: int) -> list[int]:
-    """An odd factor for each run of a slot that has `most` elements or is the last."""
+    # An odd factor for each run of a slot that has `most` elements or is the last.
     offsets = np.arange(begin, begin + max(numel, 1), most)
     return (keyed_hash(AUDIT, 1, slot, offsets) | np.uint64(1)).view(np.int64).tolist()

@@ -33,8 +33,8 @@ LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
 """largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
 COUNT_BITS = 16
 """of the lower value of a count, which may be beyond int32: 8,191 addends of it are not"""
+# elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each
 _CHUNK = 1 << 17
-"""elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each"""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class IntegerGradientSum:
         self._rounded = torch.empty(self._chunk, device=device)
         self._integers = torch.empty(self._chunk, dtype=self._dtype, device=device)
         self._filled = [False] * here
+        # elements of the present virtual worker's gradients in each bucket that were rounded to zero
         self._lost: list[int | Tensor] = [0] * len(buckets)
-        """elements of the present virtual worker's gradients in each bucket that were rounded to zero"""
 
     def clear(self) -> None:
         self._filled = [False] * len(self._filled)
@@ -207,7 +207,7 @@ class IntegerGradientSum:
             into.add(slot, begin, self._round(slot, run, into=self._integers[: run.numel()]))
 
     def _round(self, slot: int, run: Tensor, into: Tensor) -> Tensor:
-        """At most `_chunk` elements of a slot as integers."""
+        # At most `_chunk` elements of a slot as integers.
         # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
         return into.copy_(torch.mul(run, self._scale_items[slot], out=self._rounded[: run.numel()]).round_())
 
@@ -280,7 +280,7 @@ class IntegerGradientSum:
         self._take_scales()
 
     def _trailer(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The bounds, the non-finite counts and the count of elements lost of a bucket's message, views of it."""
+        # The bounds, the non-finite counts and the count of elements lost of a bucket's message, views of it.
         b = self.buckets[bucket]
         bounds, bad, lost = self._messages[bucket][b.length :].split([b.stop - b.first, b.stop - b.first, 2])
         return bounds, bad, lost
@@ -316,7 +316,7 @@ def total_lost(counts: Sequence[Tensor]) -> Tensor:
 
 
 def _count_nonzero(values: Tensor) -> int | Tensor:
-    """Elements that are not zero; on a GPU as a tensor, for which the host need not wait."""
+    # Elements that are not zero; on a GPU as a tensor, for which the host need not wait.
     if values.device.type != "cpu":
         return torch.count_nonzero(values)
     # Four times as fast as torch's own, which for a small tensor would be a third of the time of a sum.

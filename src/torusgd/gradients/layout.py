@@ -268,7 +268,7 @@ def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) 
 
 
 def _seconds_by_length(profile: Profile, largest: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Seconds of an all-reduce by its elements: linear between the profile's times at powers of two."""
+    # Seconds of an all-reduce by its elements: linear between the profile's times at powers of two.
     lengths = [1 << power for power in range(8, max(largest, 256).bit_length() + 1)]
     # A longer message never takes less: noise of a timing is no reason for a larger bucket.
     seconds = list(accumulate((waited(profile, _BYTES * length) for length in lengths), max))

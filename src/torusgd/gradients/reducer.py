@@ -290,7 +290,7 @@ class Reducer:
             tensor.grad = None  # the mean of the step before, to which autograd would add
 
     def _measure(self, backward: Callable[[], T], check: Callable[[T], object]) -> None:
-        """Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks."""
+        # Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks.
         self._is_begun = False
         self._begin(measuring=True)
         result = backward()
@@ -310,7 +310,7 @@ class Reducer:
         return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self, after: Callable[[int], AbstractContextManager[object]] = nullcontext) -> None:
-        """Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes."""
+        # Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes.
         # Gradient 5: a bucket that is full leaves, unless one before it in the order has not left yet.
         count = len(self.layout.buckets)
         while len(self._works) < count and not self._missing[len(self._works)]:

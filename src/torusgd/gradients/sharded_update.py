@@ -21,11 +21,11 @@ from .reducer import Channel, Reducer, parameter_slots
 from .update import BlockNorms, WeightGather, over_tensors
 
 Wire = Literal["exact", "float16", "bfloat16"]
+# each element is updated by itself, so that a slice is updated as the whole would be
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
-"""each element is updated by itself, so that a slice is updated as the whole would be"""
 
 
 class ShardedUpdate:

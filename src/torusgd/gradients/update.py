@@ -207,7 +207,7 @@ def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: 
 
 
 def _element_state(optimizer: Optimizer) -> tuple[str, ...]:
-    """What an optimizer keeps for each element, by torch's names."""
+    # What an optimizer keeps for each element, by torch's names.
     return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, AdamW) else ("momentum_buffer",)
 
 

@@ -100,13 +100,13 @@ Sink = Callable[[int, int, Tensor, Tensor | None], None]
 class _Saved:
     """The tensors of a layer's forward pass that its backward pass needs."""
 
+    # inputs by virtual worker: (images, inputs)
     inputs: dict[int, Tensor]
-    """inputs by virtual worker: (images, inputs)"""
+    # weights by block, in the dtype of the product
     weights: dict[int, Tensor]
-    """weights by block, in the dtype of the product"""
     products: ActivationBlocks
+    # outputs of the elementwise modules, with their graph back to the products
     outputs: ActivationBlocks
-    """outputs of the elementwise modules, with their graph back to the products"""
 
 
 class ColumnPass:
@@ -242,7 +242,7 @@ class ColumnPass:
         return gradient
 
     def _send_back(self, number: int, saved: _Saved, through: ActivationBlocks) -> Transfer:
-        """This rank's addend of the input gradients: the tree over its own blocks, cut as the layer before is."""
+        # This rank's addend of the input gradients: the tree over its own blocks, cut as the layer before is.
         exchange, inputs = self._exchanges[number], self._layers[number].inputs
         spans = [(b.low, b.high) for b in self._layers[number - 1].blocks] if number else [(0, inputs)]
         partials = {}

@@ -206,7 +206,7 @@ def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
 
 
 def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
-    """The whole tensor on its way from all ranks to the first; the way back costs the same."""
+    # The whole tensor on its way from all ranks to the first; the way back costs the same.
     # binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... positions before. chain: P - 1 rounds to the neighbour,
     # each of which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
     host, far = topology.per_host, topology.between
@@ -226,11 +226,9 @@ def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
 
 
 def _double_tree(topology: Topology, ranks: int) -> Cost:
-    """Up and down two binary trees of half the tensor each, counted from the rounds: no formula says which edges cross.
-
-    In one chunk a round is as late as its busiest link; once chunks follow each other, the rank and the host with most
-    bytes over all rounds are the limit.
-    """
+    # Up and down two binary trees of half the tensor each, counted from the rounds: no formula says which edges cross.
+    # In one chunk a round is as late as its busiest link; once chunks follow each other, the rank and the host with
+    # most bytes over all rounds are the limit.
     host, rounds = topology.per_host, []
     beta = max(card_beta(topology, 1.0, 1), topology.stream)
     # Seconds a byte of each rank and of each host over all rounds, sending (0) and receiving (1): links have two ways.
@@ -280,7 +278,7 @@ def _crossing(topology: Topology, axis: Axis, hops: int) -> int:
 
 
 def _round(topology: Topology, axis: Axis, distance: int, part: float) -> Cost:
-    """Every rank sends a fraction of the tensor to one rank, `distance` ranks away (0: in its own host)."""
+    # Every rank sends a fraction of the tensor to one rank, `distance` ranks away (0: in its own host).
     # Of the g ranks of a host min(g, distance) send to another one: those of the last `distance` positions.
     leaving = min(topology.per_host, distance)
     crossing = leaving / topology.per_host
@@ -298,7 +296,7 @@ def _round(topology: Topology, axis: Axis, distance: int, part: float) -> Cost:
 
 
 def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
-    """One round in which a rank exchanges 1 / P of the tensor with each other rank; `lines` ranks of a host do so."""
+    # One round in which a rank exchanges 1 / P of the tensor with each other rank; `lines` ranks of a host do so.
     size = axis.size
     ends = _ends(topology, axis)
     # Ranks of the line inside one host, this rank among them: what goes to them does not use the cards.

@@ -16,13 +16,13 @@ from ..algorithms import Algorithm, parse_algorithm, usual_chunks
 from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
-"""fraction of the time of the backend's own, which an algorithm replaces if it takes at most that"""
 # The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
 # say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more).
 _FAR_MARGIN = 0.9
+# factor of the quickest rival's time within which rivals are level, and the formulas decide between them
 _LEVEL = 1.04
-"""factor of the quickest rival's time within which rivals are level, and the formulas decide between them"""
 
 
 class _Part(BaseModel):

@@ -35,14 +35,14 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
+# fractions of the time for all sizes alone and for each size among computation; crowding takes a few seconds more
 _SIZES_FRACTION, _IN_STEPS_FRACTION = 0.6, 0.15
-"""fractions of the time for all sizes alone and for each size among computation; crowding takes a few seconds more"""
+# bytes of messages that are timed among computation
 _IN_STEPS = (1 << 14, 1 << 18)
-"""bytes of messages that are timed among computation"""
+# number of dependent rounds of a chain
 _ROUNDS = 8
-"""number of dependent rounds of a chain"""
+# factor of the quickest rival's best time beyond which a rival drops out of the timings of a size
 _BEHIND = 1.25
-"""factor of the quickest rival's best time beyond which a rival drops out of the timings of a size"""
 _MOST_TURNS = 9
 _FAN = 8
 _FAN_ROUNDS = 4
@@ -129,7 +129,7 @@ def _rivals(
     seconds: float,
     known: set[Algorithm | None],
 ) -> list[Timing]:
-    """Times native and the most promising plans in turn: all of them once, and then those that are not far behind."""
+    # Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
     # A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
     # `seconds` allow. Plans that run for the first time are added to `known`.
     until, effective = time.perf_counter() + seconds, connection.engine.effective
@@ -186,7 +186,7 @@ def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) ->
 
 
 def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
-    """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
+    # The link within hosts, the link between them (one rank of each host at work), and the cost of a message.
     rank, size = connection.group.rank, connection.group.size
     host = [r for r in range(size) if hosts[r] == hosts[rank]]
     leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
@@ -198,7 +198,7 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
 
 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
-    """The link around the members, by chains of dependent rounds; other ranks send nothing."""
+    # The link around the members, by chains of dependent rounds; other ranks send nothing.
     points = []
     for size in _LINK_BYTES:
         for _ in range(repetitions):
@@ -213,7 +213,7 @@ def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
 
 
 def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
-    """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle."""
+    # Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle.
     tensor = connection.zeros(2 * size * turns)
     rounds = [Round()] * turns
     if connection.group.rank in members and len(members) > 1:
@@ -231,7 +231,7 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
-    """Median seconds of a chain of rounds with a small message to each of several ranks."""
+    # Median seconds of a chain of rounds with a small message to each of several ranks.
     rank, size = connection.group.rank, connection.group.size
     rounds = [
         Round(
@@ -275,10 +275,10 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 Start = Callable[[torch.Tensor], Work]
+# number of tasks of a timing of crowding, some 100 ms on one core
 _TASKS = 4
-"""number of tasks of a timing of crowding, some 100 ms on one core"""
+# number of all-reduces among a computation, so that their cost stands out from the noise
 _MESSAGES = 16
-"""number of all-reduces among a computation, so that their cost stands out from the noise"""
 
 
 class _Task:
@@ -343,8 +343,7 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
 
 
 def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
-    """Seconds of the slowest of the first `count` ranks, the same number everywhere."""
-
+    # Seconds of the slowest of the first `count` ranks, the same number everywhere.
     def compute() -> None:
         if connection.group.rank < count:
             task.run(tasks)
@@ -353,7 +352,7 @@ def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> flo
 
 
 def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    """Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank."""
+    # Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank.
     before_each = tasks // 2 // len(tensors)
 
     def compute() -> None:
@@ -369,8 +368,7 @@ def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor
 
 
 def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    """Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank."""
-
+    # Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank.
     def compute() -> None:
         for tensor in tensors:
             task.run(tasks // len(tensors))
