@@ -109,16 +109,14 @@ class _Collective(_Message):
 
 
 class LaunchOrder:
-    """The order of NCCL's work on one GPU.
+    """The order of NCCL's work on one GPU."""
 
-    A kernel of NCCL occupies a part of its GPU until every rank of its communicator has come. If two ranks launch the
-    kernels of two communicators in different orders, and neither GPU has room for both, they wait for each other for
-    ever (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So whatever a process gives to NCCL is
-    launched on one stream of the GPU, each operation after the end of the one before. The ranks make their calls in
-    one order, and so do their GPUs. Operations that could overlap do not; in return no setting of NCCL decides whether
-    a run stands still.
-    """
-
+    # A kernel of NCCL occupies a part of its GPU until every rank of its communicator has come. If two ranks launch the
+    # kernels of two communicators in different orders, and neither GPU has room for both, they wait for each other for
+    # ever (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So whatever a process gives to NCCL is
+    # launched on one stream of the GPU, each operation after the end of the one before. The ranks make their calls in
+    # one order, and so do their GPUs. Operations that could overlap do not; in return no setting of NCCL decides
+    # whether a run stands still.
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
