@@ -49,8 +49,8 @@ def write_shards(root: Path, images: int) -> None:
 
 def measure(what: str, root: Path) -> dict[str, Any]:
     """Seconds of one call, of a clock and of a core, and by how much it raised the largest memory of this process."""
-    from torusgd.data.fingerprint import data_sha256
     from torusgd.data.pictures import open_folder
+    from torusgd.data.registry import data_sha256
     from torusgd.data.tar import open_shards
     from torusgd.data.tar_index import FILE, make_index, write_index
 

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from decode import PICTURES, SIZE, write_pictures
 from torusgd.data import Loader, Pipeline, Share, StreamOrder, open_sources
 from torusgd.data.file_lists import make_here
-from torusgd.data.loader_processes import LoaderProcesses, Opener
+from torusgd.data.loader import LoaderProcesses, open_pipeline
 from torusgd.recipe.data_schema import Augment, Data
 
 BATCH, BATCHES = 32, 12
@@ -65,7 +66,9 @@ def main() -> None:
 
         for threads in sorted({1, args.workers}):
             add(f"{threads} thread{'s' if threads > 1 else ''}", Loader(pipeline, order, threads, 2 * args.workers))
-        ours = LoaderProcesses(pipeline, Opener(Pipeline, data, Path(folder), 0, make_here), args.workers)
+        ours = LoaderProcesses(
+            pipeline, partial(open_pipeline, Pipeline, data, Path(folder), 0, make_here), args.workers
+        )
         add(f"{args.workers} loader_processes", Loader(ours, order, args.workers, 2 * args.workers))
         for run in sides.values():
             run()

@@ -23,7 +23,6 @@ MOST_IMPORTS = 25
 
 ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/tuning/ measures, cli/ prints",
-    "fingerprint.py": "of the images in data/, of the whole run in run/",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
     "registry.py": "of sources in data/, of networks in models/",
 }

@@ -1,9 +1,7 @@
-"""The Hugging Face hub: weights and data sets by name, `hf:ORG/NAME@REVISION`, through huggingface_hub.
+"""The Hugging Face hub: weights and data sets by name, `hf:ORG/NAME@REVISION`, through huggingface_hub."""
 
-Files are data and never code: weights are a safetensors file, a data set is its Parquet files; a script that would make
-it is not even downloaded. huggingface_hub caches files by commit (HF_HOME), with a list of the commit's files, so that
-a complete cache needs no network.
-"""
+# Files are data and never code: weights are a safetensors file, a data set is its Parquet files; a script that would
+# make it is not even downloaded.
 
 import logging
 import re
@@ -16,18 +14,25 @@ from typing import Any, TypeVar
 
 from .errors import UserError, first_line, retry
 
+# Seconds before each further attempt, which continues the download of the earlier ones.
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
-"""seconds before each further attempt, which continues the download of the earlier ones"""
 _WEIGHTS = "model.safetensors"
 _TABLES = "*.parquet"
-_CONVERTED = "refs/convert/parquet"
-"""the branch in which the hub keeps copies of its data sets as Parquet"""
+_CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps copies of its data sets as Parquet
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Errors of huggingface_hub after which another attempt would end the same way.
 _FOR_GOOD = (
     "GatedRepoError", "RepositoryNotFoundError", "DisabledRepoError", "RevisionNotFoundError", "OfflineModeIsEnabled",
     "RemoteEntryNotFoundError", "HFValidationError", "HfUriError", "BadRequestError",
 )  # fmt: skip
-"""errors of huggingface_hub after which another attempt would end the same way"""
+
+_LOG_IN = "log in (hf auth login, or HF_TOKEN)"
+_REASONS = {
+    "GatedRepoError": f"its owner grants access on request; request it on its page, and {_LOG_IN}",
+    "RepositoryNotFoundError": f"there is none of that name, or it is private; for a private one {_LOG_IN}",
+    "RevisionNotFoundError": "it has no such revision",
+    "RemoteEntryNotFoundError": "the repository holds no such file",
+}
 
 T = TypeVar("T")
 
@@ -36,10 +41,8 @@ T = TypeVar("T")
 class Name:
     """The name after `hf:`."""
 
-    repository: str
-    """ORG/NAME, or NAME alone for a few old data sets"""
-    revision: str
-    """a branch, tag or commit; empty: the newest"""
+    repository: str  # ORG/NAME, or NAME alone for a few old data sets
+    revision: str  # a branch, tag or commit; empty: the newest
 
     def __str__(self) -> str:
         return f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
@@ -68,8 +71,7 @@ def weight_file(name: Name, flag: str) -> Path:
 def table_folder(path: Path, flag: str = "--data") -> Path:
     """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, named by the commit.
 
-    UserError, which begins with `flag`, if there is no such data set, it has no Parquet files, is not for us, or can't
-    be reached.
+    UserError, which begins with `flag`, as by `weight_file`, or if there are no Parquet files.
     """
     name = hub_name(path)
     assert name is not None, "called only for a name of the hub"
@@ -125,20 +127,11 @@ def _patiently(call: Callable[[], T], flag: str, what: str) -> T:
     try:
         return retry(call, PAUSES, lambda error: _kinds(error).isdisjoint(_FOR_GOOD))
     except Exception as error:  # of the client, of its HTTP library, of the disk
-        raise UserError(f"{flag}: can't get {what}: {_reason(error, _kinds(error))}") from None
+        offline = f"{first_line(error)}; without a net set HF_HOME to a folder that holds it, and HF_HUB_OFFLINE=1"
+        # The first that fits: a gated repository's error is a kind of that of a missing one.
+        reason = next((reason for kind, reason in _REASONS.items() if kind in _kinds(error)), offline)
+        raise UserError(f"{flag}: can't get {what}: {reason}") from None
 
 
 def _kinds(error: Exception) -> set[str]:
     return {kind.__name__ for cause in (error, error.__cause__) for kind in type(cause).__mro__}
-
-
-def _reason(error: Exception, kinds: set[str]) -> str:
-    if "GatedRepoError" in kinds:
-        return "its owner grants access on request; request it on its page, and log in (hf auth login, or HF_TOKEN)"
-    if "RepositoryNotFoundError" in kinds:
-        return "there is none of that name, or it is private; for a private one log in (hf auth login, or HF_TOKEN)"
-    if "RevisionNotFoundError" in kinds:
-        return "it has no such revision"
-    if "RemoteEntryNotFoundError" in kinds:
-        return "the repository holds no such file"
-    return f"{first_line(error)}; without a net set HF_HOME to a folder that holds it, and HF_HUB_OFFLINE=1"

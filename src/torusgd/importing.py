@@ -14,8 +14,7 @@ from .errors import UserError
 def import_factory(path: str, *, key: str) -> Callable[..., Any]:
     """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`.
 
-    Modules in the current folder are found too, after all installed ones. UserError if the module can't be found, or
-    has no such callable; an error inside the module passes through.
+    UserError if the module can't be found, or has no such callable; an error inside the module passes through.
 
     >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
     2
@@ -23,7 +22,9 @@ def import_factory(path: str, *, key: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise UserError(f"{key}: write a factory of your own as package.module:factory, got {path!r}")
-    if os.getcwd() not in sys.path:  # a console script, unlike `python -m`, does not look into the current folder
+    # Modules in the current folder are found too, after all installed ones: a console script, unlike `python -m`, does
+    # not look there.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -38,10 +39,7 @@ def import_factory(path: str, *, key: str) -> Callable[..., Any]:
 
 
 def remove_empty_cache() -> None:
-    """Removes, at the end of a process, the folder for compiled code that parts of torch make when they are imported.
-
-    Only if it is empty and lies in the temporary folder.
-    """
+    """Removes, at the end of a process, the folder for compiled code that torch has made on import, if it is empty."""
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if os.path.dirname(cache) == tempfile.gettempdir():
         with suppress(OSError):

@@ -1,8 +1,6 @@
-"""One command at a time writes into a folder, and others can name it.
+"""One command at a time writes into a folder, and others can name it."""
 
-This module imports no torch: `status` should not wait for that.
-"""
-
+# No torch here: `status` should not wait for its import.
 import os
 import socket
 import time
@@ -14,8 +12,7 @@ from filelock import FileLock, Timeout
 
 from .errors import UserError
 
-LOCK, HOLDER = ".lock", ".holder"
-"""files in the folder: the lock, and the name of its holder"""
+LOCK, HOLDER = ".lock", ".holder"  # files in the folder: the lock, and the name of its holder
 LOCK_SECONDS = 10.0
 
 

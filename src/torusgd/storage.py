@@ -1,8 +1,4 @@
-"""Buckets and web servers, read and written by URL: `s3://`, `gs://`, `hf://`, `https://`, through fsspec.
-
-An object appears when it is written whole, which is the store's own promise; a group of objects is whole when its last
-object is there. Every exception of a store's library becomes an OSError, and transient ones are tried again here.
-"""
+"""Buckets and web servers, read and written by URL: `s3://`, `gs://`, `hf://`, `https://`, through fsspec."""
 
 import errno
 import os
@@ -16,18 +12,15 @@ from .errors import UserError, in_one_line, is_transient, retry
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 CACHE = "TORUSGD_CACHE"
-PAUSES = (0.2, 1.0, 3.0)
-"""seconds before each further attempt"""
-_SECONDS = 30
-"""seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
-_SMALL_SECONDS = 60
-"""seconds of an attempt at a call of a few bytes, all retries of the store's library included"""
+PAUSES = (0.2, 1.0, 3.0)  # seconds before each further attempt
+_SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)
+_SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
+# Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
     "s3": "fsspec s3fs (the extra remote)",
     "gs": "gcsfs (the extra gcs)",
     "hf": "fsspec huggingface_hub (the extras remote and hub)",
 }
-"""packages by kind of URL, if it is not the web's"""
 
 T = TypeVar("T")
 
@@ -63,7 +56,8 @@ def cache_folder() -> Path:
 class Store:
     """The objects below a URL such as s3://bucket/folder, by their names relative to it. Safe from several threads.
 
-    UserError if the package for its kind is not installed, or the URL is none.
+    An object appears when it is written whole. Every exception of a store's library becomes an OSError, and transient
+    ones are tried again here. UserError if the package for its kind is not installed, or the URL is none.
     """
 
     def __init__(self, url: str) -> None:
@@ -83,11 +77,7 @@ class Store:
         self._small = {"timeout": _SMALL_SECONDS} if self._files.async_impl else {}
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """An object's bytes, or those from `begin` up to `end`.
-
-        FileNotFoundError or PermissionError if it isn't there or not for us; OSError if it could not be read in several
-        attempts, or not completely.
-        """
+        """An object's bytes, or those from `begin` up to `end`; OSError of a fitting kind if it can't be read whole."""
 
         def read() -> bytes:
             data: bytes = self._files.cat_file(self._path(name), start=begin, end=end)
@@ -106,11 +96,9 @@ class Store:
         self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, **self._small))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Makes an object unless there is one of that name, in which case it is False; OSError if it can't.
-
-        Of several that try at a time one succeeds, in a store with conditional writes: S3 and compatible ones
-        (If-None-Match), Google's (ifGenerationMatch). Other stores look for the object before they write it.
-        """
+        """Makes an object unless there is one of that name, in which case it is False; OSError if it can't."""
+        # Of several that try at a time one succeeds, in a store with conditional writes: S3 and compatible ones
+        # (If-None-Match), Google's (ifGenerationMatch). Other stores look for the object before they write it.
         try:
             self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, mode="create", **self._small))
         except FileExistsError:

@@ -1,7 +1,7 @@
 """Files that a stranger may have written, read within bounds of time and memory.
 
-A few hundred bytes can stand for gigabytes: nested brackets, aliases, compressed zeros. These functions refuse a file
-with a ValueError, of which the caller makes its own line, before it grows beyond the bounds of its kind.
+These functions refuse a file with a ValueError, of which the caller makes its own line, before it grows beyond bounds:
+a few hundred bytes can stand for gigabytes, by nested brackets, aliases, compressed zeros.
 """
 
 import json
@@ -10,10 +10,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+# Most bytes of a YAML text; the longest that ships has 5,000, and PyYAML takes some seconds for so many.
 MOST_YAML = 1 << 16
-"""most bytes of a YAML text; the longest that ships has 5,000, and PyYAML takes some seconds for so many"""
-MOST_TEXT = 1 << 24
-"""most bytes of any other text; as JSON it can become objects of twenty times the size"""
+MOST_TEXT = 1 << 24  # most bytes of any other text; as JSON it can become objects of twenty times the size
 _SWELLS_FROM = 1 << 28
 _MOST_SWELLING = 100
 

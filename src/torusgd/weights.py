@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,20 +93,18 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 def match_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
     """UserError naming the first tensor that is missing, unknown, or of another shape or kind."""
-    for name in _first_of(expected.keys() - tensors.keys()):
-        raise UserError(f"{where}: lacks {name!r}; is it a file of another model?")
-    for name in _first_of(tensors.keys() - expected.keys()):
-        raise UserError(f"{where}: holds {name!r}, which the model doesn't have; is it a file of another model?")
+    if missing := expected.keys() - tensors.keys():
+        raise UserError(f"{where}: lacks {min(missing)!r}; is it a file of another model?")
+    if unknown := tensors.keys() - expected.keys():
+        raise UserError(
+            f"{where}: holds {min(unknown)!r}, which the model doesn't have; is it a file of another model?"
+        )
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape:
             shapes = f"{tuple(tensors[name].shape)}, the model's is {tuple(tensor.shape)}"
             raise UserError(f"{where}: {name!r} is of shape {shapes}; is it for another number of classes?")
         if tensors[name].is_floating_point() != tensor.is_floating_point():
             raise UserError(f"{where}: {name!r} is of {tensors[name].dtype}, the model's is {tensor.dtype}")
-
-
-def _first_of(names: Iterable[str]) -> list[str]:
-    return sorted(names)[:1]
 
 
 @contextmanager

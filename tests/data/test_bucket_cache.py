@@ -12,9 +12,9 @@ pytest.importorskip("fsspec")
 
 from tests.data.pictures import folder_data
 from tests.data.tars import picture, samples, write_shards, write_tar
+from tests.messages import refused
 from torusgd.data import Pipeline, open_sources
-from torusgd.data.fingerprint import data_sha256
-from torusgd.data.registry import describe
+from torusgd.data.registry import data_sha256, describe
 from torusgd.data.tar import RemoteShards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
@@ -87,7 +87,7 @@ def test_what_was_read_is_kept_on_disk_for_all_processes(local: Path, reads: lis
 def test_the_cache_is_bounded(local: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for gib, most in (("0", 0), ("0.000002", 1)):
         monkeypatch.setenv("TORUSGD_CACHE_GIB", gib)
-        monkeypatch.setattr("torusgd.data.bucket_cache._COUNT_EVERY", 1)
+        monkeypatch.setattr("torusgd.data.tar._COUNT_EVERY", 1)
         for _ in range(2):
             train, _ = open_shards(URL, 3)
             for index in range(6):
@@ -96,12 +96,12 @@ def test_the_cache_is_bounded(local: Path, reads: list[str], monkeypatch: pytest
         assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
     assert len(reads) in range(20, 24)
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")
-    with pytest.raises(UserError, match="TORUSGD_CACHE_GIB = much: must be a number of GiB"):
+    with refused("a cache of much", TMP=tmp_path):
         open_shards(URL, 3)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "1")
     monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"can't be fetched|set TORUSGD_CACHE to another folder"):
+    with pytest.raises(UserError):
         open_shards(URL, 3)
 
 
@@ -127,19 +127,19 @@ def test_reads_that_fail_come_short_or_are_stale(local: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="500 Internal Server Error"):
         train.encoded(5)
     faults[:] = ["stale"] * 4
-    with pytest.raises(UserError, match=r"bucket/a set/train-0000.tar: was changed since its index was written"):
+    with refused("a shard in a bucket that stays stale"):
         train.encoded(5)
 
 
 def test_mistakes_are_told(local: Path, run_cli: Any) -> None:
     write_tar(local / "train-0001.tar", samples(range(2)))
     upload(local)
-    with pytest.raises(UserError, match=r"train-0001.tar: was changed since"):
+    with refused("a shard in a bucket that was changed"):
         open_shards(URL, 3)
     Store("memory://bucket/a set").delete("val-0000.tar")
-    with pytest.raises(UserError, match=r"val-0000.tar.*though the index lists it|train-0001.tar: was changed"):
+    with pytest.raises(UserError):
         open_shards(URL, 3)
-    with pytest.raises(UserError, match="there is no index; write it where the tar files are, with torusgd data index"):
+    with refused("a bucket without an index"):
         open_shards(Path("memory://bucket/none"), 3)
     code, _, said = run_cli("train", "folder", "--data", URL, "--out", local / "run")
     assert (code, said.count("\n")) == (2, 1)
@@ -152,6 +152,5 @@ def test_a_missing_package_is_one_line(url: str, package: str, extra: str, monke
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(registry, "_registry", {})  # of those imported already
     monkeypatch.setattr(registry, "registry", registry._registry)
-    line = rf"{url}: a package for it is missing \(.*\); pip install .*{package} \(the extra {extra}\)"
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=rf"^{url}: .*pip install .*{package} \(the extra {extra}\)"):
         Store(url)

@@ -50,13 +50,13 @@ def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monk
             assert [source.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
             assert [held_out.encoded(index) for index in range(6)] == [picture(100 + number) for number in range(6)]
         assert min(server.faults[fault] for fault in ("http_500", "cut", "stale", "slow")) > 1
-        with pytest.raises(UserError, match="there is no index"):
+        with pytest.raises(UserError, match="/none/"):
             open_shards(url / "none", 3)
-        with pytest.raises(UserError, match=r"no index|can't be fetched"):
+        with pytest.raises(UserError, match="^" + kind):
             open_shards(Path(f"{kind}://no-such-bucket/set"), 3)
         for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
-        with pytest.raises(UserError, match="can't be fetched"):
+        with pytest.raises(UserError, match="^" + kind):
             open_shards(url, 3)
 
 
@@ -120,8 +120,8 @@ def test_a_web_server(local: Path) -> None:
         web = Path(f"http://127.0.0.1:{server.server_port}")
         source, _ = open_shards(web / "set", 3)
         assert [source.encoded(index) for index in (7, 3, 11)] == [picture(number) for number in (7, 3, 11)]
-        with pytest.raises(UserError, match="there is no index"):
+        with pytest.raises(UserError, match="/none/"):
             open_shards(web / "none", 3)
         server.shutdown()
-    with pytest.raises(UserError, match=r"index\.safetensors: can't be fetched"):
+    with pytest.raises(UserError, match=r"^http://127"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, photo, psnr
-from torusgd.data.crop_resize import render, scaled
+from tests.messages import refused
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
+from torusgd.data.geometry import render, scaled
 from torusgd.data.types import Region
 
 
@@ -65,31 +66,30 @@ JPEG, PNG = PICTURES["420"], PICTURES["png"]
 HUGE_JPEG = JPEG.replace((61).to_bytes(2, "big") + (83).to_bytes(2, "big"), b"\xff" * 4)
 HUGE_PNG = PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:]
 BAD = {
-    "empty": (b"", "empty"),
-    "text": (b"not a picture at all\n" * 20, "neither JPEG nor PNG"),
-    "gif": (encoded(photo(9, 9), "GIF"), "neither JPEG nor PNG"),
-    "jpeg cut in half": (JPEG[: len(JPEG) // 2], "cut short"),
-    "jpeg without its last bytes": (JPEG[:-40], "cut short"),
-    "jpeg cut in its header": (JPEG[:100], "cut short"),
-    "jpeg of three bytes": (JPEG[:3], "cut short"),
-    "progressive jpeg cut": (PICTURES["progressive"][:-200], "cut short"),
-    "huge jpeg": (HUGE_JPEG, "65535 x 65535"),
-    "huge png": (HUGE_PNG, "100000 x 100000"),
-    "png cut": (PNG[: len(PNG) // 2], "cut short"),
-    "png cut in its header": (PNG[:20], "neither"),
-    "png with a wrong checksum": (PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:], "damaged"),
-    "png header alone": (PNG[:60], "cut short"),
+    "empty": b"",
+    "text": b"not a picture at all\n" * 20,
+    "gif": encoded(photo(9, 9), "GIF"),
+    "jpeg cut in half": JPEG[: len(JPEG) // 2],
+    "jpeg without its last bytes": JPEG[:-40],
+    "jpeg cut in its header": JPEG[:100],
+    "jpeg of three bytes": JPEG[:3],
+    "progressive jpeg cut": PICTURES["progressive"][:-200],
+    "huge jpeg": HUGE_JPEG,
+    "huge png": HUGE_PNG,
+    "png cut": PNG[: len(PNG) // 2],
+    "png cut in its header": PNG[:20],
+    "png with a wrong checksum": PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:],
+    "png header alone": PNG[:60],
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_be_decoded_is_told(name: str) -> None:
-    data, reason = BAD[name]
+def test_what_can_not_be_decoded_is_refused(name: str) -> None:
     assert HUGE_JPEG != JPEG
-    with pytest.raises(Undecodable, match=reason):
-        decode(data, 3)
-    with pytest.raises(Undecodable, match=reason):
-        decode_region(data, 3, lambda height, width: Region(0, 0, 8, 8, 8, 8))
+    with refused(f"a picture: {name}", kind=Undecodable):
+        decode(BAD[name], 3)
+    with refused(f"a picture: {name}", kind=Undecodable):
+        decode_region(BAD[name], 3, lambda height, width: Region(0, 0, 8, 8, 8, 8))
 
 
 def test_every_cut_of_a_file_is_found_out_or_harmless() -> None:
@@ -135,7 +135,7 @@ def test_a_png_bomb_is_refused_by_its_header() -> None:
     rows = zeros.compress(bytes(1 + 3 * 12_000) * 100) + zeros.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 12_000, 12_000, 8, 2, 0, 0, 0))
     data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    with pytest.raises(Undecodable, match="12000 x 12000 pixels; at most 125000000"):
+    with refused("a PNG of 12000 x 12000 pixels", kind=Undecodable):
         decode(data, 3)
 
 
@@ -143,13 +143,13 @@ def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
     """The last scan of a progressive JPEG, 1,000 times over."""
     data = encoded(photo(61, 83), progressive=True)
     bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 1000 + data[-2:]
-    with pytest.raises(Undecodable, match=r"10\d\d scans of 83 x 61 pixels"):
+    with pytest.raises(Undecodable, match=" scans of 83 x 61 pixels;"):  # how many is libjpeg's choice
         decode_region(bomb, 3, lambda h, w: Region(0, 0, h, w, 8, 8))
     large = data.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 8000, 8000))
-    with pytest.raises(Undecodable, match="8000 x 8000 pixels; at most 62500000"):
+    with refused("a progressive JPEG of 8000 x 8000 pixels", kind=Undecodable):
         picture_size(large)
     many = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 40 + data[-2:]
-    with pytest.raises(Undecodable, match=r"\d+ scans of 7000 x 7000 pixels"):
+    with pytest.raises(Undecodable, match=" scans of 7000 x 7000 pixels;"):
         picture_size(many.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 7000, 7000)))
 
 
@@ -234,5 +234,5 @@ def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
 def test_a_size_in_the_last_bytes_is_cut_short() -> None:
     """A width of 0xFFD9 looks like an end marker, and no colours follow."""
     frame = JPEG.index(b"\xff\xc0")
-    with pytest.raises(Undecodable, match="cut short"):
+    with refused("a picture: jpeg cut in its header", kind=Undecodable):
         decode_region(JPEG[: frame + 7] + b"\xff\xd9", 3, lambda height, width: Region(0, 0, 1, 1, 1, 1))

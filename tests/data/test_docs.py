@@ -1,22 +1,15 @@
-"""The examples of docs/data.md and of the docstrings run."""
+"""The examples of docs/data.md run."""
 
-import doctest
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from torusgd.data import Pipeline, open_sources, order
+from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.data_schema import Data
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.DOTALL)
-
-
-def test_docstrings() -> None:
-    result = doctest.testmod(order)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_the_loop_of_ones_own() -> None:

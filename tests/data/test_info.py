@@ -5,8 +5,8 @@ import pytest
 
 from tests.data.pictures import encoded, photo, write_folder
 from tests.data.test_files import arrays, write_arrays, write_idx
+from tests.messages import refused
 from torusgd.data.registry import describe, undecodable
-from torusgd.errors import UserError
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -54,12 +54,11 @@ def test_what_a_recipe_makes() -> None:
     assert info.sizes == (((11, 39), 200),)
     assert info.per_class[0] > 50
     assert info.lines()[0].startswith("intel-cddnn-16: data.source frames, 1 channel")
-    with pytest.raises(UserError, match="--data PATH"):
+    with refused("a recipe whose source needs a path", "data.source: "):
         describe(Path("sony-224s"))
 
 
-def test_an_unknown_layout_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no data set that is known"):
-        describe(tmp_path)
-    with pytest.raises(UserError, match="no data set that is known"):
-        describe(tmp_path / "missing")
+def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with refused("a folder without a data set", PATH=path):
+            describe(path)

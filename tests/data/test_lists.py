@@ -8,11 +8,10 @@ import pytest
 
 from tests.data.pictures import encoded, folder_data, photo, write_folder
 from tests.data.tables import write_lists
+from tests.messages import refused
 from torusgd.data import CorruptImage, open_sources
-from torusgd.data.fingerprint import data_sha256
 from torusgd.data.pictures import open_csv, open_folders
-from torusgd.data.registry import describe
-from torusgd.errors import UserError
+from torusgd.data.registry import data_sha256, describe
 
 
 @pytest.mark.parametrize("head", ["path,label", "ID,Label,File_name", "", "\ufeffimage, target"])
@@ -45,35 +44,35 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text"),
     [
-        ("path,label\na.jpg\n", "line 2 has no path and label"),
-        ("a.jpg,\n", "line 1 has no path and label"),
-        ("", "training images"),
-        ("a.jpg,bird\n", "of class 'bird'"),
-        ("\x00,1\n", "list of paths|no path"),
-        ('"' + "x" * 200_000 + '",cat\n', "can't be read as a list"),
+        ("no label", "path,label\na.jpg\n"),
+        ("an empty label", "a.jpg,\n"),
+        ("nothing", ""),
+        ("another class", "a.jpg,bird\n"),
+        ("a NUL", "\x00,1\n"),
+        ("a field without an end", '"' + "x" * 200_000 + '",cat\n'),
     ],
 )
-def test_a_wrong_list_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_list_is_refused(tmp_path: Path, name: str, text: str) -> None:
     root = write_lists(write_folder(tmp_path))
     (root / "classes").write_text("cat\ndog\n")
     (root / "train.csv").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with refused(f"a list of pictures with {name}", TMP=tmp_path):
         open_sources(folder_data(source="csv", options={"classes": "classes"}), root, 0)
 
 
-def test_missing_and_unreadable_lists_and_files_are_told(tmp_path: Path) -> None:
+def test_missing_and_unreadable_lists_and_files_are_refused(tmp_path: Path) -> None:
     root = write_lists(write_folder(tmp_path))
     (root / "val.csv").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(UserError, match=r"val\.csv: can't be read as a list"):
+    with refused("a list of pictures in bytes", TMP=tmp_path):
         open_csv(root, 3)
     (root / "val.csv").unlink()
-    with pytest.raises(UserError, match=r"val\.csv: can't be read as a list .*No such file"):
+    with refused("no list of pictures", TMP=tmp_path):
         open_csv(root, 3)
     (root / "val.csv").write_text("gone.jpg,cat\n")
     train, held_out = open_csv(root, 3)
-    with pytest.raises(UserError, match=r"gone\.jpg: No such file or directory, though it is listed"):
+    with refused("a listed picture that is gone", TMP=tmp_path):
         data_sha256(train, held_out)
 
 
@@ -83,7 +82,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     (root / "train.csv").write_text("pipe,cat\n/dev/zero,dog\n")
     train, _ = open_csv(root, 3)
     for index in range(2):
-        with pytest.raises(CorruptImage, match="no plain file"):
+        with pytest.raises(CorruptImage):
             train.read(index)
 
 
@@ -100,9 +99,9 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
     assert describe(tmp_path / "sets").kind == "folders"
     (tmp_path / "elsewhere" / "val" / "yak").mkdir()
     (tmp_path / "elsewhere" / "val" / "yak" / "1.jpg").write_bytes(encoded(photo(9, 9)))
-    with pytest.raises(UserError, match="an image of eval is of class 'yak'"):
+    with refused("a held-out class without training images", TMP=tmp_path):
         open_folders(tmp_path / "sets", 3)
-    with pytest.raises(UserError, match="no image in"):
+    with refused("no set of folders", TMP=tmp_path):
         open_folders(tmp_path / "sets" / "one", 3)
 
 

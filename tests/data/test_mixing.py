@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torusgd.data.mixing import beta, erase, mix
+from torusgd.data.augment import beta, erase, mix
 from torusgd.data.order import COPY, StreamOrder
 from torusgd.recipe.data_schema import Augment
 from torusgd.rng import keyed_uniform

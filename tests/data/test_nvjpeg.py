@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
-from torusgd.data.decode import decode, is_common_jpeg
-from torusgd.data.encoded_source import EncodedImages
+from tests.messages import refused
+from torusgd.data.decode import EncodedImages, decode, is_common_jpeg
 from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.registry import open_sources
 from torusgd.data.types import Int64, Source
-from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
 from torusgd.run import fingerprint as conditions_module
@@ -130,7 +129,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     sources = open_sources(folder_data(), folder, 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg needs torchvision \(.*pip install torchvis"):
+    with refused("nvjpeg without torchvision", "data.decoder: "):
         decode_on_gpu(sources, GPU)
     given: list[Any] = []
 
@@ -146,7 +145,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     assert given == [("colours", GPU, [torch.uint8] * 2)]
     digits = Data(source="digits", image_size=8, channels=1, mean=(0.5,), std=(0.5,), augment=Augment())
     others: tuple[Source, Source] = open_sources(digits, None, 0)
-    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg decodes the pictures of csv, tar, parquet, folder"):
+    with refused("nvjpeg for digits", "data.decoder: "):
         decode_on_gpu(others, GPU)
 
 

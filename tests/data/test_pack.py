@@ -13,10 +13,11 @@ import pytest
 from tests.data.pictures import encoded, photo, psnr, write_folder
 from tests.data.tars import picture, tar_bytes, write_tar
 from tests.data.test_files import arrays, write_arrays
+from tests.messages import refused
 from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
-from torusgd.data.imagenet import DEVKIT, TRAIN, VAL, prepare_imagenet
+from torusgd.data.fetch import DEVKIT, TRAIN, VAL, prepare_imagenet
 from torusgd.data.pack import Packing, pack
 from torusgd.data.pictures import open_folder
 from torusgd.data.registry import open_any
@@ -75,7 +76,7 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
         return copy(source, packing, index)
 
     monkeypatch.setattr(module, "_copy", full)
-    with pytest.raises(RunError, match="No space left on device; the same command goes on"):
+    with refused("copies on a full disk", kind=RunError, TMP=tmp_path):
         shards_of(root, out)
     assert (out / "train-00000.tar").exists()
     assert not (out / "train-00001.tar").exists()
@@ -92,8 +93,8 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
 def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any) -> None:
     root = write_folder(tmp_path / "set")
     shards_of(root, tmp_path / "out")
-    for change, key in (({"size": 30}, "shorter_side"), ({"per_shard": 9}, "images_per_shard")):
-        with pytest.raises(UserError, match=rf"made otherwise \({key} differs\)"):
+    for change in ({"size": 30}, {"per_shard": 9}):
+        with refused(f"copies with other {' '.join(change)}", TMP=tmp_path):
             shards_of(root, tmp_path / "out", **change)
     (root / "val" / "cat" / "000.jpg").rename(root / "val" / "cat" / "zzz.jpg")
     code, _, said = run_cli("data", "pack", root, tmp_path / "out", "--images-per-shard", 5)
@@ -113,7 +114,7 @@ def test_two_commands_do_not_pack_into_one_folder(tmp_path: Path, monkeypatch: p
     root, out = write_folder(tmp_path / "set"), tmp_path / "out"
     monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
     out.mkdir()
-    with held(out, "here"), pytest.raises(UserError, match=rf"{out}: in use by process {os.getpid()} on .*; wait for"):
+    with held(out, "here"), pytest.raises(UserError, match=rf"^{out}: .* {os.getpid()} "):
         shards_of(root, out)
     shards_of(root, out)
     assert not [name for name in os.listdir(out) if name.startswith(".")]
@@ -200,27 +201,27 @@ def test_an_imagenet_is_prepared_by_one_command_at_a_time(
     assert said.startswith(f"torusgd: {root}: in use by process {os.getpid()} on ")
 
 
-def test_an_imagenet_that_is_not_whole_is_told(tmp_path: Path, run_cli: Any) -> None:
+def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, run_cli: Any) -> None:
     root = write_imagenet(tmp_path)
     whole = {name: (root / name).read_bytes() for name in (TRAIN, VAL, DEVKIT)}
     inner = {"n02.tar": tar_bytes({f"n02_{at}.JPEG": picture(at) for at in range(2)})}
     write_tar(root / TRAIN, inner.items())
-    with pytest.raises(UserError, match=r"img_train.tar: has 0 pictures of n01, the development kit says 2"):
+    with refused("ImageNet without a class", TMP=tmp_path):
         prepare_imagenet(root)
     (root / TRAIN).write_bytes(whole[TRAIN][:-15000])
-    with pytest.raises(UserError, match=r"img_train.tar: no whole tar file"):
+    with refused("ImageNet cut short", TMP=tmp_path):
         prepare_imagenet(root)
     (root / TRAIN).write_bytes(whole[TRAIN])
     write_tar(root / VAL, [("ILSVRC2012_val_00000001.JPEG", picture(1))])
-    with pytest.raises(UserError, match=r"img_val.tar: has 1 pictures, the development kit says 4"):
+    with refused("ImageNet with one validation picture", TMP=tmp_path):
         prepare_imagenet(root)
     write_tar(root / VAL, [("ILSVRC2012_val_00000009.JPEG", picture(1))])
-    with pytest.raises(UserError, match=r"img_val.tar: ILSVRC2012_val_00000009.JPEG has no label"):
+    with refused("ImageNet with an unknown validation picture", TMP=tmp_path):
         prepare_imagenet(root)
     (root / VAL).write_bytes(whole[VAL])
     for damaged in (b"", b"text", whole[DEVKIT][:100], gzip.compress(b"text"), gzip.compress(tar_bytes({"x": b""}))):
         (root / DEVKIT).write_bytes(damaged)
-        with pytest.raises(UserError, match=r"devkit_t12.tar.gz: no development kit"):
+        with pytest.raises(UserError, match=rf"^{root / DEVKIT}: "):  # the reasons are gzip's and tarfile's
             prepare_imagenet(root)
     (root / DEVKIT).unlink()
     assert run_cli("data", "prepare", "imagenet", root)[2].startswith(f"torusgd: {root}: has no {DEVKIT}; wanted are")

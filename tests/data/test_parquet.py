@@ -9,10 +9,10 @@ import pytest
 from tests.data.pictures import folder_data
 from tests.data.tables import table, write_arrow, write_parquet
 from tests.data.tars import picture
+from tests.messages import refused
 from torusgd.data import CorruptImage, open_sources, parquet
-from torusgd.data.fingerprint import data_sha256
 from torusgd.data.parquet import open_tables
-from torusgd.data.registry import describe
+from torusgd.data.registry import data_sha256, describe
 from torusgd.data.tar import open_shards
 from torusgd.errors import UserError
 
@@ -35,7 +35,7 @@ def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
 def test_row_groups_are_cached_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     write_parquet(tmp_path / "set")
     monkeypatch.setattr(parquet, "MOST_CACHED", 20_000)
-    with pytest.raises(UserError, match=r"can't be read one by one; pack them first: torusgd data pack"):
+    with refused("tables that are too large", TMP=tmp_path):
         open_sources(folder_data(source="parquet"), tmp_path / "set", 0)
     train, _ = open_tables(tmp_path / "set", 3)
     for index in (0, 11, 4, 0, 11):
@@ -57,14 +57,16 @@ def write_one(root: Path, made: Any) -> Path:
 
 def test_columns_are_found_or_given(tmp_path: Path) -> None:
     root = write_one(tmp_path / "a", table(range(4), "pixels", "fine", coarse=[0, 0, 1, 1], depth=[b"a"] * 4))
-    with pytest.raises(UserError, match=r"which column holds the images\? It has pixels, fine, coarse, depth; say it"):
+    with refused("a table with several columns of bytes", TMP=tmp_path):
         open_tables(root, 3)
-    with pytest.raises(UserError, match=r"which column holds the labels\?"):
+    with refused("a table with several columns of numbers", TMP=tmp_path):
         open_tables(root, 3, image="pixels")
     assert open_tables(root, 3, image="pixels", label="fine")[0].classes == ("cat", "dog")
     assert open_tables(root, 3, image="pixels", label="coarse")[0].classes == ("0", "1")
-    with pytest.raises(UserError, match=r"options\.label: .* has no such column 'pixels'"):
+    with refused("a column of bytes as labels", TMP=tmp_path):
         open_tables(root, 3, image="pixels", label="pixels")
+    with refused("a column with a typing error", TMP=tmp_path):
+        open_tables(root, 3, image="pixels", label="fin")
     only = write_one(tmp_path / "b", table(range(4), "pixels", "kind"))
     assert len(open_tables(only, 3)[0]) == 4
 
@@ -76,23 +78,23 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     rows = [{"bytes": None, "path": "x.jpg"}, {"bytes": picture(1), "path": None}]
     train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows, kind), "label": ["a", "b"]})), 3)
     assert train.classes == ("a", "b")
-    with pytest.raises(CorruptImage, match="row 0: no image"):
+    with refused("a row without an image", kind=CorruptImage, TMP=tmp_path):
         train.read(0)
     train.read(1)
     train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows[:1], kind), "label": ["a"]})), 3)
-    with pytest.raises(UserError, match="names its images but doesn't hold them"):
+    with refused("a table of names of images", TMP=tmp_path):
         train.read(0)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_damaged_tables_are_told(tmp_path: Path, suffix: str) -> None:
+def test_damaged_tables_are_refused(tmp_path: Path, suffix: str) -> None:
     (write_parquet if suffix == ".parquet" else write_arrow)(tmp_path)
     (file,) = (file for file in tmp_path.rglob(f"*-00000-of-00001{suffix}") if "validation" not in str(file))
     whole = file.read_bytes()
     for damaged in (b"", b"text" * 50, whole[: len(whole) // 2]):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"{file}: no whole table"):
+        with pytest.raises(UserError, match=rf"^{file}: "):  # the reasons are Arrow's
             open_tables(tmp_path, 3)
     file.unlink()
-    with pytest.raises(UserError, match=r"has (val|train) in its name"):
+    with refused(f"tables of one split{suffix}", TMP=tmp_path):
         open_tables(tmp_path, 3)

@@ -1,5 +1,6 @@
 """Images in tar files, read by an index. Both files are a stranger's."""
 
+import gzip
 import io
 import os
 import tarfile
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.data.tars import picture, samples, tar_bytes, write_shards, write_tar
+from tests.messages import refused
 from torusgd.data.decode import decode
-from torusgd.data.fingerprint import data_sha256
-from torusgd.data.registry import describe
+from torusgd.data.registry import data_sha256, describe
 from torusgd.data.tar import Shards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
@@ -78,13 +79,13 @@ def test_info_and_identity(tmp_path: Path) -> None:
 
 def test_a_missing_or_damaged_index_names_the_command(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    with pytest.raises(UserError, match=rf"no index of the tar files; write it with: torusgd data index {tmp_path}"):
+    with refused("tar files without an index", TMP=tmp_path):
         open_shards(tmp_path, 3)
     indexed(tmp_path)
     whole = (tmp_path / FILE).read_bytes()
     for damaged in (b"", b"text", whole[: len(whole) // 2], whole.replace(b"00000.jpg", b"00000.jpx")):
         (tmp_path / FILE).write_bytes(damaged)
-        with pytest.raises(UserError, match=r"no whole index .*; write it anew with: torusgd data index"):
+        with pytest.raises(UserError, match=rf"^{tmp_path / FILE}: .*torusgd data index"):  # the reasons vary
             open_shards(tmp_path, 3)
 
 
@@ -106,56 +107,53 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_index_that_lies_is_refused(tmp_path: Path, name: str) -> None:
     write_index(tmp_path / FILE, make_index(write_shards(tmp_path)) | WRONG[name])
-    with pytest.raises(UserError, match="no whole index"):
+    with refused(f"an index with {name}", TMP=tmp_path):
         open_shards(tmp_path, 3)
 
 
-def test_a_tar_file_that_changed_is_told(tmp_path: Path) -> None:
+def test_a_tar_file_that_changed_is_refused(tmp_path: Path) -> None:
     train, _ = indexed(write_shards(tmp_path))
     file = tmp_path / "train-0000.tar"
     whole = bytearray(file.read_bytes())
     at = whole.index(picture(3)) - 512
     whole[at + 136 : at + 147] = b"00000000001"  # the time of the member: another file of the same size
     file.write_bytes(whole)
-    with pytest.raises(UserError, match=rf"0000.tar: was changed .*; give again: torusgd data index {tmp_path}"):
+    with refused("a tar file that was changed", TMP=tmp_path):
         train.read(3)
     file.write_bytes(whole[:-512])
-    with pytest.raises(UserError, match=r"train-0000.tar: was changed"):
+    with refused("a tar file that was changed", TMP=tmp_path):
         open_shards(tmp_path, 3)
     file.unlink()
-    with pytest.raises(UserError, match=r"train-0000.tar: No such file .* though the index lists it"):
+    with refused("a tar file that is gone", TMP=tmp_path):
         open_shards(tmp_path, 3)
     with pytest.raises(FileNotFoundError):
         train.read(0)
 
 
-def damaged_tars() -> dict[str, tuple[bytes, str]]:
-    import gzip
-
+def damaged_tars() -> dict[str, bytes]:
     whole = tar_bytes(samples(range(3)))
     second = whole.index(b"00001.jpg")
     sizes = bytearray(whole)
     sizes[124:136] = b"77777777777\0"
     return {
-        "empty": (b"", "no whole tar file"),
-        "text": (b"<html>" * 200, "no whole tar file"),
-        "cut in an image": (whole[: second - 700], "no whole tar file"),
-        "cut in a header": (whole[: second + 100], "no header of a member"),
-        "a damaged header": (whole[:second] + b"garbage" + whole[second + 7 :], "no header of a member"),
-        "a size that lies": (bytes(sizes), "no whole tar file"),
-        "gzip": (gzip.compress(whole), r"is compressed \(gzip\)"),
-        "no label": (tar_bytes({"1.jpg": picture(1)}), r"1.jpg has no label: wanted is 1.cls or .json beside it"),
-        "a label of nothing": (tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}), "1.json holds no label"),
-        "a long label": (tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}), "too many for a label"),
+        "empty": b"",
+        "text": b"<html>" * 200,
+        "cut in an image": whole[: second - 700],
+        "cut in a header": whole[: second + 100],
+        "a damaged header": whole[:second] + b"garbage" + whole[second + 7 :],
+        "a size that lies": bytes(sizes),
+        "gzip": gzip.compress(whole),
+        "no label": tar_bytes({"1.jpg": picture(1)}),
+        "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
+        "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
     }
 
 
 @pytest.mark.parametrize("name", damaged_tars())
-def test_a_damaged_tar_file_is_told(tmp_path: Path, name: str) -> None:
-    content, message = damaged_tars()[name]
+def test_a_damaged_tar_file_is_refused(tmp_path: Path, name: str) -> None:
     write_shards(tmp_path)
-    (tmp_path / "train-0001.tar").write_bytes(content)
-    with pytest.raises(UserError, match=rf"train-0001.tar: .*{message}"):
+    (tmp_path / "train-0001.tar").write_bytes(damaged_tars()[name])
+    with refused(f"a tar file: {name}", f"{tmp_path}/train-0001.tar: ", TMP=tmp_path):
         make_index(tmp_path)
 
 
@@ -166,7 +164,7 @@ def test_headers_that_ask_for_much_or_lead_back(tmp_path: Path) -> None:
     with open(tmp_path / "train-0001.tar", "wb") as file:
         file.write(info.tobuf(tarfile.GNU_FORMAT))
         file.truncate(1 << 41)  # sparse: it takes no room
-    with pytest.raises(UserError, match=r"train-0001.tar: no whole tar file"):
+    with refused("a tar file with a name of a terabyte", TMP=tmp_path):
         make_index(tmp_path)
     info = tarfile.TarInfo("x")
     info.size = 0
@@ -175,7 +173,7 @@ def test_headers_that_ask_for_much_or_lead_back(tmp_path: Path) -> None:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     (tmp_path / "train-0001.tar").write_bytes(bytes(header) * 4)
-    with pytest.raises(UserError, match=r"train-0001.tar: no whole tar file"):
+    with refused("a tar file that leads back", TMP=tmp_path):
         make_index(tmp_path)
 
 
@@ -194,22 +192,22 @@ def test_links_and_sparse_files_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_which_tar_files_are_of_which_split(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no \.tar file"):
+    with refused("a folder without tar files", TMP=tmp_path):
         make_index(tmp_path)
     (tmp_path / "train-0.tar.gz").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train-0.tar.gz: is compressed"):
+    with refused("a folder of compressed tar files", TMP=tmp_path):
         make_index(tmp_path)
     write_tar(tmp_path / "trainers-0.tar", samples(range(2)))
-    with pytest.raises(UserError, match=r"no \.tar file has train in its name"):
+    with refused("tar files without one for training", TMP=tmp_path):
         make_index(tmp_path)
     write_tar(tmp_path / "my_train_0.tar", samples(range(2)))
-    with pytest.raises(UserError, match=r"no \.tar file has val in its name"):
+    with refused("tar files without one held out", TMP=tmp_path):
         make_index(tmp_path)
     write_tar(tmp_path / "test" / "0.tar", samples(range(3)))
     assert len(make_index(tmp_path)["eval labels"]) == 3
     write_tar(tmp_path / "valid" / "0.tar", samples(range(4)))
     assert len(make_index(tmp_path)["eval labels"]) == 4
-    with pytest.raises(UserError, match="is no folder"):
+    with refused("a file in place of a folder of tar files", TMP=tmp_path):
         make_index(tmp_path / "my_train_0.tar")
 
 

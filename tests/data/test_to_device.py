@@ -14,16 +14,10 @@ CPU = torch.device("cpu")
 
 def data_of(channels: int, **augment: object) -> Data:
     return Data(
-        source="synthetic",
-        train_images=20,
-        eval_images=8,
-        image_size=9,
-        channels=channels,
-        classes=4,
-        mean=(0.485, 0.456, 0.406)[:channels],
-        std=(0.229, 0.224, 0.225)[:channels],
+        source="synthetic", train_images=20, eval_images=8, image_size=9, channels=channels, classes=4,
+        mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels],
         augment=Augment.model_validate(augment),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -38,10 +32,7 @@ def test_a_device_makes_the_images_of_the_cpu(
     source, _ = open_sources(data, None, 0)
     indices = np.arange(20)
     ready, bytes_ = (
-        (
-            pipeline.training_batch(indices, np.full(20, 3), augment=True),
-            pipeline.validation_batch(indices[:7]),
-        )
+        (pipeline.training_batch(indices, np.full(20, 3), augment=True), pipeline.validation_batch(indices[:7]))
         for pipeline in (Pipeline(source, data, 0), BytePipeline(source, data, 0))
     )
     for ours, theirs in zip(bytes_, ready, strict=True):
@@ -91,13 +82,7 @@ def test_images_reach_a_busy_gpu_before_their_memory_is_used_again() -> None:
     source, _ = open_sources(data, None, 0)
     ready, given = Pipeline(source, data, 0), BytePipeline(source, data, 0, allocate_pinned)
     torch.cuda._sleep(200_000_000)
-    placed = [
-        place(
-            given.training_batch(indices, np.full(20, epoch), augment=True),
-            torch.device("cuda", 0),
-            torch.channels_last,
-        )
-        for epoch in range(30)
-    ]
+    batches = (given.training_batch(indices, np.full(20, epoch), augment=True) for epoch in range(30))
+    placed = [place(batch, torch.device("cuda", 0), torch.channels_last) for batch in batches]
     for epoch, images in enumerate(placed):
         assert torch.equal(images.cpu(), ready.training_batch(indices, np.full(20, epoch), augment=True).images)

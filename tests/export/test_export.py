@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.report.test_page import copied
 from tests.run.runs import run_here, sets, train
 
 from torusgd.errors import RunError
@@ -102,12 +103,7 @@ def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
 
 
 def test_text_of_a_stranger_breaks_no_card(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "<b>|\n---"
-    folder.mkdir()
-    for name in ("events.jsonl", "recipe.yaml", "status.json"):
-        (folder / name).write_text((run / name).read_text())
-    summary = json.loads((run / "summary.json").read_text()) | {"conditions": {"cpu": "a|b\n# <script>"}}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    folder = copied(run, tmp_path / "<b>|\n---", conditions={"cpu": "a|b\n# <script>"})
     text = card(read_run(folder), None)
     assert "<" not in text.split("---\n", 2)[2]
     assert "\n# &lt;script" not in text
@@ -124,17 +120,14 @@ def test_text_of_a_stranger_breaks_no_card(run: Path, tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(run: Path, words: tuple[str, ...], message: str, run_cli: Any) -> None:
     code, _, errors = run_cli("export", run, *words)
-    assert code == 2
-    assert errors.count("\n") == 1
+    assert (code, errors.count("\n")) == (2, 1)
     assert message in errors
 
 
 @pytest.mark.parametrize("name", ["hub", "mlperf"])
 def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Path, run_cli: Any) -> None:
-    for file in ("events.jsonl", "recipe.yaml", "status.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((run / file).read_bytes())
-    code, _, errors = run_cli("export", tmp_path, "--format", name)
-    assert code == 2
+    code, _, errors = run_cli("export", copied(run, tmp_path / "cut off"), "--format", name)
+    assert (code, errors.count("\n")) == (2, 1)
     assert "needs a finished run" in errors
 
 
@@ -142,14 +135,9 @@ def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Pat
 def test_a_damaged_summary_makes_no_log_but_one_line(
     run: Path, key: str, value: object, tmp_path: Path, run_cli: Any
 ) -> None:
-    for file in ("events.jsonl", "recipe.yaml", "status.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((run / file).read_bytes())
-    summary = json.loads((run / "summary.json").read_text()) | {key: value}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    code, _, errors = run_cli("export", tmp_path, "--format", "mlperf")
-    assert code == 2
-    assert "damaged" in errors
-    assert errors.count("\n") == 1
+    code, _, errors = run_cli("export", copied(run, tmp_path / "damaged", **{key: value}), "--format", "mlperf")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "are damaged" in errors
 
 
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, run_cli: Any) -> None:

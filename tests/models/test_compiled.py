@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.messages import refused
 from tests.run.runs import TINY, run_here
 from torch import nn
 
-from torusgd.errors import UserError
 from torusgd.models import compiled
 from torusgd.models.compiled import blocks, compile_blocks
 from torusgd.models.resnet import resnet50
@@ -34,12 +34,12 @@ def test_a_network_of_layers_alone_is_one_block(monkeypatch: pytest.MonkeyPatch)
 
 def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"compile: true: needs the C\+\+ compiler no-such-compiler"):
+    with refused("compile without a compiler"):
         compile_blocks(nn.Linear(2, 2), CPU)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="compile: true: needs Triton"):
+    with refused("compile without Triton"):
         compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
-    with pytest.raises(UserError, match="compile = true: takes whole networks"):
+    with refused("compile of a network in column blocks"):
         load_recipe("digits", [*TINY, "compile=true", "column_blocks=2"])
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.messages import refused
 from torch import nn
 
 from torusgd.errors import UserError
@@ -67,24 +68,24 @@ def test_its_weights_follow_from_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options"),
     [
-        ("timm:nett", {}, "model.name: timm has no classifier 'nett'; did you mean net"),
-        ("timm:net.wrong", {}, "model.name: timm has no 'net.wrong': Invalid pretrained tag"),
-        ("timm:hf-hub:me/net", {}, "model.name: timm has no classifier 'hf-hub:me/net'"),
-        ("timm:net", {"pretrained": True}, "model.options.pretrained: say which weights to begin with as --init"),
-        ("timm:net", {"num_classes": 3}, "model.options.num_classes: follows from data.classes"),
-        ("timm:net", {"depth": 3}, "model.options: timm's net does not take them: .*depth"),
+        ("timm:nett", {}),
+        ("timm:net.wrong", {}),
+        ("timm:hf-hub:me/net", {}),
+        ("timm:net", {"pretrained": True}),
+        ("timm:net", {"num_classes": 3}),
+        ("timm:net", {"depth": 3}),
     ],
 )
-def test_mistakes_are_told_in_one_line(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_mistakes_are_one_line(name: str, options: dict[str, Any]) -> None:
+    with refused(f"model {name} {options}", "model."):
         build(name, **options)
 
 
 def test_without_timm_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"model.name: timm can't be imported .* pip install timm.* \(the extra timm\)"):
+    with pytest.raises(UserError, match=r"^model\.name: timm .* \(the extra timm\)$"):  # it names the version of torch
         build("timm:net")
 
 
@@ -99,16 +100,7 @@ def test_pretrained_weights_have_the_head_they_were_trained_with() -> None:
     assert all((tensor == 1).all() for tensor in tensors.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("bare", "--init timm: timm has no pretrained weights of bare"),
-        (
-            "net.unreachable",
-            r"can't get the weights of net.unreachable \(https://example.org/net.pth\): no net; w",
-        ),
-    ],
-)
-def test_weights_that_are_not_to_be_had_are_refused(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("name", ["bare", "net.unreachable"])
+def test_weights_that_are_not_to_be_had_are_refused(name: str) -> None:
+    with refused(f"timm's weights of {name}", "--init timm: "):
         timm_pretrained(name, channels=1, options={})

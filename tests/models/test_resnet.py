@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.messages import refused
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from torusgd.errors import UserError
 from torusgd.models import MODELS
 from torusgd.models.pooling import Blur2d
 from torusgd.models.resnet import BasicBlock, Bottleneck
@@ -174,5 +174,5 @@ def test_first_weights_of_mosaicml() -> None:
 
 
 def test_an_unknown_blur_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model.options.blur: 'all' is not one of none, strides, strides"):
+    with refused("a blur of no known name"):
         build("resnet18", blur="all")

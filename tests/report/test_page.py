@@ -14,7 +14,7 @@ from tests.run.runs import run_here
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
 from torusgd.report.page import run_page
 from torusgd.report.read_run import read_run
-from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table
+from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table, training_table
 
 pytest.importorskip("jinja2")
 EVIL = "<script>alert(1)</script>"
@@ -52,10 +52,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(run: Path, folder: Path, lines: list[str] | None = None, **changes: Any) -> Path:
-    """A run's folder with other events and another summary."""
+    """A run's folder with other events and another summary, or without one."""
     folder.mkdir(parents=True)
-    for name in ("recipe.yaml", "events.jsonl", "status.json"):
-        (folder / name).write_text((run / name).read_text())
+    for name in ("recipe.yaml", "events.jsonl", "status.json", "model.safetensors"):
+        (folder / name).write_bytes((run / name).read_bytes())
     if lines is not None:
         (folder / "events.jsonl").write_text("\n".join(lines))
     if changes:
@@ -78,8 +78,7 @@ def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
 
 
 def test_the_parts_of_the_time_are_all_of_it(run: Path) -> None:
-    shares = time_shares(read_run(run))
-    assert sum(part.share for part in shares) == pytest.approx(1.0, abs=1e-6)
+    assert sum(share for _, share in time_shares(read_run(run)).values()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
@@ -143,8 +142,7 @@ def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, run_cli: Any) -> None:
     code, _, errors = run_cli("report", tmp_path, "--out", tmp_path / "page.html")
-    assert code == 2
-    assert errors.count("\n") == 1
+    assert (code, errors.count("\n")) == (2, 1)
     assert "holds no run" in errors
 
 
@@ -159,8 +157,7 @@ def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path
     assert counts == 2 * [(str(round((1 - top1) * 24)), "24")]
     assert tags.seen.count("img") == 2 * min(24, int(counts[0][0]))
     code, _, errors = run_cli("report", run, "--out", tmp_path / "none" / "page.html")
-    assert code == 2
-    assert errors.count("\n") == 1
+    assert (code, errors.count("\n")) == (2, 1)
 
 
 def test_pictures_are_what_the_network_saw(tmp_path: Path) -> None:
@@ -177,6 +174,21 @@ def test_pictures_are_what_the_network_saw(tmp_path: Path) -> None:
 
     assert base64.b64decode(address.partition(",")[2]) == png(pixels)
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
+
+
+def test_the_noise_scale_stands_beside_the_batch_of_each_stage(run: Path, tmp_path: Path) -> None:
+    label = "batch up to which more images would pay"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert rows_of(training_table([read_run(run)]))[label] == "-", "four steps hold no measurement"
+    for step, value in zip(
+        [event for event in events if "event" not in event], (900.0, 1234.0, "x", None), strict=True
+    ):
+        step["noise_scale"] = value
+    measured = read_run(copied(run, tmp_path / "measured", [json.dumps(event) for event in events]))
+    assert rows_of(training_table([measured]))[label] == "1,234 > -"
+    page = run_page([measured], [None])
+    assert label in page
+    assert "gradient noise scale" in page
 
 
 def test_a_diverged_loss_is_a_gap(run: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.processes import RECIPE, run_alone
 from torusgd.comm.groups import group_of
 from torusgd.data.file_lists import Names
-from torusgd.data.fingerprint import data_sha256
 from torusgd.data.pictures import PictureFiles, list_pictures
+from torusgd.data.registry import data_sha256
 from torusgd.data.types import Source
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe

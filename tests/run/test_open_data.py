@@ -12,8 +12,8 @@ from tests.data.pictures import write_folder
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import group_of
 from torusgd.data.file_lists import Arrays, Progress
-from torusgd.data.fingerprint import data_sha256
 from torusgd.data.pictures import PictureFiles, open_folder
+from torusgd.data.registry import data_sha256
 from torusgd.errors import UserError
 from torusgd.run import open_data
 from torusgd.run.open_data import HostShare, KeptArrays, MappedArrays

@@ -88,7 +88,7 @@ def prepare(
     path: Annotated[Path, Argument(metavar="PATH", help="The folder with the files as they are downloaded.")],
 ) -> None:
     """Make a data set that one must download oneself ready for training, and check that it is whole."""
-    from ..data.imagenet import prepare_imagenet
+    from ..data.fetch import prepare_imagenet
     from ..data.tar_index import count_images
     from ..errors import UserError
 

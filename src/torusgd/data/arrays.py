@@ -3,8 +3,6 @@
 import gzip
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,25 +19,18 @@ from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
 HELD_OUT_DIGITS = 360
-_DIGITS = "datasets/data/digits.csv.gz"
-"""in scikit-learn's package: a row an image, 64 pixels and the label"""
+_DIGITS = "datasets/data/digits.csv.gz"  # in scikit-learn's package: a row an image, 64 pixels and the label
 _UINT8 = 0x08
 _MOST_BYTES = 1 << 34
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """An `ArraySource` over one array.
+    """An `ArraySource` over one array."""
 
-    Args:
-        images: uint8 [n, height, width, channels], possibly memory-mapped.
-        labels: int64 [n].
-        classes: Names by label.
-    """
-
-    images: Pixels
-    labels: Int64
-    classes: tuple[str, ...]
+    images: Pixels  # [n, height, width, channels], possibly memory-mapped
+    labels: Int64  # [n]
+    classes: tuple[str, ...]  # names by label
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,7 +50,7 @@ Pair = tuple[Images, Images]
 
 
 def _pair(arrays: Arrays, names: str | None) -> Pair:
-    """Both splits of the arrays `SPLIT_images` and `SPLIT_labels`; see `open_numpy` for `names`."""
+    """Both splits of the arrays `SPLIT_images` and `SPLIT_labels`; `names` as of `open_numpy`."""
     if names is not None:
         classes = tuple(name.strip() for name in names.split(","))
     else:
@@ -74,16 +65,10 @@ def _pair(arrays: Arrays, names: str | None) -> Pair:
 def open_numpy(path: Path, once: Once = make_here, names: str | None = None) -> Pair:
     """Arrays `train_images`, `train_labels`, `eval_images` and `eval_labels`.
 
-    Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0.
-
-    Args:
-        path: A folder with one .npy file for each (train_images.npy ...), which all processes map; or an .npz file,
-            which one process of a machine reads.
-        once: Decides which process reads an .npz.
-        names: Class names separated by commas. None: the numbers from 0 to the largest label.
-
-    Raises:
-        UserError: An array is missing, damaged, of another type or shape; or would have to be unpickled.
+    Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0. `path` is a
+    folder with one .npy file for each, which all processes map, or an .npz file, which one process of a machine reads.
+    `names` are class names separated by commas; None: the numbers from 0 to the largest label. UserError if an array is
+    missing, damaged, of another type or shape, or would have to be unpickled.
     """
     if path.is_dir():
         return _pair({key: array for split in SPLITS for key, array in _load(path, split).items()}, names)
@@ -111,7 +96,7 @@ def _load(path: Path, split: str) -> Arrays:
 
 def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
     file = path / f"{name}.npy" if path.is_dir() else path
-    with _named_errors(path, file, name):
+    try:
         if path.is_dir():
             return np.load(file, mmap_mode="r", allow_pickle=False)
         with np.load(file, allow_pickle=False) as archive:
@@ -119,12 +104,6 @@ def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
             # A few bytes of zeros, compressed, could fill the memory.
             check_swelling(stored.file_size, stored.compress_size)
             return archive[name]
-
-
-@contextmanager
-def _named_errors(path: Path, file: Path, name: str) -> Iterator[None]:
-    try:
-        yield
     except FileNotFoundError as error:
         raise UserError(f"{path}: needs the array {file.name}") from error
     except KeyError as error:
@@ -135,17 +114,10 @@ def _named_errors(path: Path, file: Path, name: str) -> Iterator[None]:
 
 
 def open_mnist(path: Path, names: str | None = None) -> Pair:
-    """A folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the same of t10k, each plain or .gz.
+    """Images of a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the same of t10k, plain or .gz.
 
-    Args:
-        path: The folder.
-        names: As of `open_numpy`.
-
-    Returns:
-        Training and held-out images, uint8 [n, height, width, 1], in memory.
-
-    Raises:
-        UserError: A file is missing, damaged, or does not fit its header.
+    They are uint8 [n, height, width, 1], in memory; `names` as of `open_numpy`. UserError if a file is missing,
+    damaged, or does not fit its header.
     """
     arrays: Arrays = {}
     for split, stem in (("train", "train"), ("eval", "t10k")):
@@ -167,22 +139,16 @@ def find_idx(path: Path, stem: str, dims: int) -> Path:
 
 
 def read_idx(file: Path, dims: int) -> Pixels:
-    """An IDX file of unsigned bytes with so many dims.
-
-    Raises:
-        UserError: Its header says another kind, or another length than the file has.
-    """
+    """An IDX file of unsigned bytes with so many dims; UserError if its header says another kind or length."""
     try:
         with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
             return _read_idx(file, stream, dims)
-    except UserError:
+    except UserError:  # a ValueError of our own
         raise
+    except (gzip.BadGzipFile, EOFError, zlib.error, MemoryError, ValueError) as error:
+        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
     except OSError as error:
-        if not isinstance(error, gzip.BadGzipFile):
-            raise UserError(f"{file}: can't be read: {error.strerror}") from error
-        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
-    except (EOFError, zlib.error, MemoryError, ValueError) as error:
-        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
+        raise UserError(f"{file}: can't be read: {error.strerror}") from error
 
 
 def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:
@@ -209,11 +175,7 @@ def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:
 def open_digits() -> Pair:
     """The handwritten digits of scikit-learn, real data without a download: 1,437 training and 360 held-out images.
 
-    Images are uint8 [8, 8, 1], classes "0" to "9". The split is fixed, so that runs of every seed are measured on the
-    same images.
-
-    Raises:
-        UserError: scikit-learn is not installed.
+    Images are uint8 [8, 8, 1], classes "0" to "9". UserError if scikit-learn is not installed.
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
@@ -221,7 +183,7 @@ def open_digits() -> Pair:
     # The package's own file, read without importing the package: that takes 2 s, in each rank.
     table = np.loadtxt(Path(package.submodule_search_locations[0], _DIGITS), delimiter=",", dtype=np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)  # values 0..16 in the file
-    # Chosen by a keyed permutation, then in the order of the file.
+    # Chosen by a keyed permutation, so that runs of every seed are measured on the same images; then in file order.
     order = keyed_permutation(len(table), SPLIT, 0)
     arrays: Arrays = {}
     for split, chosen in (("train", order[HELD_OUT_DIGITS:]), ("eval", order[:HELD_OUT_DIGITS])):

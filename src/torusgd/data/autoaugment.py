@@ -1,10 +1,12 @@
 """RandAugment and TrivialAugment: changes of a finished training image in form and colour, drawn for each sample.
 
 The 14 changes and their ranges are torchvision's (RandAugment: Cubuk et al., arXiv 1909.13719; TrivialAugmentWide:
-Mueller and Hutter, arXiv 2103.10158), with nearest-neighbour pixels and black beyond the edges. They are made of
-integers, and of products and sums that are rounded once each: so the bits are the same on every machine, while
-mathematics and image libraries round in their own ways. A grey level may differ by one from theirs.
+Mueller and Hutter, arXiv 2103.10158), with nearest-neighbour pixels and black beyond the edges; a grey level may differ
+by one from torchvision's.
 """
+
+# They are made of integers, and of products and sums that are rounded once each, so the bits are the same on every
+# machine.
 
 import math
 from dataclasses import dataclass
@@ -14,16 +16,14 @@ import numpy as np
 from ..recipe.data_schema import Augment
 from ..rng import POLICY, keyed_uniform
 from .geometry import cosine_and_sine
-from .types import Float64, Int64, Pixels
+from .types import Int64, Pixels
 
-STRONGEST = 30
-"""the largest strength; 0 is the smallest"""
+STRONGEST = 30  # the largest strength; 0 is the smallest
 OPERATIONS = (
     "identity", "shear-x", "shear-y", "translate-x", "translate-y", "rotate", "brightness", "color", "contrast",
     "sharpness", "posterize", "solarize", "autocontrast", "equalize",
 )  # fmt: skip
-_TERMS = 32
-"""terms of the series for cosine and sine: more than a float64 resolves at 135 degrees"""
+_TERMS = 32  # terms of the series for cosine and sine: more than a float64 resolves at 135 degrees
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, b
 
 
 def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Int64 | None:
-    """The changes of the samples at `indices` [n] in their `epochs` [n].
+    """The changes of the samples at `indices` [n] in their `epochs` [n]; None without a policy.
 
-    Returns:
-        int64 [n, changes, 3]: index in `OPERATIONS`, strength and sign (0 or 1) of each; None without a policy.
+    They are int64 [n, changes, 3]: index in `OPERATIONS`, strength and sign (0 or 1) of each.
     """
     if augment.policy == "none":
         return None
@@ -73,20 +72,18 @@ def apply_policy(images: Pixels, augment: Augment, drawn: Int64) -> Pixels:
 
 
 def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Ranges) -> Pixels:
-    """One change of an image, uint8 [channels, height, width].
+    """A changed copy of an image, uint8 [channels, height, width].
 
-    Args:
-        image: Not changed in place.
-        operation: Of `OPERATIONS`.
-        strength: 0 to `STRONGEST`.
-        sign: 0 or 1, the direction of a change that has two.
-        ranges: The extent at the largest strength.
+    `operation` is one of `OPERATIONS`, `strength` 0 to `STRONGEST`, `sign` 0 or 1, the direction of a change with two.
     """
     share = (strength if sign else -strength) / STRONGEST
     if operation in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate"):
         return _moved(image, operation, share, ranges)
     if operation in ("brightness", "color", "contrast", "sharpness"):
-        return _blend(image, _opposite(image, operation), 1 + ranges.factor * share)
+        factor = 1 + ranges.factor * share
+        # Two products and a sum in float32, each rounded once: the same bits on every machine.
+        opposite = np.asarray(_opposite(image, operation), dtype=np.float32) * np.float32(1 - factor)
+        return (image * np.float32(factor) + opposite).clip(0, 255).astype(np.uint8)
     return _levels(image, operation, strength, ranges)
 
 
@@ -123,23 +120,11 @@ def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixel
         cosine, sine = cosine_and_sine(ranges.degrees * share * math.pi / 180, _TERMS)
         down, right = rows - height / 2, columns - width / 2
         rows, columns = down * cosine + right * sine + height / 2, right * cosine - down * sine + width / 2
-    return _pick(image, rows, columns)
-
-
-def _pick(image: Pixels, rows: Float64, columns: Float64) -> Pixels:
-    """The pixels at these points, black outside the image."""
-    height, width = image.shape[1:]
+    # The pixels at these points, black outside the image.
     down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
     picked = image[:, down.clip(0, height - 1), right.clip(0, width - 1)]
     return np.where(inside, picked, np.uint8(0))
-
-
-def _blend(image: Pixels, other: Pixels | float, factor: float) -> Pixels:
-    """factor * image + (1 - factor) * other, cut to 0..255 and rounded down."""
-    # Two products and a sum in float32, each rounded once: the same bits on every machine.
-    mixed = image * np.float32(factor) + np.asarray(other, dtype=np.float32) * np.float32(1 - factor)
-    return mixed.clip(0, 255).astype(np.uint8)
 
 
 def _opposite(image: Pixels, operation: str) -> Pixels | float:
@@ -148,16 +133,11 @@ def _opposite(image: Pixels, operation: str) -> Pixels | float:
         return 0.0
     if operation == "sharpness":
         return _smooth(image)
-    grey = _grey(image)
+    grey = image
+    if len(image) == 3:
+        red, green, blue = image.astype(np.int64)
+        grey = ((2989 * red + 5870 * green + 1140 * blue) // 10000).astype(np.uint8)[None]  # ITU-R 601's luma
     return grey if operation == "color" else int(grey.sum(dtype=np.int64)) / grey.size
-
-
-def _grey(image: Pixels) -> Pixels:
-    """ITU-R 601's luma, [1, height, width]."""
-    if len(image) == 1:
-        return image
-    red, green, blue = image.astype(np.int64)
-    return ((2989 * red + 5870 * green + 1140 * blue) // 10000).astype(np.uint8)[None]
 
 
 def _smooth(image: Pixels) -> Pixels:

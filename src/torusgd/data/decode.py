@@ -1,33 +1,36 @@
-"""JPEG and PNG bytes to pixels, no more of them than a crop needs.
-
-Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
-smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
+"""JPEG and PNG bytes to pixels, no more of them than a crop needs, and what all sources of such bytes have in common.
 
 The bytes are untrusted: sizes are checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
 """
 
 import threading
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from ..errors import UserError
-from .crop_resize import render, resample
-from .types import Choose, Pixels, Region
+from .geometry import render, resample
+from .types import Choose, CorruptImage, Int64, Pixels, Region
 
+if TYPE_CHECKING:
+    from .nvjpeg import NvJpeg
+
+MOST_BYTES = 1 << 28  # the largest encoded picture that is read; no camera makes one above 256 MiB
+# Of a JPEG in one scan, 3 bytes each while it is decoded; the largest cameras make about 200 million.
 MAX_PIXELS = 250_000_000
-"""of a JPEG in one scan, 3 bytes each while it is decoded; the largest cameras make about 200 million"""
+# A pixel of a PNG takes 6 bytes and counts twice; one of a JPEG in several scans (progressive) takes up to 12 and
+# counts four times. So the largest picture takes 750 MB, while a header of a few bytes may claim 65,535 x 65,535.
 _PNG_WEIGHT, _SCANS_WEIGHT = 2, 4
-"""A pixel of a PNG takes 6 bytes and counts twice; one of a JPEG in several scans (progressive) takes up to 12 and
-counts four times. So the largest picture takes 750 MB, while a header of a few bytes may claim 65,535 x 65,535."""
+# Encoders write 1 to about 15. Each is a pass over the whole picture, for 60 bytes of file.
 _MOST_SCANS = 100
-"""of a JPEG; encoders write 1 to about 15. Each is a pass over the whole picture, for 60 bytes of file."""
-_MOST_SCANNED = 1 << 30
-"""pixels times scans: two seconds of decoding; 16 scans of the largest progressive picture"""
+_MOST_SCANNED = 1 << 30  # pixels times scans: two seconds of decoding; 16 scans of the largest progressive picture
+# Weighted pixels beyond which a process decodes one picture at a time, which bounds the memory of all threads.
 _LARGE = 1 << 26
-"""weighted pixels beyond which a process decodes one picture at a time, which bounds the memory of all threads"""
-
 _COLOURS = {1: "GRAY", 3: "RGB"}
 _LARGEST_SCRATCH = 1 << 24  # bytes that a thread reuses for its next picture
 _local = threading.local()
@@ -41,11 +44,7 @@ class Undecodable(Exception):
 
 
 def load_decoders() -> tuple[Any, Any]:
-    """The modules simplejpeg and cv2.
-
-    Raises:
-        UserError: They are not installed.
-    """
+    """The modules simplejpeg and cv2; UserError if they are not installed."""
     try:
         import cv2
         import simplejpeg
@@ -59,18 +58,12 @@ def load_decoders() -> tuple[Any, Any]:
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
-    """Height and width in pixels, from the header; nothing is decoded.
-
-    Raises:
-        Undecodable: Neither JPEG nor PNG, no size in the header, more than MAX_PIXELS, or more scans than are decoded.
-    """
+    """Height and width in pixels, from the header; Undecodable if `decode` would refuse what the header says."""
     header = _read_header(data)
     return header.height, header.width
 
 
 class _Header(NamedTuple):
-    """The facts that a picture's header states."""
-
     height: int
     width: int
     weighted: int  # pixels, weighted by the memory that they take
@@ -87,7 +80,10 @@ def _read_header(data: bytes) -> _Header:
         if frame < 0:
             raise Undecodable("a JPEG without a size, cut short in its header")
         height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
-        scans = _scans(data, frame)
+        # Each scan begins with a marker behind the frame's. Coded pixels never hold these two bytes; a thumbnail may,
+        # but lies before the frame. `bytes.count` takes four times as long, which was a fiftieth of a picture's time.
+        rest = np.frombuffer(data, np.uint8)[frame:]
+        scans = int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
         weight = _SCANS_WEIGHT if scans > 1 or data[frame + 1] not in (0xC0, 0xC1) else 1
     elif not data:
         raise Undecodable("the file is empty")
@@ -100,14 +96,6 @@ def _read_header(data: bytes) -> _Header:
             f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
         )
     return _Header(height, width, weight * height * width, frame)
-
-
-def _scans(data: bytes, frame: int) -> int:
-    """The number of scans, each of which begins with a marker behind the frame's."""
-    # Coded pixels never hold these two bytes; a thumbnail may, but lies before the frame. `bytes.count` takes four
-    # times as long, which was a fiftieth of the time of a picture.
-    rest = np.frombuffer(data, np.uint8)[frame:]
-    return int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
 
 
 def is_common_jpeg(data: bytes) -> bool:
@@ -144,40 +132,29 @@ def _jpeg_frame(data: bytes) -> int:
 
 
 def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = None) -> Pixels:
-    """All pixels of a JPEG or PNG.
+    """All pixels of a JPEG or PNG, uint8 [height, width, channels]: 3 for RGB, 1 for grey; the picture is converted.
 
-    Args:
-        channels: 3 for RGB, 1 for grey; the picture is converted.
-        shrink: 1, 2, 4 or 8: a JPEG is decoded at that fraction of its size (rounded up), which is cheaper.
-        buffer: Memory that a JPEG's pixels may be written to, at least of their size.
-
-    Returns:
-        uint8 [height, width, channels].
-
-    Raises:
-        Undecodable: Also for a file that is cut short, but not for flaws that libjpeg only warns of.
+    With `shrink` 2, 4 or 8 a JPEG is decoded at that fraction of its size (rounded up), which is cheaper; its pixels
+    may be written to `buffer`. Undecodable also if the file is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
-    size = (header.height, header.width)
-    height, width = (-(-side // shrink) for side in size) if data.startswith(_JPEG) else size
+    if not data.startswith(_JPEG):
+        shrink = 1
+    height, width = (-(-side // shrink) for side in (header.height, header.width))
     # One large picture may take 750 MB; each thread of a loader could meet one.
     with _one_large if header.weighted > _LARGE else nullcontext():
-        return _decode(data, height, width, channels, shrink, buffer)
-
-
-def _decode(data: bytes, height: int, width: int, channels: int, shrink: int, buffer: Pixels | None) -> Pixels:
-    simplejpeg, cv2 = load_decoders()
-    pixels = None
-    if data.startswith(_JPEG):
-        try:
-            pixels = simplejpeg.decode_jpeg(data, _COLOURS[channels], False, False, height, width, shrink, buffer)
-        except ValueError as error:
-            if "Premature end of JPEG file" in str(error):
-                raise Undecodable("a JPEG that is cut short") from error
-    if pixels is None:  # a PNG, or a JPEG that the fast decoder doesn't take
-        if _PNG_WEIGHT * height * width > MAX_PIXELS:  # OpenCV's pixels are BGR, and turned in a copy
-            raise Undecodable(f"{width} x {height} pixels of a JPEG of an unusual kind")
-        pixels = _decode_any(cv2, data, channels, shrink)
+        simplejpeg, cv2 = load_decoders()
+        pixels = None
+        if data.startswith(_JPEG):
+            try:
+                pixels = simplejpeg.decode_jpeg(data, _COLOURS[channels], False, False, height, width, shrink, buffer)
+            except ValueError as error:
+                if "Premature end of JPEG file" in str(error):
+                    raise Undecodable("a JPEG that is cut short") from error
+        if pixels is None:  # a PNG, or a JPEG that the fast decoder doesn't take
+            if _PNG_WEIGHT * height * width > MAX_PIXELS:  # OpenCV's pixels are BGR, and turned in a copy
+                raise Undecodable(f"{width} x {height} pixels of a JPEG of an unusual kind")
+            pixels = _decode_any(cv2, data, channels, shrink)
     if pixels.shape[:2] != (height, width):
         raise Undecodable(f"{pixels.shape[1]} x {pixels.shape[0]} pixels where its header says {width} x {height}")
     return pixels.reshape(height, width, channels)
@@ -196,18 +173,13 @@ def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
 
 
 def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
-    """The region that `choose(height, width)` names, uint8 [channels, rows, columns].
-
-    A JPEG is decoded at 1/2, 1/4 or 1/8 if the box has pixels enough (`fit`), and, if its rows come in one pass, no
-    further down than the box reaches.
-
-    Raises:
-        Undecodable: As `decode`.
-    """
+    """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `decode`."""
     header = _read_header(data)
     region = choose(header.height, header.width)
     if not data.startswith(_JPEG):
         return _rendered(decode(data, channels), region)
+    # Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
+    # smaller image, and only down to the lower edge of the crop.
     shrink, region = fit(region, header.height, header.width)
     top, left, tall, wide = (-(-edge // shrink) for edge in (region.top, region.left, region.height, region.width))
     buffer = _scratch(header.height * header.width * channels)
@@ -218,7 +190,6 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
 
 
 def _rendered(pixels: Pixels, region: Region) -> Pixels:
-    """As `render`, of pixels in a decoder's order."""
     if pixels.shape[2] != 3:
         return render(pixels, region)
     _, cv2 = load_decoders()  # OpenCV separates three channels in a third of numpy's time
@@ -227,17 +198,15 @@ def _rendered(pixels: Pixels, region: Region) -> Pixels:
     return planes
 
 
+# Decoded pixels for each output pixel, in each direction, that a smaller decode must leave: then the result is within
+# 43 dB of that of the full decode (tests/data/test_decode.py), which is less than what JPEG itself loses.
 _MARGIN = 1.5
-"""Decoded pixels for each output pixel, in each direction, that a smaller decode must leave: then the result is within
-43 dB of that of the full decode (tests/data/test_decode.py), which is less than what JPEG itself loses."""
 
 
 def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
-    """The factor by which a JPEG of that size can be decoded smaller for this region, and the region then to take.
+    """The factor (1, 2, 4 or 8) by which a JPEG of that size can be decoded smaller for this region, and the latter.
 
-    Returns:
-        shrink: The largest of 1, 2, 4 and 8 at which the box keeps `_MARGIN` pixels for each output pixel.
-        region: Its edges moved outwards to multiples of `shrink`, which are whole pixels there.
+    Its edges are moved outwards to multiples of the factor, which are whole pixels in the smaller picture.
     """
     # The smaller of the two directions decides, since both must leave pixels enough.
     most = min(region.height / region.rows, region.width / region.columns) / _MARGIN
@@ -283,3 +252,79 @@ def _scratch(size: int) -> Pixels | None:
     if memory is None or memory.size < size:
         memory = _local.scratch = np.empty(size, np.uint8)
     return memory
+
+
+class EncodedImages(ABC):
+    """A `RegionSource`; each subclass says where the bytes of an image are.
+
+    Pictures are converted to 3 channels, RGB, or to 1, grey.
+    """
+
+    reads_ahead: ClassVar[bool] = False  # whether `expect` makes reading faster
+
+    def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
+        self.classes = tuple(classes)
+        self.labels = labels
+        self.channels = channels
+        self._decoder: NvJpeg | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def encoded(self, index: int) -> bytes:
+        """The bytes of one image as stored; Undecodable if more than `MOST_BYTES`, OSError if they can't be read."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The location of an image, for messages."""
+
+    @abstractmethod
+    def add_to_hash(self, digest: Any, sample: Int64) -> None:
+        """Adds to a hash of hashlib what is known of the images without opening them, and the sizes of a sample."""
+
+    def first(self, count: int) -> Self:
+        """A source of the first `count` images."""
+        part = copy(self)  # shallow: it shares readers and caches
+        part.labels = self.labels[:count]
+        return part
+
+    def decoded_by(self, decoder: "NvJpeg") -> Self:
+        """A source of the same images, decoded otherwise."""
+        other = copy(self)
+        other._decoder = decoder
+        return other
+
+    def expect(self, indices: Int64) -> None:  # noqa: B027 - of use to some subclasses only
+        """Starts to read the images at `indices` [n], which are needed soon; returns at once."""
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width from the picture's header; raises Undecodable."""
+        return picture_size(self.encoded(index))
+
+    def read(self, index: int) -> Pixels:
+        """The whole image, uint8 [height, width, channels]; raises as `Source.read`."""
+        try:
+            return decode(self.encoded(index), self.channels)
+        except Undecodable as error:
+            raise CorruptImage(index, f"{self.where(index)}: {error}") from error
+
+    def together(self, indices: Int64) -> AbstractContextManager[None]:
+        """A block in which this thread reads regions of the images at `indices` [n], decoded at once by a GPU."""
+        if self._decoder is None:
+            return nullcontext()
+        pictures = dict[int, bytes]()
+        for index in indices.tolist():
+            # A failure here counts only when `read_region` meets it again.
+            with suppress(OSError, Undecodable):
+                pictures[index] = self.encoded(index)
+        return self._decoder.together(pictures, self.channels)
+
+    def read_region(self, index: int, choose: Choose) -> Pixels:
+        """The region that `choose(height, width)` returns, uint8 [channels, rows, columns]; raises as `read`."""
+        try:
+            if self._decoder is not None:
+                return self._decoder.region(index, partial(self.encoded, index), self.channels, choose)
+            return decode_region(self.encoded(index), self.channels, choose)
+        except Undecodable as error:
+            raise CorruptImage(index, f"{self.where(index)}: {error}") from error

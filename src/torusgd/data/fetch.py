@@ -1,17 +1,25 @@
-"""Public data sets by name: found in an installed package, or fetched, and checked."""
+"""Public data sets: fetched by name and checked; and ImageNet (ILSVRC 2012) out of the tar files that people have."""
 
+import gzip
 import hashlib
+import io
 import logging
 import shutil
 import subprocess
+import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import RunError, UserError
+import numpy as np
+
+from ..errors import RunError, UserError, in_one_line
+from ..locks import LOCK, held
+from .file_lists import Arrays, Names, Progress
+from .tar_index import FILE, make_index, write_index
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +51,18 @@ DATA_SETS = {
 _MOST_BYTES = 1 << 30
 _SECONDS = 60.0
 
+TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+_META, _TRUTH = "data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"
+_MOST_DEVKIT = 1 << 27  # bytes of the development kit, unpacked; it has 8 million
+
 
 def fetch(name: str, out: Path | None = None) -> Path:
     """The folder with a data set's files, each checked by its SHA-256; the log names their origin.
 
-    Tried in turn: the files in `out`; the folder of Debian's package, if it is installed; that package, unpacked
-    without root; the authors' site. Files appear in `out` only when all of them are there and right.
-
-    Args:
-        name: `fashion-mnist`.
-        out: The folder for the files. None: the package's folder, or else data/NAME in the current folder.
-
-    Raises:
-        UserError: There is no such data set, or `out` is not a folder that can be written.
-        RunError: Every origin failed.
+    Tried in turn: the files in `out` (by default data/NAME in the current folder); the folder of Debian's package, if
+    it is installed; that package, unpacked without root; the authors' site. Files appear in `out` only when all of them
+    are there and right. UserError if there is no such data set, or `out` can't be written; RunError if every origin
+    failed.
     """
     if name not in DATA_SETS:
         raise UserError(f"data fetch: no data set {name!r}; there are {', '.join(DATA_SETS)}")
@@ -82,7 +88,6 @@ def fetch(name: str, out: Path | None = None) -> Path:
 
 
 def wrong_files(folder: Path, wanted: DataSet) -> list[str]:
-    """The files of the data set that are not in the folder, or not with the right content."""
     return [file for file, digest in wanted.files.items() if _sha256(folder / file) != digest]
 
 
@@ -134,3 +139,71 @@ def _from_site(wanted: DataSet, scratch: Path) -> Path:
         with urllib.request.urlopen(f"{wanted.site}/{file}", timeout=_SECONDS) as answer:
             (scratch / file).write_bytes(answer.read(_MOST_BYTES))
     return scratch
+
+
+def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arrays:
+    """Writes the index of ImageNet's two files, once every class has the pictures that the development kit says.
+
+    `path` is the folder with the three files, as they are downloaded. Nothing is copied: training needs only the index,
+    whose arrays are returned. UserError if a file is missing, damaged, or has other pictures; if SciPy is missing; if
+    the folder can't be written, or another process is preparing it.
+    """
+    # The training file holds a tar file for each class, the validation file 50,000 pictures without labels; the labels
+    # are in the development kit, which also says how many pictures each class has.
+    for name in (TRAIN, VAL, DEVKIT):
+        if not (path / name).is_file():
+            raise UserError(f"{path}: has no {name}; wanted are {TRAIN}, {VAL} and {DEVKIT}, as image-net.org has them")
+    counts, labels = read_devkit(path / DEVKIT)
+    try:
+        with held(path, str(path)):
+            arrays = _whole_index(path, counts, labels, progress)
+            write_index(path / FILE, arrays)
+            (path / LOCK).unlink()
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
+    return arrays
+
+
+def _whole_index(path: Path, counts: Mapping[str, int], labels: Mapping[str, str], progress: Progress) -> Arrays:
+    """The index's arrays; UserError if they are not of as many pictures as the development kit says."""
+    arrays = make_index(path, {name: name for name in counts}, labels, {"train": [TRAIN], "eval": [VAL]}, progress)
+    classes = list(Names.of(arrays, "classes"))
+    found = np.bincount(arrays["train labels"], minlength=len(classes)).tolist()
+    checks = [(TRAIN, f" of {name}", count, counts[name]) for name, count in zip(classes, found, strict=True)]
+    for file, what, count, expected in (*checks, (VAL, "", len(arrays["eval labels"]), len(labels))):
+        if count != expected:
+            says = f"the development kit says {expected}; fetch it again"
+            raise UserError(f"{path / file}: has {count} pictures{what}, {says}")
+    return arrays
+
+
+def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """The number of training pictures by class, sorted, and the class of each validation picture, by its file's name.
+
+    UserError if the development kit is damaged.
+    """
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise UserError(f"{file}: to read its table of classes takes SciPy ({error}); pip install scipy") from error
+    try:
+        with gzip.open(file) as stream:
+            content = stream.read(_MOST_DEVKIT + 1)
+        if len(content) > _MOST_DEVKIT:
+            raise ValueError(f"more than {_MOST_DEVKIT} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            members = {member.name: member for member in archive if member.isreg()}
+            table, truth = (
+                archive.extractfile(next(members[name] for name in members if name.endswith(end))).read()  # type: ignore[union-attr]
+                for end in (_META, _TRUTH)
+            )
+        classes = np.atleast_1d(loadmat(io.BytesIO(table), squeeze_me=True)["synsets"])
+        # Rows with children are groups of classes.
+        leaves = {int(each["ILSVRC2012_ID"]): each for each in classes if int(each["num_children"]) == 0}
+        images = {str(each["WNID"]): int(each["num_train_images"]) for each in leaves.values()}
+        numbers = [int(line) for line in truth.split()]
+        labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
+    except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
+        reason = in_one_line(error)
+        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
+    return dict(sorted(images.items())), labels

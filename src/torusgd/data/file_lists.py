@@ -1,14 +1,12 @@
-"""Lists of what a data set holds: files, splits, classes and labels, as arrays that the ranks of a machine share.
+"""Lists of what a data set holds: files, splits, classes and labels, as arrays that the ranks of a machine share."""
 
-A list of 14 million file names takes 1.3 GB as Python strings, and a walk over a file system that all ranks use. So a
-list is a few plain arrays, and the caller of a source decides which process makes them (`Once`): without ranks the
-caller itself, in a run one rank of each machine.
-"""
+# A list of 14 million file names takes 1.3 GB as Python strings, and a walk over a file system that all ranks use. So a
+# list is a few plain arrays, made by one process of a machine (`Once`).
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +17,18 @@ from ..untrusted import read_text
 from .types import Int64, Pixels
 
 MOST_CLASSES = 1_000_000
-_ERRORS = "surrogateescape"
-"""Python's way with file names that are not UTF-8"""
+_ERRORS = "surrogateescape"  # Python's way with file names that are not UTF-8
 _TRAIN, _EVAL, _TEST = (
     re.compile(rf"(^|[^a-z])({words})([^a-z]|$)", re.IGNORECASE)
     for words in ("train|training", "val|valid|validation|eval", "test")
 )
 Arrays = dict[str, npt.NDArray[Any]]
-Progress = Callable[[int], object]
-"""a callback for long listings; its argument is a count that grows"""
+Progress = Callable[[int], object]  # a callback for long listings; its argument is a count that grows
 
 
-class Once(Protocol):
-    """Returns the arrays that `make` returns; of several processes one may make them for all.
-
-    Every process calls it the same number of times. An exception in `make` reaches every caller.
-    """
-
-    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays: ...
+# Returns the arrays that its argument returns; of several processes one may make them for all. Every process calls it
+# the same number of times. An exception in the making reaches every caller.
+Once = Callable[[Callable[[Progress], Arrays]], Arrays]
 
 
 def make_here(make: Callable[[Progress], Arrays]) -> Arrays:
@@ -47,18 +39,13 @@ def make_here(make: Callable[[Progress], Arrays]) -> Arrays:
 def read_arrays(file: Path) -> Arrays:
     """The arrays of a safetensors file, mapped into memory, so that all processes share one copy.
 
-    Raises:
-        OSError, TypeError, safetensors.SafetensorError: There is no such file, or it is damaged.
+    OSError, TypeError or safetensors.SafetensorError if there is no such file, or it is damaged.
     """
     return {name: tensor.numpy() for name, tensor in load_file(file).items()}
 
 
 class Names:
     """A list of names in two arrays: their bytes with a NUL between two, and where each name ends.
-
-    Args:
-        text: uint8 [bytes].
-        ends: int64 [names].
 
     >>> names = Names.of(Names.arrays("files", [["a.jpg", "b.jpg"], ["c.jpg"]]), "files")
     >>> names[-1], list(names), names.first(2).tobytes()
@@ -105,11 +92,8 @@ class Names:
 def read_classes(file: Path) -> dict[str, str]:
     """The classes that a text file lists, one a line, label 0 first; a display name may follow after a tab.
 
-    Returns:
-        Display names by the data set's own name of each class, in the order of their labels.
-
-    Raises:
-        UserError: The file can't be read, lists no class, or one twice.
+    The result is display names by the data set's own name of each class, in the order of their labels. UserError if
+    the file can't be read, lists no class, or one twice.
     """
     try:
         lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
@@ -132,18 +116,10 @@ def number_labels(
     """The classes of a data set whose labels are texts, and the labels as numbers.
 
     If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
-    list, or else sorted.
-
-    Args:
-        splits: The label of each image, by split; `train` is among them.
-        listed: The result of `read_classes`; None: there is no list.
-        where: The beginning of error messages.
+    list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes.
 
     Returns:
         The class names by label, and the labels, int64 [images], by split.
-
-    Raises:
-        UserError: A label is not among the classes.
 
     >>> number_labels({"train": ["tulip", "daisy"], "eval": ["daisy"]}, None, "set")[0]
     ('daisy', 'tulip')
@@ -168,11 +144,7 @@ def number_labels(
 
 
 def files_under(path: Path) -> list[str]:
-    """The files in a folder and its sub-folders, as paths from it, sorted, without hidden ones.
-
-    Raises:
-        UserError: It is no folder.
-    """
+    """The files under a folder, as paths from it, sorted, without hidden ones; UserError if it is no folder."""
     if not path.is_dir():
         raise UserError(f"{path}: is no folder; give the folder that holds the files")
     files = (file.relative_to(path) for file in path.rglob("*"))
@@ -189,18 +161,10 @@ def says_split(name: str) -> bool:
 
 
 def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
-    """The files with these suffixes by split, which their name or sub-folder says.
+    """The files with these suffixes (in small letters) by split, which their name or sub-folder says.
 
-    Args:
-        path: The folder, for messages.
-        names: Its files, from `files_under`.
-        suffixes: In small letters.
-
-    Returns:
-        `train` and `eval` (of those named val, validation or eval, or else test), sorted.
-
-    Raises:
-        UserError: One of the two has no file.
+    `names` are the files of `path`, from `files_under`. The splits are `train` and `eval` (of those named val,
+    validation or eval, or else test). UserError if one of the two has no file.
     """
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:

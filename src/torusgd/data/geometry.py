@@ -1,33 +1,34 @@
-"""Rotation, distortion, brightness, contrast and noise of training images, and the portable arithmetic of all draws.
+"""Boxes of images and their resampling; rotation, distortion, brightness, contrast and noise of training images.
 
-The formulas are those of NNabla's ImageAugmentation (sony/nnabla, image_augmentation.cpp), the framework of Sony's
-records, with two differences: a box is cut out first (`augment`), so a rotation repeats the box's border where it would
-bring in pixels from outside; and noise is the sum of four uniform draws, normal enough and the same on every machine.
-
-Only +, *, / and square roots are used: they are exact to the last bit on every machine, while two mathematics libraries
-may round an exponential, a logarithm or a cosine differently.
+The formulas of the changes are those of NNabla's ImageAugmentation (sony/nnabla, image_augmentation.cpp), the framework
+of Sony's records.
 """
+
+# Two things differ from NNabla's: a box is cut out first (`augment`), so a rotation repeats the box's border where it
+# would bring in pixels from outside; and noise is the sum of four uniform draws, normal enough and portable.
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from ..recipe.data_schema import Augment
 from ..rng import AUGMENT, NOISE, keyed_hash, keyed_uniform
-from .types import Float32, Float64, Int64, Pixels
+from .types import Float32, Float64, Int64, Pixels, Region
+
+# Only +, *, / and square roots are used in draws: they are exact to the last bit on every machine, while two
+# mathematics libraries may round an exponential, a logarithm or a cosine differently.
 
 # Numbers of a sample's draws, after those of `augment`.
 _ROTATION, _DISTORTION, _NOISE, _BRIGHTNESS, _CONTRAST = 43, 44, 45, 46, 56
-_CENTRE = 0.5
-"""the grey that contrast does not change, from NNabla's ImageNet example"""
-_TERMS = 30
-"""terms of the series for the angle of a rotation, at most pi"""
+_CENTRE = 0.5  # the grey that contrast does not change, from NNabla's ImageNet example
+_TERMS = 30  # terms of the series for the angle of a rotation, at most pi
 
 
 def power(base: float, exponent: float) -> float:
-    """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine."""
+    """base ** exponent for an exponent in [0, 1), cut to 16 bits."""
     # The binary digits of the exponent select factors from base ** 1/2, base ** 1/4, ...
     result, bits = 1.0, int(exponent * 65536)
     for root, bit in _roots(base):
@@ -38,12 +39,7 @@ def power(base: float, exponent: float) -> float:
 
 @lru_cache(maxsize=16)  # a recipe has a few bases
 def _roots(base: float) -> tuple[tuple[float, int], ...]:
-    """base ** 1/2, base ** 1/4, ... each with its bit of an exponent."""
-    found = []
-    for bit in range(15, -1, -1):
-        base = math.sqrt(base)
-        found.append((base, 1 << bit))
-    return tuple(found)
+    return tuple((base := math.sqrt(base), 1 << bit) for bit in range(15, -1, -1))
 
 
 def log_uniform(low: float, high: float, draw: float) -> float:
@@ -52,7 +48,7 @@ def log_uniform(low: float, high: float, draw: float) -> float:
 
 
 def cosine_and_sine(angle: float, terms: int) -> tuple[float, float]:
-    """By their series, with the same bits on every machine; `terms` must be enough for the largest angle."""
+    """By their series; `terms` must be enough for the largest angle."""
     term, sums = 1.0, [0.0, 0.0]
     for k in range(terms):
         sums[k % 2] += term if k % 4 < 2 else -term
@@ -138,3 +134,56 @@ def _normal(shape: tuple[int, ...], *words: int) -> Float64:
     total = sum(((bits >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float64) for shift in (0, 16, 32, 48))
     # Each part has the mean 32,767.5 and the variance 65,536^2 / 12, so four have the deviation 65,536 / sqrt(3).
     return np.asarray((total - 4 * 32767.5) * (math.sqrt(3) / 65536)).reshape(shape)
+
+
+def scaled(height: int, width: int, shorter: int) -> Region:
+    """The whole image with its shorter side scaled to `shorter` (the longer one rounded down, as torchvision does)."""
+    side = min(height, width)
+    # Of an image more than four times as long as wide only the middle: the centre crop that follows never shows more,
+    # and an image of a single row would need gigabytes.
+    tall, wide = min(height, 4 * side), min(width, 4 * side)
+    top, left = (height - tall) // 2, (width - wide) // 2
+    return Region(top, left, tall, wide, shorter * tall // side, shorter * wide // side)
+
+
+def render(image: Pixels, region: Region) -> Pixels:
+    """The region of an image uint8 [height, width, channels], scaled by bilinear interpolation with antialiasing.
+
+    It is uint8 [channels, rows, columns], contiguous; each value within one level of Pillow's bilinear resize.
+    """
+    # Always a copy, because `image` may lie in a decoder's scratch memory, which the next image overwrites.
+    return np.array(resample(image, region).transpose(2, 0, 1), order="C")
+
+
+def resample(image: Pixels, region: Region) -> Pixels:
+    """As `render`, but uint8 [rows, columns, channels]; a view of the image if its size stays."""
+    # Cut first, then scaled: pixels outside the box don't bleed in, as in torchvision.
+    box = image[region.top : region.top + region.height, region.left : region.left + region.width]
+    if (region.rows, region.columns) == (region.height, region.width):
+        return box
+    # torch's kernel for uint8 runs on the calling thread alone and releases the interpreter's lock, so that the threads
+    # of the loader resize in parallel.
+    planes = torch.from_numpy(np.require(box, requirements=["C", "W"])[None]).permute(0, 3, 1, 2)
+    resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
+    # As torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which has no `out`: without it
+    # the kernel ends by separating the channels, pixel by pixel.
+    torch.ops.aten._upsample_bilinear2d_aa.out(
+        planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
+    )
+    return resized[0]
+
+
+def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
+    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right."""
+    rows, columns = size
+    height, width = image.shape[-2:]
+    top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
+    return image[..., top : top + rows, left : left + columns]
+
+
+def centre(image: Pixels, size: tuple[int, int]) -> Pixels:
+    """The middle rows x columns of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
+    rows, columns = size
+    height, width = image.shape[-2:]
+    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    return image[..., top : top + rows, left : left + columns]

@@ -1,15 +1,41 @@
-"""Batches made in the background while the network computes, each known by its step and virtual worker."""
+"""Batches made in the background while the network computes, by threads of the rank or by processes of its own."""
 
+import logging
+import mmap
+import multiprocessing
+import os
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import RunError, UserError
+from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
-from .loader_processes import LoaderProcesses
+from ..signals import die_with_launcher, held_back, hold_back, how_it_ended
+from .file_lists import Once
 from .order import StreamOrder
-from .pipeline import Batch, Pipeline
+from .pipeline import Allocate, Batch, Pipeline
+from .registry import open_sources
+from .types import Int64
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0  # the time that a process has to end by itself
+Open = Callable[[Allocate], Pipeline]
 
 
 @dataclass(frozen=True)
@@ -21,26 +47,14 @@ class Share:
     start: int
     count: int
     augment: bool
-    sizes: ImageSizes | None = None
-    """None: those of the pipeline's data"""
+    sizes: ImageSizes | None = None  # None: those of the pipeline's data
 
 
 class Loader:
     """Makes the batches of shares with a pool of threads, at most `ahead` of them at a time.
 
     It knows no ranks and no position: the caller of `take` says which shares are likely to follow, so that ranks may
-    come, go and take over virtual workers between two steps. Decoding, resizing and array arithmetic release the
-    interpreter's lock, so that threads use some cores, and no batch is copied between processes; for more cores there
-    is `LoaderProcesses`. Neither it nor `threads` nor `ahead` changes a bit of a batch.
-
-    Args:
-        pipeline: Makes the batches; as many at a time as there are threads.
-        order: The stream of the positions.
-        threads: At least 1.
-        ahead: Batches being made or waiting, at least 1; the bound on memory.
-
-    Attributes:
-        wait_seconds: The consumer's time in `take`, in all.
+    come, go and take over virtual workers between two steps. `wait_seconds` is the consumer's time in `take`, in all.
 
     >>> loader = Loader(pipeline, StreamOrder(len(source), seed=0), threads=1, ahead=2)  # doctest: +SKIP
     >>> shares = [Share(step, 0, 32 * step, 32, augment=True) for step in range(10)]  # doctest: +SKIP
@@ -48,7 +62,9 @@ class Loader:
     ...     batch = loader.take(share, following=shares[share.step + 1 :])
     """
 
-    def __init__(self, pipeline: Pipeline | LoaderProcesses, order: StreamOrder, threads: int, ahead: int) -> None:
+    # Decoding, resizing and array arithmetic release the interpreter's lock; for more cores than that serves there is
+    # `LoaderProcesses`. Neither changes a bit of a batch. `ahead` is the bound on memory.
+    def __init__(self, pipeline: "Pipeline | LoaderProcesses", order: StreamOrder, threads: int, ahead: int) -> None:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0
@@ -59,12 +75,9 @@ class Loader:
         self._pending: dict[Share, Future[Batch]] = {}
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """The batch of a share; raises any exception of its making.
+        """The batch of a share, made now unless it was begun before; raises any exception of its making.
 
-        Args:
-            share: Made now, unless it was begun before.
-            following: The shares that are likely to be taken next, in this order; as many are begun as there is room
-                for, and others that were begun before are dropped.
+        Of the shares that are likely to follow, as many are begun as there is room for; others are dropped.
         """
         # Batch 2: made by a thread before anyone needs it.
         wanted = [share, *islice(following, self._ahead - 1)]
@@ -81,8 +94,7 @@ class Loader:
         try:
             return self._pending.pop(share).result()
         finally:
-            ended = time.perf_counter()
-            self.wait_seconds += ended - started
+            self.wait_seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""
@@ -94,3 +106,166 @@ class Loader:
     def _make(self, share: Share) -> Batch:
         indices, epochs = self._order.at(share.start, share.count)
         return self._pipeline.training_batch(indices, epochs, share.augment, share.sizes)
+
+
+def open_pipeline(
+    make: Callable[..., Pipeline], data: Data, path: Path | None, seed: int, once: Once, allocate: Allocate
+) -> Pipeline:
+    """`Pipeline` or `to_device.BytePipeline` of a run's training images; `once` must not need another rank."""
+    training, _ = open_sources(data, path, seed, once)
+    return make(training, data, seed, allocate)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A batch as it goes through the pipe; its images lie in shared memory."""
+
+    shape: tuple[int, ...]
+    kept: Int64
+    replaced: int
+    tensors: dict[str, npt.NDArray[Any]]  # the others, by name, as arrays: a pipe would move tensors by files
+
+
+class LoaderProcesses:
+    """Makes training batches by copies of a pipeline in other processes, as many at a time as there are processes.
+
+    Each process calls `open_` for the same pipeline. Safe to use from several threads, each of which waits for its
+    batch; `Loader` has as many. UserError if the system has no memfd_create.
+    """
+
+    # The threads of one interpreter share its lock and can't use all cores. Each process opens the images for itself,
+    # from the lists that its machine has already (`Once`), and makes one batch at a time, with the bits of `Pipeline`.
+    # Images go through memory that it shares with the rank, only a few numbers through a pipe.
+    def __init__(self, pipeline: Pipeline, open_: Open, count: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
+        self._pipeline = pipeline
+        # The launcher's preload: with it the fork server leaves nothing in the temporary folder.
+        multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
+        with held_back():
+            self._all = [_Process(open_) for _ in range(count)]
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        for process in self._all:
+            self._idle.put(process)
+        # At exit multiprocessing waits for all children, and these wait for a message: so this must run before.
+        self.close = Finalize(self, _close, (self._all,), exitpriority=10)
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self._pipeline.reads_ahead
+
+    def expect(self, indices: Int64) -> None:
+        """As `Pipeline.expect`: this process reads ahead, into the cache on disk that all processes share."""
+        self._pipeline.expect(indices)
+
+    def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
+        """As `Pipeline.training_batch`; RunError also if a process has ended, or met an unknown exception."""
+        process = self._idle.get()
+        try:
+            made = process.make((indices, epochs, augment, sizes))
+            memory, message = self._pipeline.memory(made.shape)
+            # Copied out, since the process writes its next batch into the same memory.
+            np.copyto(memory, process.memory.array(made.shape, self._pipeline.dtype))
+        finally:
+            self._idle.put(process)
+        tensors = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
+        images = torch.from_numpy(memory)
+        batch = Batch(images, kept=made.kept, replaced=made.replaced, table=self._pipeline.table, **tensors)
+        return self._pipeline.joined(batch, message)
+
+
+class SharedMemory:
+    """Memory of `os.memfd_create` that two processes map, and that grows when a larger array is needed."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._map: mmap.mmap | None = None
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """The first bytes of the memory as an array; they are not cleared."""
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape)) * kind.itemsize
+        # The side that needs more lengthens the file; the other one maps it again once its array is larger.
+        if self._map is None or len(self._map) < size:
+            if os.fstat(self._file).st_size < size:
+                os.ftruncate(self._file, size)
+            self._map = mmap.mmap(self._file, size)
+        return np.frombuffer(self._map, kind, int(np.prod(shape))).reshape(shape)
+
+
+class _Process:
+    """The rank's side of one process."""
+
+    def __init__(self, open_: Open) -> None:
+        self._file = file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)
+        self.memory = SharedMemory(file)
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, its = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its, f"/proc/{os.getpid()}/fd/{file}", open_))
+        self._process.start()
+        its.close()
+
+    def make(self, wanted: tuple[Any, ...]) -> _Made:
+        """A batch that the process makes from the arguments of `Pipeline.training_batch`."""
+        try:
+            self._pipe.send(wanted)
+            made, lines = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            end = how_it_ended(self._process.exitcode or 0)
+            raise RunError(
+                f"a process that makes batches {end}; fewer runtime.loader_processes take less memory"
+            ) from None
+        for line in lines:
+            log.warning("%s", line)
+        if isinstance(made, Exception):
+            raise made
+        assert isinstance(made, _Made)
+        return made
+
+    def request_end(self) -> None:
+        # By a message: another child of this process may hold an end of the pipe, which then never closes.
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._pipe.close()
+
+    def join(self) -> None:
+        self._process.join(CLOSE_SECONDS)
+        self._process.kill()
+        self._process.join()
+        os.close(self._file)
+
+
+def _close(processes: list[_Process]) -> None:
+    for process in processes:
+        process.request_end()
+    for process in processes:
+        process.join()
+
+
+def _serve(pipe: Connection, memory: str, open_: Open) -> None:
+    """Makes batches until the rank sends None."""
+    hold_back()  # a Ctrl-C reaches all processes of a terminal, and the rank may need another batch before it ends
+    die_with_launcher()
+    torch.set_num_threads(1)
+    lines = SimpleQueue[logging.LogRecord]()
+    handler = QueueHandler(lines)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("torusgd").addHandler(handler)
+    shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
+    pipeline: Pipeline | None = None
+    made: _Made | Exception
+    while (wanted := pipe.recv()) is not None:
+        try:
+            # Opened with the first batch, so that an error reaches the rank as that of a batch does.
+            pipeline = pipeline or open_(shared.array)
+            batch = pipeline.training_batch(*wanted)
+            named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
+            tensors = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
+            made = _Made(tuple(batch.images.shape), batch.kept, batch.replaced, tensors)
+        except (UserError, RunError, OSError) as error:
+            made = error
+        except Exception as error:
+            made = RunError(f"a process that makes batches: {type(error).__name__}: {error}")
+            made.add_note(traceback.format_exc())
+        pipe.send((made, [lines.get().getMessage() for _ in range(lines.qsize())]))

@@ -1,12 +1,6 @@
-"""JPEGs decoded by a GPU with NVIDIA's nvJPEG, by way of torchvision (`data.decoder: nvjpeg`).
+"""JPEGs decoded, cut and resampled by a GPU with NVIDIA's nvJPEG, by way of torchvision (`data.decoder: nvjpeg`).
 
-A GPU has decoders in hardware, but they are fast only with many pictures in one call: they work in parallel within a
-call, and torchvision runs one call at a time. So a thread that makes a batch has all its pictures decoded in one call
-(`together`). The GPU cuts and resamples the box too, and only pixels of the network's input size come back.
-
-The pixels are not those of libjpeg, so the recipe names the decoder. The bytes of a picture alone decide which decoder
-it gets, never the answer of the GPU or the other pictures of a batch: nvJPEG decodes the pictures for which
-`is_common_jpeg` is true, the usual decoder all others.
+The pixels are not those of libjpeg, so the recipe names the decoder.
 """
 
 import threading
@@ -20,27 +14,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UserError, first_line
-from .decode import Undecodable, decode_region, is_common_jpeg
-from .encoded_source import EncodedImages
+from .decode import EncodedImages, Undecodable, decode_region, is_common_jpeg
 from .registry import PICTURES
 from .types import Choose, Pixels, Region, Source
 
-_MOST_AT_ONCE = 64
-"""pictures of one call, which bounds the memory of nvJPEG beside their pixels"""
-
+_MOST_AT_ONCE = 64  # pictures of one call, which bounds the memory of nvJPEG beside their pixels
+# From pictures and channels to uint8 [channels, height, width] each; RuntimeError if one can't be decoded.
 DecodeMany = Callable[[Sequence[bytes], int], Sequence[Tensor]]
-"""from pictures and channels to uint8 [channels, height, width] each; RuntimeError if one can't be decoded"""
 
 
 class NvJpeg:
-    """A `Decoder` on one GPU, for several threads.
+    """A decoder on one GPU, for several threads, which enter the context of one `stream`."""
 
-    Args:
-        decode: Decodes the pictures of one call.
-        stream: The context of the CUDA stream for all threads. One stream, since memory that another stream has just
-            freed may still be read there, and torchvision's decoder doesn't wait for that.
-    """
-
+    # The decoders in hardware work in parallel within a call, and torchvision runs one call at a time. So a thread that
+    # makes a batch has all its pictures decoded in one call (`together`).
+    # One stream, since memory that another stream has just freed may still be read there, and torchvision's decoder
+    # doesn't wait for that.
     def __init__(self, decode: DecodeMany, stream: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._decode, self._stream = decode, stream
         self._of_thread = threading.local()
@@ -48,6 +37,7 @@ class NvJpeg:
     @contextmanager
     def together(self, pictures: Mapping[int, bytes], channels: int) -> Iterator[None]:
         """Decodes these pictures, by index, in one call; inside the block `region` has them for this thread."""
+        # The bytes of a picture alone decide which decoder it gets, never the answer of the GPU or the other pictures.
         common = {index: data for index, data in pictures.items() if is_common_jpeg(data)}
         self._of_thread.decoded = dict(zip(common, self._decoded(list(common.values()), channels), strict=True))
         try:
@@ -69,10 +59,8 @@ class NvJpeg:
             return _render(found, choose(*found.shape[1:]))
 
     def _decoded(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
-        found: list[Tensor | Undecodable] = []
-        for begin in range(0, len(pictures), _MOST_AT_ONCE):
-            found += self._call(pictures[begin : begin + _MOST_AT_ONCE], channels)
-        return found
+        parts = (pictures[begin : begin + _MOST_AT_ONCE] for begin in range(0, len(pictures), _MOST_AT_ONCE))
+        return [found for part in parts for found in self._call(part, channels)]
 
     def _call(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
         """One call; if it fails because of one picture, a call for each half."""
@@ -91,7 +79,7 @@ class NvJpeg:
 
 
 def _render(pixels: Tensor, region: Region) -> Pixels:
-    """As `crop_resize.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
+    """As `geometry.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
     box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) != (region.height, region.width):
         size = (region.rows, region.columns)
@@ -102,14 +90,9 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
 
 
 def decode_on_gpu(sources: tuple[Source, Source], device: torch.device) -> tuple[Source, Source]:
-    """The same sources with JPEGs decoded by a GPU.
+    """The sources of a recipe with `data.decoder: nvjpeg`, with JPEGs decoded by this rank's GPU.
 
-    Args:
-        sources: Of a recipe with `data.decoder: nvjpeg`.
-        device: A GPU, of this rank.
-
-    Raises:
-        UserError: There is no torchvision, or a source has no JPEGs.
+    UserError if there is no torchvision, or a source has no JPEGs.
     """
     train, held_out = sources
     if not (isinstance(train, EncodedImages) and isinstance(held_out, EncodedImages)):

@@ -8,10 +8,8 @@ import numpy as np
 from ..rng import ORDER, keyed_permutation
 from .types import Int64
 
-EARLY = 0.9
-"""fraction of an epoch after which the next permutation is made, so that no batch waits for it"""
-COPY = 1 << 40
-"""added to the epoch of a repeated image's later copies; no run has so many epochs"""
+EARLY = 0.9  # fraction of an epoch after which the next permutation is made, so that no batch waits for it
+COPY = 1 << 40  # added to the epoch of a repeated image's later copies; no run has so many epochs
 
 
 class StreamOrder:

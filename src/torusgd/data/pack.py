@@ -1,8 +1,7 @@
-"""Copies of a data set's images, scaled once and put into tar shards with their index: `torusgd data pack`.
+"""Copies of a data set's images, scaled once and put into tar shards with their index: `torusgd data pack`."""
 
-Training decodes every image anew in every epoch. From copies with a shorter side of 352 pixels in place of ImageNet's
-400 or so it does so with fewer pixels, and some hundreds of large files are easier on a file system than a million.
-"""
+# Training decodes every image anew in every epoch, from copies with fewer pixels; and some hundreds of large files are
+# easier on a file system than a million.
 
 import io
 import os
@@ -20,19 +19,16 @@ from ..errors import RunError, UserError
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
-from .crop_resize import render, scaled
-from .decode import Undecodable, decode, load_decoders, picture_size
-from .encoded_source import EncodedImages
+from .decode import EncodedImages, Undecodable, decode, load_decoders, picture_size
 from .file_lists import read_classes
-from .fingerprint import data_sha256
+from .geometry import render, scaled
+from .registry import data_sha256
 from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source
 
-SETTINGS = "pack.json"
-"""a file in the folder of the copies: the hash of their images, and how they were made"""
+SETTINGS = "pack.json"  # a file in the folder of the copies: the hash of their images, and how they were made
 _JPEG = b"\xff\xd8\xff"
-_AT_A_TIME = 256
-"""images that are encoded, and in memory, before they are written"""
+_AT_A_TIME = 256  # images that are encoded, and in memory, before they are written
 
 
 @dataclass(frozen=True)
@@ -55,18 +51,8 @@ def pack(
     """Writes both splits of a data set as tar shards with their index; shards that are there already stay.
 
     A JPEG file that is small enough is copied as it is; any other image becomes a JPEG. The labels and the order stay,
-    but images that can't be decoded are left out.
-
-    Args:
-        train: The training images.
-        held_out: The held-out images, of the same classes.
-        out: The folder, made if it isn't there.
-        packing: Size and quality of the copies.
-        leave_out: Called with a line for each image that can't be decoded.
-        progress: Called with the number of images done.
-
-    Returns:
-        The number of images in the shards, by split.
+    but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number of images in the
+    shards, by split.
 
     Raises:
         UserError: The folder holds something else, can't be written, or another command is packing into it.

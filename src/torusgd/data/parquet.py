@@ -1,9 +1,4 @@
-"""Images in the tables of a Hugging Face data set, Parquet or Arrow files: the source `parquet`.
-
-An Arrow file is mapped, so a row is read in place. A row of a Parquet file costs its whole row group, up to some 100 MB
-that must be unpacked. So row groups stay in memory once they are read, and a larger set must be packed into tar shards
-before it is trained on.
-"""
+"""Images in the tables of a Hugging Face data set, Parquet or Arrow files: the source `parquet`."""
 
 import bisect
 import hashlib
@@ -21,18 +16,18 @@ import numpy as np
 from ..errors import UserError, in_one_line, suggest
 from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
-from .decode import Undecodable, load_decoders
-from .encoded_source import MOST_BYTES, EncodedImages
-from .file_lists import Once, files_by_split, files_under, make_here, number_labels, says_split
+from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
+from .file_lists import files_by_split, files_under, number_labels, says_split
 from .types import Int64
 
 SUFFIXES = (".parquet", ".arrow")
 _IMAGES = ("image", "img", "jpg", "png", "picture")
 _LABELS = ("label", "labels", "cls", "class", "fine_label", "target")
-MOST_CACHED = 1 << 30
-"""bytes of unpacked row groups in the memory of a process"""
+MOST_CACHED = 1 << 30  # bytes of unpacked row groups in the memory of a process
 
 
+# An Arrow file is mapped, so a row is read in place. A row of a Parquet file costs its whole row group, up to some 100
+# MB that must be unpacked: row groups stay in memory once read, and a larger set must be packed into tar shards.
 @dataclass(frozen=True)
 class Part:
     """Rows of a table that are read together."""
@@ -43,14 +38,7 @@ class Part:
 
 
 class TableImages(EncodedImages):
-    """A source of the images in tables.
-
-    Args:
-        parts: The rows, in their order.
-        path: The folder or name of the data set, for messages.
-        files: The tables.
-        classes, labels, channels: As of `EncodedImages`.
-    """
+    """A source of the images in tables; `path` is the folder or name of the data set, for messages."""
 
     def __init__(
         self,
@@ -119,17 +107,15 @@ class _File:
     def parts(self, name: str) -> list[Part]:
         if self.parquet is None:
             # A mapped file is one part: the system reads the pages that a row needs.
-            return [Part(self.arrow.num_rows, 0, partial(_bytes_of, lambda: self.arrow.column(name), self.path))]
+            return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name), self.path))]
         groups = (self.parquet.metadata.row_group(number) for number in range(self.parquet.num_row_groups))
         return [
-            Part(
-                group.num_rows, group.total_byte_size, partial(_bytes_of, partial(self._group, number, name), self.path)
-            )
+            Part(group.num_rows, group.total_byte_size, partial(self._group, number, name))
             for number, group in enumerate(groups)
         ]
 
     def _group(self, number: int, name: str) -> Any:
-        return self.parquet.read_row_group(number, [name], use_threads=False).column(name)
+        return _bytes_of(self.parquet.read_row_group(number, [name], use_threads=False).column(name), self.path)
 
 
 Pair = tuple[TableImages, TableImages]
@@ -138,24 +124,16 @@ Pair = tuple[TableImages, TableImages]
 def open_tables(
     path: Path,
     channels: int,
-    once: Once = make_here,
     image: str | None = None,
     label: str | None = None,
     subset: str | None = None,
 ) -> Pair:
     """Training and held-out images of a data set in Parquet or Arrow files, in the order of the files' names.
 
-    Args:
-        path: Its folder, in the layout of `Dataset.save_to_disk` or of the hub, or its name on the hub
-            (`hub.hub_name`); the name of a file or of its folder says its split, as for tar files.
-        channels: As of `EncodedImages`.
-        once: Not needed, since every process reads the tables.
-        image: The column of the encoded images. None: found by name and type.
-        label: The column of the labels, numbers or names. None: found by name and type.
-        subset: The folder to read if several sets stand side by side, which the hub calls subsets.
-
-    Raises:
-        UserError: There are no such files of both splits, they are damaged, or a column is not found.
+    `path` is its folder, in the layout of `Dataset.save_to_disk` or of the hub, or its name on the hub; the name of a
+    file or of its folder says its split, as for tar files. The columns `image` and `label` are found by name and type
+    if they are not given. `subset` is the folder to read if several sets stand side by side. UserError if there are no
+    such files of both splits, they are damaged, or a column is not found.
     """
     load_decoders()
     root = path if hub_name(path) is None else table_folder(path)
@@ -182,7 +160,7 @@ def open_tables(
 
 
 def check_memory(path: Path, train: TableImages, held_out: TableImages) -> None:
-    """UserError if the tables are too large for images in any order, since Parquet files must fit into memory."""
+    """UserError if the Parquet files don't fit into memory, as images in any order require."""
     if (size := train.memory + held_out.memory) > MOST_CACHED:
         raise UserError(
             f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
@@ -223,12 +201,11 @@ def _open(path: Path) -> _File:
         raise UserError(f"{path}: no whole table ({in_one_line(error)})") from error
 
 
-def _bytes_of(read: Callable[[], Any], path: Path) -> Any:
+def _bytes_of(column: Any, path: Path) -> Any:
     """A column of images as bytes; Hugging Face stores each as {bytes, path}, and bytes may be left out."""
     import pyarrow as pa
 
     # Of a struct only the bytes: the path beside them is a name on the machine that made the table.
-    column = read()
     if pa.types.is_struct(column.type):
         column = pa.chunked_array(
             [chunk.field("bytes") for chunk in column.chunks], type=column.type.field("bytes").type
@@ -242,8 +219,10 @@ def _column(file: _File, name: str | None, what: str, known: Sequence[str], fits
     """The column with this name; without a name the first known one, or the only one of a fitting type."""
     fields = {field.name: field.type for field in file.schema}
     if name is not None:
-        if name not in fields or not fits(fields[name]):
+        if name not in fields:
             raise UserError(f"data.options.{what}: {file.path} has no such column {name!r}{suggest(name, fields)}")
+        if not fits(fields[name]):
+            raise UserError(f"data.options.{what}: {file.path}: the column {name!r} holds {fields[name]}, no {what}s")
         return name
     fitting = [field for field, kind in fields.items() if fits(kind)]
     for found in (*(each for each in known if each in fitting), *(fitting if len(fitting) == 1 else ())):

@@ -11,31 +11,21 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .decode import Undecodable, load_decoders
-from .encoded_source import MOST_BYTES, EncodedImages
+from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import Arrays, Names, Once, Progress, make_here, number_labels, read_classes
 from .types import Int64
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+# Column names of a CSV file, in small letters; the first one that the file has counts.
 PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img")
 LABELS = ("label", "labels", "class", "class_name", "target", "category")
-"""column names of a CSV file, in small letters; the first one that the file has counts"""
-_EVERY = 10_000
-"""files between two reports of progress"""
+_EVERY = 10_000  # files between two reports of progress
 
-Rows = tuple[list[str], list[str]]
-"""paths, and the label of each as a text"""
+Rows = tuple[list[str], list[str]]  # paths, and the label of each as a text
 
 
 class PictureFiles(EncodedImages):
-    """A source of picture files.
-
-    Args:
-        root: The folder that all names start from.
-        names: The file of each image, as a path from `root` or, with `folders`, from the folder of its class.
-        classes, labels, channels: As of `EncodedImages`.
-        folders: The folder of each class, by label; None: the names say it.
-    """
+    """A source of picture files; names are paths from `root` or, with `folders` (by label), from that of the class."""
 
     def __init__(
         self,
@@ -74,7 +64,6 @@ def _size(file: str) -> int:
 
 
 def read_picture(file: str) -> bytes:
-    """The bytes of a picture's file; raises as `EncodedImages.encoded`."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     with open(file, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
         found = os.fstat(stream.fileno())
@@ -88,15 +77,8 @@ def read_picture(file: str) -> bytes:
 def open_folder(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
     """Training images from PATH/train/CLASS/, held-out ones from PATH/val/CLASS/, sorted by name.
 
-    Args:
-        path: The folder.
-        channels: As of `EncodedImages`.
-        once: Decides which process lists the files.
-        classes: A file in PATH that lists the class folders, for `read_classes`; other folders are left out. None: all
-            folders of train/, sorted.
-
-    Raises:
-        UserError: The layout is another one, a class has no training image, or simplejpeg and OpenCV are missing.
+    `classes` is a file in PATH that lists the class folders (`read_classes`); others are left out. None: all folders of
+    train/, sorted. UserError if the layout is another one, a class has no training image, or a package is missing.
     """
     return _open((path / "train", path / "val"), channels, once, partial(_list_folder, path, classes))
 
@@ -104,13 +86,8 @@ def open_folder(path: Path, channels: int, once: Once = make_here, classes: str 
 def open_folders(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
     """Images of several data sets, PATH/SET/train/CLASS/*.jpg and PATH/SET/val/CLASS/*.jpg, set by set.
 
-    Folders of one name in several sets are one class. A set may be a link to a folder elsewhere.
-
-    Args:
-        path, channels, once, classes: As of `open_folder`, but each set may lack some of the classes.
-
-    Raises:
-        UserError: No set has training images, or none held-out ones, or an image is of a class that is not listed.
+    Folders of one name in several sets are one class; each set may lack some classes, and may be a link to a folder
+    elsewhere. UserError if no set has training images, or none held-out ones, or a class is not listed.
     """
     return _open((path, path), channels, once, partial(_list_folders, path, path / classes if classes else None))
 
@@ -125,18 +102,10 @@ def open_csv(
 ) -> Pair:
     """Images that two CSV files list, in their order.
 
-    A file has a column of paths, which start from its folder, and one of labels, numbers or names. A head line may name
-    them (`PATHS`, `LABELS`); without one they are the first two columns. In a file named .tsv, tabs separate columns.
-
-    Args:
-        path: The folder of the two files.
-        channels, once: As of `open_folder`.
-        train: The list of training images, as a path from that folder.
-        eval: The list of held-out images.
-        classes: A file in the folder that lists the classes, for `read_classes`. None: numbers, or sorted names.
-
-    Raises:
-        UserError: A file is missing or is no such list, or a label is not among the classes.
+    `train`, `eval` and `classes` (as of `open_folder`) are files in PATH. A list has a column of paths, which start
+    from its folder, and one of labels, numbers or names. A head line may name them (`PATHS`, `LABELS`); without one
+    they are the first two columns. In a file named .tsv, tabs separate columns. UserError if a file is missing or is no
+    such list, or a label is not among the classes.
     """
     lists = {"train": path / train, "eval": path / eval}
 

@@ -1,8 +1,4 @@
-"""From sample indices to a batch of tensors: read, decode, augment, normalise.
-
-The tensor of an image depends on (seed, epoch, index) alone, bit for bit: never on the other images of its batch, on
-the thread, or on the method by which a source reads it. Only mixing joins images, those of one virtual worker.
-"""
+"""From sample indices to a batch of tensors: read, decode, augment, normalise."""
 
 import logging
 from collections.abc import Callable
@@ -19,53 +15,35 @@ from ..errors import RunError, UserError, retry
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
-from . import augment as random_changes
-from .augment import Changes
+from .augment import Changes, draw_changes, erase, mirror, mix, random_region, shift
 from .autoaugment import apply_policy
-from .crop_resize import centre, cut_at, render, scaled
-from .encoded_source import EncodedImages
-from .geometry import Warps, bend, tone
-from .mixing import erase, mix
+from .decode import EncodedImages
+from .geometry import Warps, bend, centre, cut_at, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
 T = TypeVar("T")
-Cut = Callable[[Pixels], Pixels]
-"""from an image [channels, height, width] to the part of it that the network takes"""
+Cut = Callable[[Pixels], Pixels]  # from an image [channels, height, width] to the part of it that the network takes
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 """allocates an array of a shape and dtype, not cleared"""
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.1, 0.5)
-"""seconds before a failed read is tried again"""
-_SUBSTITUTES = 16
-"""undecodable images in a row, after which the run stops"""
+_PAUSES = (0.1, 0.5)  # seconds before a failed read is tried again
+_SUBSTITUTES = 16  # undecodable images in a row, after which the run stops
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images ready for the network.
+    """Images ready for the network."""
 
-    Args:
-        images: float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`.
-        targets: int64 [n], labels.
-        kept: int64 [n], the positions of these images in the request; shorter than the request only if evaluation
-            left out undecodable ones.
-        replaced: The number of these images that stand in for undecodable ones.
-        partners: int64 [n], the labels that images were mixed with; None without mixing.
-        shares: float32 [n], the weight of each image's own label.
-        table: float32 [channels, 256], the normalised value of each byte of an image (`to_device.place`).
-        message: uint8 [bytes], images and a copy of the targets in one piece (`to_device.parts`); None: in two pieces.
-    """
-
-    images: torch.Tensor
-    targets: torch.Tensor
-    kept: Int64
-    replaced: int
-    partners: torch.Tensor | None = None
-    shares: torch.Tensor | None = None
-    table: torch.Tensor | None = None
-    message: torch.Tensor | None = None
+    images: torch.Tensor  # float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`
+    targets: torch.Tensor  # int64 [n], labels
+    kept: Int64  # [n], positions of these images in the request, of which evaluation leaves out undecodable ones
+    replaced: int  # number of these images that stand in for undecodable ones
+    partners: torch.Tensor | None = None  # int64 [n], labels that images were mixed with; None without mixing
+    shares: torch.Tensor | None = None  # float32 [n], weight of each image's own label
+    table: torch.Tensor | None = None  # float32 [channels, 256], normalised value of each byte (`to_device.place`)
+    message: torch.Tensor | None = None  # uint8 [bytes], images and targets in one piece (`to_device.parts`)
 
 
 def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: bool = False) -> npt.NDArray[Any]:
@@ -75,21 +53,12 @@ def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: b
 
 
 class Pipeline:
-    """Makes batches from a source as a recipe's `data` says. Safe to use from several threads.
+    """Makes batches from a source as a recipe's `data` says. Safe to use from several threads."""
 
-    Args:
-        source: Training or held-out images.
-        data: The recipe's section.
-        seed: The recipe's seed.
-        allocate: Allocates the memory of each batch's images.
-
-    Attributes:
-        dtype: Of the images.
-        table: As of `Batch`.
-    """
-
-    dtype: ClassVar[npt.DTypeLike] = np.float32
-    table: torch.Tensor | None = None
+    # The tensor of an image depends on (seed, epoch, index) alone, bit for bit: never on the other images of its batch,
+    # on the thread, or on the method by which a source reads it. Only mixing joins images, those of one virtual worker.
+    dtype: ClassVar[npt.DTypeLike] = np.float32  # of the images
+    table: torch.Tensor | None = None  # as of `Batch`
 
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         self.source = source
@@ -116,14 +85,10 @@ class Pipeline:
             self._encoded.expect(indices)
 
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
-        """The images at `indices` [n] as epoch `epochs` [n] sees them.
+        """The images at `indices` [n] as epoch `epochs` [n] sees them; undecodable ones have keyed substitutes.
 
-        A hash of (seed, epoch, index, attempt) names the substitute of an undecodable image, which is counted.
-
-        Args:
-            indices, epochs: As above.
-            augment: False: with the validation preprocessing (Final Polishing).
-            sizes: Height and width; None: as the recipe's `data` says. No draw depends on it.
+        Without `augment` they have the validation preprocessing (Final Polishing). No draw depends on `sizes`, by
+        default the recipe's.
 
         Raises:
             OSError: An image can't be read, after further attempts.
@@ -134,7 +99,7 @@ class Pipeline:
         drawn = None
         if augment:
             options, channels = self._data.augment, self._data.channels
-            drawn = random_changes.draw_changes(options, channels, self._seed, epochs, indices)
+            drawn = draw_changes(options, channels, self._seed, epochs, indices)
         sizes = sizes or self._sizes
         out, message = self.memory(self._shape(len(indices), sizes))
         used = indices.copy()
@@ -159,11 +124,8 @@ class Pipeline:
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
 
-        Undecodable images are left out and named in the log; `kept` has the positions of the others.
-
-        Raises:
-            OSError: An image can't be read, after further attempts.
-            UserError: An image's size or channels don't fit the recipe.
+        Undecodable images are left out and named in the log; `kept` has the positions of the others. Raises as
+        `training_batch`.
         """
         sizes = self._sizes
         self.expect(indices)
@@ -221,12 +183,12 @@ class Pipeline:
         warps = None if drawn is None else drawn.warps
         # The order is part of the result: each change starts from the bytes that the one before has rounded to.
         if drawn is not None and drawn.moves is not None:
-            images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
+            images = shift(images, self._data.augment.shift, drawn.moves[at])
         if warps is not None:
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
             images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
         if drawn is not None:
-            images = random_changes.mirror(images, drawn.mirrored[at])
+            images = mirror(images, drawn.mirrored[at])
             if drawn.policy is not None:
                 images = apply_policy(images, self._data.augment, drawn.policy[at])
         self._write(images, warps, range(*at.indices(len(out))), out[at])
@@ -252,7 +214,7 @@ class Pipeline:
         choose: Choose = partial(_validation_region, sizes=sizes)
         if drawn is not None and drawn.boxes is not None:
             augment, draws = self._data.augment, drawn.boxes[at]
-            choose = partial(random_changes.random_region, size=sizes.sides, augment=augment, draws=draws)
+            choose = partial(random_region, size=sizes.sides, augment=augment, draws=draws)
         if drawn is not None and drawn.corners is not None:
             down, right = drawn.corners[at].tolist()
             return choose, partial(cut_at, size=sizes.sides, corner=(down, right))
@@ -298,10 +260,10 @@ def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
 
 
 def _retried(read: Callable[[], T]) -> T:
-    def is_worth(error: Exception) -> bool:
-        if is_of_disk := isinstance(error, OSError):
+    def is_of_disk(error: Exception) -> bool:
+        if found := isinstance(error, OSError):
             log.warning("reading again: %s", error)
-        return is_of_disk
+        return found
 
     # A network disk may fail for a moment. A substitute would change the weights, so the read is repeated.
-    return retry(read, _PAUSES, is_worth)
+    return retry(read, _PAUSES, is_of_disk)

@@ -1,7 +1,9 @@
-"""The kinds of data sets: how each is opened and recognised, which options it takes, and what it holds."""
+"""The kinds of data sets: how each is opened and recognised, which options it takes, what it holds, and its hash."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,20 @@ from ..importing import import_factory
 from ..recipe.data_schema import Data
 from ..recipe.load import load_recipe, recipe_names
 from ..recipe.section import sides
+from ..rng import DATA_SAMPLE, keyed_integer
 from ..storage import url_of
 from .arrays import open_digits, open_mnist, open_numpy
-from .decode import Undecodable
-from .encoded_source import EncodedImages
+from .decode import EncodedImages, Undecodable
 from .file_lists import Once, make_here
 from .parquet import SUFFIXES, TableImages, check_memory, open_tables
 from .pictures import open_csv, open_folder, open_folders
 from .synthetic import open_frames, open_synthetic
 from .tar import open_shards
-from .types import ArraySource, CorruptImage, RegionSource, Source
+from .types import ArraySource, CorruptImage, Int64, RegionSource, Source
 
-Pair = tuple[Source, Source]
-"""training and held-out images"""
-_SAMPLE = 200
-"""pictures whose size `describe` reads"""
+Pair = tuple[Source, Source]  # training and held-out images
+_SAMPLE = 200  # pictures whose size `describe` reads
+_HASHED = 32  # images in the sample of each split
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,17 @@ def _holds(*patterns: str) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
 
 
+def _by_every_process(open_: Callable[..., Pair]) -> Callable[..., Pair]:
+    """Without `Once`: every process maps an index or tables for itself."""
+    return lambda path, channels, once, **options: open_(path, channels, **options)
+
+
 _TABLES = tuple(f"{folder}*{suffix}" for folder in ("", "*/") for suffix in SUFFIXES)
+# In the order in which a layout is looked for: a folder of lists or of tables may have a folder `train` as well.
 FILES = {
     "csv": Files(open_csv, ("train", "eval", "classes"), _holds("train.csv")),
-    "tar": Files(open_shards, ("index",), _holds("*.tar", "*/*.tar")),
-    "parquet": Files(open_tables, ("image", "label", "subset"), _holds(*_TABLES)),
+    "tar": Files(_by_every_process(open_shards), ("index",), _holds("*.tar", "*/*.tar")),
+    "parquet": Files(_by_every_process(open_tables), ("image", "label", "subset"), _holds(*_TABLES)),
     "folder": Files(open_folder, ("classes",), _holds("train/")),
     "folders": Files(open_folders, ("classes",), _holds("*/train/")),
     "numpy": Files(
@@ -61,12 +68,7 @@ FILES = {
         _holds("train-images*idx3-ubyte*"), has_pictures=False,
     ),
 }  # fmt: skip
-"""in the order in which a layout is looked for: a folder of lists or of tables may have a folder `train` as well"""
 PICTURES = tuple(name for name, kind in FILES.items() if kind.has_pictures)
-
-
-def _digits(data: Data, seed: int) -> Pair:
-    return open_digits()
 
 
 def _synthetic(data: Data, seed: int, **options: Any) -> Pair:
@@ -87,27 +89,20 @@ def _amounts(data: Data) -> tuple[int, int, int]:
     return data.train_images, data.eval_images, data.classes
 
 
+# Sources that need no path, and their options.
 MADE: dict[str, tuple[Callable[..., Pair], tuple[str, ...]]] = {
-    "digits": (_digits, ()),
+    "digits": (lambda data, seed: open_digits(), ()),
     "synthetic": (_synthetic, ("noise",)),
     "frames": (_frames, ("noise",)),
 }
-"""sources that need no path, and their options"""
 SOURCES = (*MADE, *FILES)
 
 
 def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:
-    """The training and the held-out images that a recipe's `data` names.
+    """The training and the held-out images that a recipe's `data` names, at the path of `--data`, if they need one.
 
-    Args:
-        data: The recipe's section.
-        path: The folder or file of `--data`; None if the source needs none.
-        seed: The recipe's seed; it makes the images of `synthetic` and `frames` and touches no other source.
-        once: Decides which of several processes lists files and unpacks arrays.
-
-    Raises:
-        UserError: The path, its layout, an option, the number of images, classes or channels is not what the
-            recipe says, or a package is missing.
+    Only `synthetic` and `frames` use the seed. `once` decides which of several processes lists files and unpacks
+    arrays. UserError if the data are not what the recipe says, or a package is missing.
     """
     name = data.source
     for place, reader in ((url_of(path), "tar"), (hub_name(path), "parquet")):
@@ -203,13 +198,9 @@ def _first(source: Source, count: int | None, key: str) -> Source:
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:
-    """The kind of a data set, by its layout or by a recipe, and its training and held-out images.
+    """The kind of a data set, by its layout or by a built-in recipe's name, and its training and held-out images.
 
-    Args:
-        path: A data set, or the name of a built-in recipe that makes its images.
-
-    Raises:
-        UserError: The path holds no data set in a known layout, or a damaged one.
+    UserError if the path holds no data set in a known layout, or a damaged one.
     """
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
@@ -256,20 +247,14 @@ class DataInfo:
 
 
 def describe(path: Path) -> DataInfo:
-    """Kind, number of images, classes and sizes of a data set; no picture is decoded.
-
-    Raises:
-        UserError: As `open_any`.
-    """
+    """Kind, number of images, classes and sizes of a data set; no picture is decoded. UserError as by `open_any`."""
     kind, train, held_out = open_any(path)
     counts = np.bincount(train.labels, minlength=len(train.classes))
     sample = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(int).tolist()
     sizes: Counter[tuple[int, int]] = Counter()
     for index in sample:
-        try:
+        with suppress(Undecodable):
             sizes[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
-        except Undecodable:
-            continue
     return DataInfo(
         path=path,
         kind=kind,
@@ -283,14 +268,33 @@ def describe(path: Path) -> DataInfo:
 
 
 def undecodable(path: Path) -> Iterator[str]:
-    """Decodes every image of a data set and names those that can't be decoded.
-
-    Raises:
-        UserError: As `open_any`.
-    """
+    """Decodes every image of a data set and names those that can't be decoded; UserError as by `open_any`."""
     for source in open_any(path)[1:]:
         for index in range(len(source)):
             try:
                 source.read(index)
             except CorruptImage as error:
                 yield error.reason
+
+
+def data_sha256(train: Source, held_out: Source) -> str:
+    """One hash of the training and the held-out images; UserError if a file of the sample is not there.
+
+    It covers the classes and all labels of any source; of encoded images what `EncodedImages.add_to_hash` adds; of
+    arrays the shape, and the pixels of a sample. A source of your own without `read_many` adds nothing more.
+    """
+    # To read a data set whole takes as long as an epoch. So the hash covers what is known without opening an image, and
+    # the content of a keyed sample: it finds other files, another order, other labels and another version of the
+    # pictures; a single image that was changed in its place it may miss.
+    digest = hashlib.sha256()
+    for split, source in enumerate((train, held_out)):
+        digest.update("\0".join([str(len(source)), *source.classes]).encode(errors="surrogateescape"))
+        digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
+        # Keyed by the split alone, so that every run and every rank looks at the same images.
+        sample: Int64 = np.unique(keyed_integer(len(source), DATA_SAMPLE, split, np.arange(_HASHED)))
+        if isinstance(source, EncodedImages):
+            source.add_to_hash(digest, sample)
+        elif isinstance(source, ArraySource):
+            digest.update(repr(source.shape).encode())
+            digest.update(np.ascontiguousarray(source.read_many(sample)).data)
+    return digest.hexdigest()

@@ -3,20 +3,19 @@
 Both can be learned, are of any size, and are made with integers alone: the same bits on every machine.
 """
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 from ..errors import UserError
 from ..rng import FRAMES, SYNTHETIC, keyed_hash, keyed_integer
-from .types import Int32, Int64, Pixels
+from .types import Int32, Int64, Pixels, UInt16
 
 _PATTERN, _MOVE, _NOISE = range(3)
-_GRID = 4
-"""tiles a side in the pattern of a class"""
-_BLOCK = 1 << 15
-"""random words made at a time: more would not stay in the cache"""
+_GRID = 4  # tiles a side in the pattern of a class
+_BLOCK = 1 << 15  # random words made at a time: more would not stay in the cache
 
-SEQUENCE = 200
-"""frames of a sequence: two seconds of speech at 100 frames a second"""
+SEQUENCE = 200  # frames of a sequence: two seconds of speech at 100 frames a second
 _MEAN, _FIRST, _NEXT, _CHOICE, _STAY, _FRAME_NOISE = range(6)
 _STATES = 3  # of a unit
 _FOLLOWERS = 16  # units that may come after a unit
@@ -27,39 +26,54 @@ _SEQUENCES = 1 << 12  # made at a time
 
 
 def _amount(noise: float) -> int:
-    """The option `noise` in 256ths; UserError unless it is a number from 0 to 1."""
     if isinstance(noise, bool | str) or not 0 <= noise <= 1:
         raise UserError(f"data.options.noise: a number from 0 to 1, got {noise!r}")
     return round(noise * 256)
 
 
-class Synthetic:
-    """An `ArraySource`: a pattern of coloured tiles for each class, rolled by a keyed offset, in keyed noise.
+class _Made(ABC):
+    """What both sources have in common: images are made by `read_many` alone."""
 
-    An image is a pure function of (seed, split, index). Labels take turns.
-
-    Args:
-        shape: Height, width and channels.
-        split: 0 for training, 1 for held-out images; the classes have the same patterns in both.
-        noise: The weight of the noise in a pixel, from 0 to 256 (noise alone).
-    """
-
-    def __init__(
-        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
-    ) -> None:
-        self.labels: Int64 = np.arange(count, dtype=np.int64) % classes
-        self.classes = tuple(str(label) for label in range(classes))
-        self.shape = shape
-        self._key = (SYNTHETIC, seed, split)
-        self._noise = noise
-        tile = np.ogrid[:classes, :_GRID, :_GRID, : shape[2]]
-        self._tiles = keyed_integer(256, SYNTHETIC, seed, _PATTERN, *tile).astype(np.uint8)
+    labels: Int64
+    _key: tuple[int, ...]
+    _noise: int
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, index: int) -> Pixels:
         return self.read_many(np.array([index]))[0]
+
+    @abstractmethod
+    def read_many(self, indices: Int64) -> Pixels: ...
+
+    def _noisy(self, values: Pixels | UInt16, kind: int, *words: Int64) -> Pixels:
+        """Values [..., n] in noise that is keyed by `words` [...]."""
+        # A hash has eight bytes, the noise of eight values; the last word may be cut.
+        count = values.shape[-1]
+        bits = keyed_hash(*self._key, kind, *(word[..., None] for word in words), np.arange(-(-count // 8)))
+        noise = bits.astype("<u8", copy=False).view(np.uint8)[..., :count]
+        mixed = values * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
+        return (mixed >> np.uint16(8)).astype(np.uint8)
+
+
+class Synthetic(_Made):
+    """An `ArraySource`: a pattern of coloured tiles for each class, rolled by a keyed offset, in keyed noise.
+
+    An image is a pure function of (seed, split, index); split 0 is for training, and both have the same patterns.
+    Labels take turns. The weight of the noise in a pixel is 0 to 256 (noise alone).
+    """
+
+    def __init__(
+        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
+    ) -> None:
+        self.labels = np.arange(count, dtype=np.int64) % classes
+        self.classes = tuple(str(label) for label in range(classes))
+        self.shape = shape
+        self._key = (SYNTHETIC, seed, split)
+        self._noise = noise
+        tile = np.ogrid[:classes, :_GRID, :_GRID, : shape[2]]
+        self._tiles = keyed_integer(256, SYNTHETIC, seed, _PATTERN, *tile).astype(np.uint8)
 
     def read_many(self, indices: Int64) -> Pixels:
         images = np.empty((len(indices), *self.shape), np.uint8)
@@ -69,18 +83,11 @@ class Synthetic:
         return images
 
     def _make(self, indices: Int64) -> Pixels:
-        height, width, channels = self.shape
-        rows = self._moved(indices, height, 0)
-        columns = self._moved(indices, width, 1)
+        rows, columns = (self._moved(indices, side, axis) for axis, side in enumerate(self.shape[:2]))
         # First the columns of each tile row, then the rows: two look-ups in place of one of every pixel.
         lines = self._tiles[self.labels[indices][:, None, None], np.arange(_GRID)[:, None], columns[:, None, :]]
         pattern = lines[np.arange(len(indices))[:, None], rows]
-        size = height * width * channels
-        # A hash has eight bytes, the noise of eight values; the last word of an image may be cut.
-        words = keyed_hash(*self._key, _NOISE, indices[:, None], np.arange(-(-size // 8)))
-        noise = words.astype("<u8", copy=False).view(np.uint8)[:, :size].reshape(pattern.shape)
-        mixed = pattern * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
-        return (mixed >> np.uint16(8)).astype(np.uint8)
+        return self._noisy(pattern.reshape(len(indices), -1), _NOISE, indices).reshape(pattern.shape)
 
     def _moved(self, indices: Int64, side: int, axis: int) -> Int64:
         """The tile of each pixel along one side after the move, [n, side]."""
@@ -91,31 +98,24 @@ class Synthetic:
 def open_synthetic(
     train_images: int, eval_images: int, classes: int, shape: tuple[int, int, int], seed: int, noise: float = 0.5
 ) -> tuple[Synthetic, Synthetic]:
-    """Training and held-out images of the same classes, uint8 of the given shape (height, width, channels).
-
-    Raises:
-        UserError: `noise` is not a number from 0 to 1.
-    """
+    """Training and held-out images of the same classes; UserError if `noise` is not a number from 0 to 1."""
     amount = _amount(noise)
     train = Synthetic(train_images, classes, shape, seed, 0, amount)
     return train, Synthetic(eval_images, classes, shape, seed, 1, amount)
 
 
-class Frames:
+class Frames(_Made):
     """An `ArraySource` like speech: windows of consecutive frames, labelled with the state of the middle frame.
 
-    A sequence walks through units, as speech through phones in context. A unit is three states from left to right, each
-    held for a few frames; a Markov chain chooses the next unit. Every state (a class) has a mean vector; a frame is the
-    binomial average of the means around it, so that states run into each other, in keyed noise. A window is a pure
-    function of (seed, split, index); sample i is frame i of all sequences end to end. Each of them has further frames
-    before its first and after its last sample, for windows alone.
-
-    Args:
-        window: Frames of a sample and values of a frame, the height and the width of the image.
-        split: 0 for training, 1 for held-out frames; units, their followers and means are the same in both.
-        noise: The weight of the noise in a value, from 0 to 256 (noise alone).
+    A window (frames, and values of a frame) is a pure function of (seed, split, index); split 0 is for training, and
+    both have the same states. The weight of the noise in a value is 0 to 256 (noise alone).
     """
 
+    # A sequence walks through units, as speech through phones in context. A unit is three states from left to right,
+    # each held for a few frames; a Markov chain chooses the next unit. Every state (a class) has a mean vector; a frame
+    # is the binomial average of the means around it, so that states run into each other, in keyed noise. Sample i is
+    # frame i of all sequences end to end. Each of them has further frames before its first and after its last sample,
+    # for windows alone.
     def __init__(self, count: int, classes: int, window: tuple[int, int], seed: int, split: int, noise: int) -> None:
         self.classes = tuple(str(label) for label in range(classes))
         self.shape = (*window, 1)
@@ -130,13 +130,7 @@ class Frames:
             block = np.arange(start, min(start + _SEQUENCES, sequences))
             self._states[block] = walk(block, length, classes, seed, split)
         middle = _REACH + window[0] // 2
-        self.labels: Int64 = self._states[:, middle : middle + SEQUENCE].reshape(-1)[:count].astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, index: int) -> Pixels:
-        return self.read_many(np.array([index]))[0]
+        self.labels = self._states[:, middle : middle + SEQUENCE].reshape(-1)[:count].astype(np.int64)
 
     def read_many(self, indices: Int64) -> Pixels:
         height, width, _ = self.shape
@@ -146,10 +140,7 @@ class Frames:
         smooth = np.zeros((len(indices), height, width), np.uint16)
         for offset, weight in enumerate(_AVERAGE):
             smooth += weight * self._means[self._states[sequence, frames + offset]]
-        words = keyed_hash(*self._key, _FRAME_NOISE, sequence[..., None], frames[..., None], np.arange(-(-width // 8)))
-        noise = words.astype("<u8", copy=False).view(np.uint8)[..., :width]
-        mixed = (smooth >> np.uint16(4)) * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
-        return (mixed >> np.uint16(8)).astype(np.uint8)[..., None]
+        return self._noisy(smooth >> np.uint16(4), _FRAME_NOISE, sequence, frames)[..., None]
 
 
 def walk(sequences: Int64, length: int, classes: int, seed: int, split: int) -> Int32:
@@ -175,10 +166,6 @@ def walk(sequences: Int64, length: int, classes: int, seed: int, split: int) -> 
 def open_frames(
     train: int, held_out: int, classes: int, window: tuple[int, int], seed: int, noise: float = 0.5
 ) -> tuple[Frames, Frames]:
-    """So many training and held-out windows of the same classes, uint8 [frames, values, 1].
-
-    Raises:
-        UserError: `noise` is not a number from 0 to 1.
-    """
+    """So many training and held-out windows of the same classes; UserError if `noise` is not a number from 0 to 1."""
     amount = _amount(noise)
     return Frames(train, classes, window, seed, 0, amount), Frames(held_out, classes, window, seed, 1, amount)

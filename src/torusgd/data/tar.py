@@ -1,13 +1,17 @@
-"""Images in tar files, each read in one piece by its offset in the index: the source `tar`.
+"""Images in tar files of a folder or a bucket, each read in one piece by its offset in the index: the source `tar`.
 
-Each read includes the member's header, whose CRC-32 is in the index: so a tar file that was written anew since then is
-found out, even if its images lie elsewhere now.
+Images of a bucket are read ahead, and cached on a local disk that a machine's ranks share.
 """
 
 import hashlib
+import logging
 import os
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any
@@ -16,31 +20,30 @@ import numpy as np
 import safetensors
 
 from ..errors import UserError, in_one_line
-from ..storage import Store, url_of
-from .bucket_cache import RemoteFiles, fetch_index
-from .decode import Undecodable, load_decoders
-from .encoded_source import MOST_BYTES, EncodedImages
-from .file_lists import Arrays, Names, Once, make_here, read_arrays
+from ..storage import CACHE, Store, cache_folder, url_of
+from ..weights import replacing
+from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
+from .file_lists import Arrays, Names, read_arrays
 from .tar_index import BLOCK, FILE, FORMAT, SPLITS, checksum
 from .types import Int64
 
+# The arrays of a split, and their dtypes.
 _KINDS = {
     "names text": "uint8", "names ends": "int64", "shards text": "uint8", "shards ends": "int64",
     "shard sizes": "int64", "shard": "int32", "offset": "int64", "size": "int64", "header": "uint32", "labels": "int64",
 }  # fmt: skip
-"""the arrays of a split, and their dtypes"""
-_ATTEMPTS = 4
-"""reads of an image, since a bucket, or a cache before it, may answer with an old version"""
+_ATTEMPTS = 4  # reads of an image, since a bucket, or a cache before it, may answer with an old version
+
+THREADS = 32  # concurrent reads: a bucket answers after 20 to 50 ms, whatever the size
+_MOST_AHEAD = 4096  # images that are read before they are needed
+_CACHE_GIB, _DEFAULT_GIB = "TORUSGD_CACHE_GIB", 64.0
+_COUNT_EVERY = 256
+
+log = logging.getLogger(__name__)
 
 
 class Shards(EncodedImages):
-    """A source of the images in tar files of a folder.
-
-    Args:
-        root: The folder or URL of the tar files.
-        split: The arrays of one split, from `read_index`.
-        classes, channels: As of `EncodedImages`.
-    """
+    """A source of the images in tar files of a folder (`root`); `split` are the arrays of one, from `read_index`."""
 
     def __init__(self, root: str, split: Arrays, classes: Sequence[str], channels: int) -> None:
         super().__init__(classes, split["labels"], channels)
@@ -72,6 +75,8 @@ class Shards(EncodedImages):
         size = int(self._size[index])
         if size > MOST_BYTES:
             raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
+        # Each read includes the member's header, whose CRC-32 is in the index: so a tar file that was written anew
+        # since then is found out, even if its images lie elsewhere now.
         # The first read may come from the cache; after `_forget` the next one goes to the bucket.
         for _ in range(_ATTEMPTS):
             data = self._read(index)
@@ -88,11 +93,8 @@ class Shards(EncodedImages):
 
     def _read(self, index: int) -> bytes:
         """The header and the bytes of an image, less if the file ends before."""
-        file = os.open(self._files[self._shard[index]], os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.pread(file, BLOCK + int(self._size[index]), int(self._offset[index]) - BLOCK)
-        finally:
-            os.close(file)
+        with open(self._files[self._shard[index]], "rb", buffering=0) as file:
+            return os.pread(file.fileno(), BLOCK + int(self._size[index]), int(self._offset[index]) - BLOCK)
 
     def _forget(self, index: int) -> None:
         """Drops cached bytes of an image that were not the right ones; a folder has no cache."""
@@ -103,45 +105,154 @@ class Shards(EncodedImages):
 
 
 class RemoteShards(Shards):
-    """A source of the images in tar files of a bucket, which are read ahead and cached on disk.
-
-    Args:
-        store: The bucket.
-        cache: The folder for this split's cache.
-        split, classes, channels: As of `Shards`.
-    """
+    """A source of the images in tar files of a bucket, cached in a folder of this split; a new index has a new one."""
 
     reads_ahead = True
 
     def __init__(self, store: Store, cache: Path, split: Arrays, classes: Sequence[str], channels: int) -> None:
         super().__init__(store.url, split, classes, channels)
-        names = list(Names.of(split, "shards"))
-        self._remote = RemoteFiles(store, names, self._shard, self._offset, self._size, BLOCK, cache)
+        self._store, self._objects = store, list(Names.of(split, "shards"))
+        most = cache_bytes()
+        self._cache = RangeCache(cache, self._size, most) if most else None
+        self._ahead: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "torusgd-bucket")
 
     def lengths(self) -> list[int]:
-        return self._remote.lengths()
+        listed = self._store.sizes()
+        if set(self._objects) <= listed.keys():
+            return [listed[name] for name in self._objects]
+        return list(self._pool.map(self._store.size, self._objects))
 
     def expect(self, indices: Int64) -> None:
-        self._remote.expect(index for index in indices.tolist() if self._size[index] <= MOST_BYTES)
+        with self._lock:
+            for index in indices.tolist():
+                if index not in self._ahead and self._size[index] <= MOST_BYTES:
+                    self._ahead[index] = self._pool.submit(self._fetch, index)
+            # The oldest go first: a plan that changed, as when ranks leave, has left them behind.
+            while len(self._ahead) > _MOST_AHEAD:
+                self._ahead.popitem(last=False)[1].cancel()
 
     def _read(self, index: int) -> bytes:
-        return self._remote.read(index)
+        with self._lock:
+            ahead = self._ahead.pop(index, None)
+        return ahead.result() if ahead is not None else self._fetch(index)
 
     def _forget(self, index: int) -> None:
-        self._remote.forget(index)
+        if self._cache is not None:
+            self._cache.drop(index)
+
+    def _fetch(self, index: int) -> bytes:
+        shard, begin, size = int(self._shard[index]), int(self._offset[index]) - BLOCK, BLOCK + int(self._size[index])
+        if self._cache is not None and (cached := self._cache.get(index, shard, begin, size)) is not None:
+            return cached
+        data = self._store.read(self._objects[shard], begin, begin + size)
+        if self._cache is not None:
+            self._cache.put(index, shard, begin, data)
+        return data
 
 
-def open_shards(path: Path, channels: int, once: Once = make_here, index: str = FILE) -> tuple[Shards, Shards]:
+class RangeCache:
+    """Ranges of files, of these sizes in bytes, on a local disk, by number; several processes use one folder at a time.
+
+    No range is added once they have `most` bytes in all.
+    """
+
+    # Each file has a sparse copy here, in which a range has the offset that it has in the original.
+    # A range is known by its number in the index, and verified by a CRC-32: so processes that write need no agreement,
+    # and what a crash left half written is fetched again.
+    # Every epoch reads every image once, so no image is worth more than another: a full cache stays as it is. That
+    # saves as many reads as any other rule, and more than to evict the image that was not read for the longest time.
+
+    def __init__(self, folder: Path, sizes: Int64, most: int) -> None:
+        self._folder, self._sizes, self._most = folder, sizes, most
+        self._puts, self._is_full = 0, False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "checksums", "ab") as file:
+                if file.tell() != 4 * len(sizes):
+                    file.truncate(4 * len(sizes))
+            self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: can't hold a cache ({error}); set {CACHE} to another folder") from error
+
+    def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:
+        """The bytes of a range; None: it is not cached."""
+        expected = int(self._sums[number])
+        if not expected:
+            return None
+        with suppress(OSError), open(self._folder / f"{file}.tar", "rb", buffering=0) as copy:
+            data = os.pread(copy.fileno(), size, begin)
+            # Another process may be writing this range, or a crash may have left half of it.
+            if _sum(data) == expected:
+                return data
+        return None
+
+    def put(self, number: int, file: int, begin: int, data: bytes) -> None:
+        """Stores a range, while there is room."""
+        # To add up all sizes takes milliseconds with a million images, so the bound is checked now and then.
+        if self._puts % _COUNT_EVERY == 0:
+            self._is_full = self._is_full or int(self._sizes[self._sums != 0].sum()) >= self._most
+        self._puts += 1
+        if self._is_full:
+            return
+        try:
+            handle = os.open(self._folder / f"{file}.tar", os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(handle, data, begin)
+            finally:
+                os.close(handle)
+            # After the data: a crash in between leaves a 0, and the range is fetched again.
+            self._sums[number] = _sum(data)
+        except OSError as error:
+            log.warning("%s: caches no more images: %s", self._folder, error)
+            self._is_full = True
+
+    def drop(self, number: int) -> None:
+        """Removes a range."""
+        self._sums[number] = 0
+
+
+def _sum(data: bytes) -> int:
+    return zlib.crc32(data) or 1  # 0 says that nothing is there
+
+
+def cache_bytes() -> int:
+    """The size of the cache of one split of a data set: TORUSGD_CACHE_GIB, or else 64 GiB."""
+    text = os.environ.get(_CACHE_GIB, str(_DEFAULT_GIB))
+    try:
+        if not 0 <= (gib := float(text)) < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{_CACHE_GIB} = {text}: must be a number of GiB, 0 for no cache") from None
+    return int(gib * 2**30)
+
+
+def fetch_index(store: Store, name: str = FILE) -> Path:
+    """A local copy of a bucket's index, fetched once for each version of it; UserError if it can't be read."""
+    try:
+        # The version is part of the key: a new index has a new cache, and no old range can enter it.
+        key = hashlib.sha256(f"{store.url}\0{name}\0{store.version(name)}".encode()).hexdigest()[:32]
+        file = cache_folder() / key / FILE
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary:
+                store.get(name, temporary)
+    except FileNotFoundError:
+        raise UserError(
+            f"{store.url}/{name}: there is no index; write it where the tar files are, with torusgd data index, and "
+            "copy it beside them"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
+    return file
+
+
+def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, Shards]:
     """Training and held-out images in tar files, in the order of the index.
 
-    Args:
-        path: The folder of the tar files, or the URL of a bucket or a web server (`storage.url_of`).
-        channels: As of `EncodedImages`.
-        once: Not needed, since every process maps the index.
-        index: The index's file, as a path from there.
-
-    Raises:
-        UserError: There is no index, it is damaged or of other files, or a package is missing.
+    `path` is their folder, or the URL of a bucket or a web server (`storage.url_of`); `index` is a path from there.
+    UserError if there is no index, it is damaged or of other files, or a package is missing.
     """
     load_decoders()
     url = url_of(path)
@@ -150,29 +261,19 @@ def open_shards(path: Path, channels: int, once: Once = make_here, index: str = 
     root = str(path) if store is None else store.url
     arrays = read_index(file, root)
     classes = list(Names.of(arrays, "classes"))
-    pair = []
+    pair = list[Shards]()
     for name in SPLITS:
         split = {key: arrays[f"{name} {key}"] for key in _KINDS}
-        source = (
-            Shards(root, split, classes, channels)
-            if store is None
-            else RemoteShards(store, file.parent / name, split, classes, channels)
-        )
-        source.check(split["shard sizes"].tolist())
-        pair.append(source)
+        if store is None:
+            pair.append(Shards(root, split, classes, channels))
+        else:
+            pair.append(RemoteShards(store, file.parent / name, split, classes, channels))
+        pair[-1].check(split["shard sizes"].tolist())
     return pair[0], pair[1]
 
 
 def read_index(file: Path, root: str) -> Arrays:
-    """The arrays of an index, mapped and checked.
-
-    Args:
-        file: The index.
-        root: The folder of the tar files, for messages.
-
-    Raises:
-        UserError: It isn't there, or is damaged.
-    """
+    """The arrays of an index, mapped and checked; UserError, with `root` in its remedy, if it isn't whole."""
     anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {quote(root)}"
     try:
         arrays = read_arrays(file)

@@ -1,18 +1,14 @@
 """The index of a data set in tar files: the offset of each image, so that one read fetches any of them.
 
 WebDataset's layout: the files of a sample stand side by side in a tar file and have the same name up to the first dot
-(0001.jpg, 0001.cls). `torusgd data index` writes the index once, as a safetensors file of plain arrays. WebDataset's
-own two do not serve: wids' JSON has no offsets, and the other one would have to be unpickled.
-
-A tar file is untrusted: nothing is extracted, a name is only ever a text, and no header makes this process read more
-than `_MOST_HEADER` bytes.
+(0001.jpg, 0001.cls). `torusgd data index` writes the index once, as a safetensors file of plain arrays.
+A tar file is untrusted: nothing is extracted, a name is only ever a text, and headers are bounded (`_MOST_HEADER`).
 """
 
 import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -24,22 +20,18 @@ from ..untrusted import parse_json
 from ..weights import save_weights
 from .file_lists import Arrays, Names, Progress, files_by_split, files_under, number_labels
 
-FILE = "index.safetensors"
-"""the index's name, beside the tar files"""
+FILE = "index.safetensors"  # the index's name, beside the tar files
+# WebDataset's own two indices do not serve: wids' JSON has no offsets, and the other one would have to be unpickled.
 FORMAT = 2
-BLOCK = tarfile.BLOCKSIZE
-"""bytes of a member's header, which stands before its content"""
+BLOCK = tarfile.BLOCKSIZE  # bytes of a member's header, which stands before its content
 SPLITS = ("train", "eval")
 PICTURES = ("jpg", "jpeg", "png")
-CLASSES = "classes.txt"
-"""a list of the classes beside the tar files, for `read_classes`"""
+CLASSES = "classes.txt"  # a list of the classes beside the tar files, for `read_classes`
 
 _MOST_HEADER = 1 << 20
 _MOST_LABEL = 1 << 16
-_MOST_NESTED = 8
-"""tar files within each other"""
-_EVERY = 1000
-"""images between two reports of progress"""
+_MOST_NESTED = 8  # tar files within each other
+_EVERY = 1000  # images between two reports of progress
 _COMPRESSED = (".tgz", *(f".tar.{kind}" for kind in ("gz", "bz2", "xz", "zst", "lz4")))
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -59,24 +51,6 @@ class _Member(NamedTuple):
     size: int
 
 
-@dataclass
-class _Split:
-    shards: list[str]
-    sizes: list[int] = field(default_factory=list)  # bytes of each tar file
-    images: list[_Image] = field(default_factory=list)
-
-    def arrays(self, split: str) -> Arrays:
-        """The arrays of the index but the labels."""
-        shard, offset, size, header = np.array([image[2:] for image in self.images], dtype=np.int64).T
-        columns = {
-            "shard sizes": np.array(self.sizes, dtype=np.int64), "shard": shard.astype(np.int32),
-            "offset": offset.copy(), "size": size.copy(), "header": header.astype(np.uint32),
-        }  # fmt: skip
-        found = Names.arrays(f"{split} names", [[image.name for image in self.images]])
-        found |= Names.arrays(f"{split} shards", [self.shards])
-        return found | {f"{split} {key}": array for key, array in columns.items()}
-
-
 def make_index(
     path: Path,
     listed: Mapping[str, str] | None = None,
@@ -87,32 +61,22 @@ def make_index(
     """Walks through the headers of all tar files of a folder.
 
     The label of an image is the content of the file `.cls` beside it, or the value of `label` or `cls` in its `.json`;
-    or its label in `given`; or else the name of the folder, or of the tar file within the tar file, that it lies in.
-
-    Args:
-        path: The folder. The name of a tar file, or of its sub-folder, says its split: train; val, validation or eval;
-            test if there is none of these.
-        listed: The classes, from `read_classes`.
-        given: Labels by the names of files.
-        shards: The tar files of each split; None: those that `find_shards` finds.
-        progress: Called with the number of images found so far.
-
-    Returns:
-        Arrays for `write_index`.
-
-    Raises:
-        UserError: There are no tar files of both splits, one is damaged or compressed, or an image has no label.
+    or its label in `given`, by the names of files; or else the name of the folder, or of the tar file within the tar
+    file, that it lies in. `listed` are the classes, from `read_classes`; `shards` the tar files of each split, by
+    default those that `find_shards` finds. UserError if there are no tar files of both splits, one is damaged or
+    compressed, or an image has no label.
     """
-    splits = {split: _Split(names) for split, names in (shards or find_shards(path)).items()}
-    done = 0
-    for split, each in splits.items():
-        for number, name in enumerate(each.shards):
+    texts, done = dict[str, list[str]](), 0
+    arrays: Arrays = {"format": np.array([FORMAT])}
+    for split, names in (shards or find_shards(path)).items():
+        images, sizes = list[_Image](), list[int]()
+        for number, name in enumerate(names):
             file = path / name
             try:
                 with file.open("rb") as stream:
-                    each.sizes.append(os.fstat(stream.fileno()).st_size)
-                    for image in _Walk(stream, file, number, given or {}).images(0, each.sizes[-1], ""):
-                        each.images.append(image)
+                    sizes.append(os.fstat(stream.fileno()).st_size)
+                    for image in _Walk(stream, file, number, given or {}).images(0, sizes[-1], ""):
+                        images.append(image)
                         if (done := done + 1) % _EVERY == 0:
                             progress(done)
             except UserError:
@@ -121,14 +85,19 @@ def make_index(
                 raise UserError(f"{file}: {_why_no_tar(file, error)}") from None
             except OSError as error:
                 raise UserError(f"{file}: can't be read: {error.strerror or error}") from error
-        if not each.images:
+        if not images:
             raise UserError(f"{path}: the tar files of {split} hold no JPEG or PNG file")
-    texts = {split: [image.label for image in each.images] for split, each in splits.items()}
+        texts[split] = [image.label for image in images]
+        arrays |= Names.arrays(f"{split} names", [[image.name for image in images]])
+        arrays |= Names.arrays(f"{split} shards", [names])
+        shard, offset, size, header = np.array([image[2:] for image in images], dtype=np.int64).T
+        columns = {
+            "shard sizes": np.array(sizes, dtype=np.int64), "shard": shard.astype(np.int32),
+            "offset": offset.copy(), "size": size.copy(), "header": header.astype(np.uint32),
+        }  # fmt: skip
+        arrays |= {f"{split} {key}": array for key, array in columns.items()}
     classes, labels = number_labels(texts, listed, str(path))
-    arrays = {"format": np.array([FORMAT])} | Names.arrays("classes", [classes])
-    for split, each in splits.items():
-        arrays |= each.arrays(split) | {f"{split} labels": labels[split]}
-    return arrays
+    return arrays | Names.arrays("classes", [classes]) | {f"{split} labels": labels[split] for split in texts}
 
 
 def count_images(arrays: Arrays) -> dict[str, int]:
@@ -163,14 +132,7 @@ def find_shards(path: Path) -> dict[str, list[str]]:
 
 
 class _Walk:
-    """A walk through one tar file, and those in it, sample by sample.
-
-    Args:
-        stream: The tar file.
-        file: Its path.
-        shard: Its number.
-        given: As of `make_index`.
-    """
+    """A walk through one tar file, and those in it, sample by sample; `given` as of `make_index`."""
 
     def __init__(self, stream: IO[bytes], file: Path, shard: int, given: Mapping[str, str]) -> None:
         self._stream, self._file, self._shard, self._given = stream, file, shard, given
@@ -199,8 +161,10 @@ class _Walk:
         yield from self._image(last, sample)
 
     def _image(self, key: str, sample: Mapping[str, _Member]) -> Iterator[_Image]:
-        """The image of a sample, if it has one."""
-        picture = _picture(sample)
+        picture = next((sample[kind] for kind in PICTURES if kind in sample), None)
+        if picture is None and len(sample) == 1:  # a single file may have more dots in its name
+            ((kind, member),) = sample.items()
+            picture = member if kind.rpartition(".")[2] in PICTURES else None
         if picture is not None:
             label = self._label(key, sample, picture)
             self._stream.seek(picture.offset - BLOCK)
@@ -231,17 +195,6 @@ class _Walk:
         return label
 
 
-def _picture(sample: Mapping[str, _Member]) -> _Member | None:
-    """The image of a sample: its jpg, jpeg or png; a single file may have more dots in its name."""
-    for kind in PICTURES:
-        if kind in sample:
-            return sample[kind]
-    if len(sample) == 1:
-        ((kind, member),) = sample.items()
-        return member if kind.rpartition(".")[2] in PICTURES else None
-    return None
-
-
 def _read(stream: IO[bytes], member: _Member) -> str:
     if member.size > _MOST_LABEL:
         raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
@@ -250,11 +203,7 @@ def _read(stream: IO[bytes], member: _Member) -> str:
 
 
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:
-    """The plain files between two offsets of a tar file, tar files within it among them.
-
-    Raises:
-        tarfile.TarError, ValueError: There is no whole tar file between them.
-    """
+    """The plain files between two offsets of a tar file; tarfile.TarError or ValueError if no whole one is there."""
     stream.seek(begin)
     at = begin
     with tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r:", errors="surrogateescape") as archive:
@@ -285,7 +234,6 @@ class _Bounded:
         self._read = stream.read
 
     def read(self, size: int) -> bytes:
-        """At most `_MOST_HEADER` bytes; ValueError for more."""
         if not 0 <= size <= _MOST_HEADER:
             raise ValueError(f"a header of {size} bytes")
         return self._read(size)

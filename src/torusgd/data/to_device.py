@@ -1,10 +1,4 @@
-"""Batches on their way to a device, and images that are normalised there.
-
-A GPU receives images as bytes, a quarter of their size as float32, from pinned memory, on a stream of their own: while
-it computes, the images of the next passes arrive. The CPU's last operation, a product and a sum for each value, is a
-look-up there: a byte has 256 values, and the CPU makes the table of their normalised values by the same two roundings.
-So the network sees the same bits. Images and targets lie in one piece of memory, so that one copy moves both (`parts`).
-"""
+"""Batches on their way to a device, and images that are normalised there."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,16 +16,13 @@ from .geometry import Warps
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
 
-_TARGET = 8
-"""bytes of a target"""
+_TARGET = 8  # bytes of a target
 
 
 def can_normalise_later(augment: Augment) -> bool:
-    """Whether normalising is the last change of an image, so that it is a function of each byte.
-
-    Brightness, contrast and noise change values that are not bytes any more; erased boxes hold the mean, and mixed
-    images hold values between two bytes.
-    """
+    """Whether normalising is the last change of an image, so that it is a function of each byte."""
+    # Brightness, contrast and noise change values that are not bytes any more; erased boxes hold the mean, and mixed
+    # images hold values between two bytes.
     changes = (augment.brightness, augment.noise, augment.erase, augment.mixup, augment.cutmix)
     return not any(changes) and augment.contrast <= 1
 
@@ -43,20 +34,23 @@ def allocate_pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host, ready to be copied to a device: for a GPU in pinned memory.
-
-    From other memory the driver may make the host wait for everything that was queued on the GPU before.
-    """
+    """A small tensor of the host, ready to be copied to a device: for a GPU in pinned memory."""
+    # From other memory the driver may make the host wait for everything that was queued on the GPU before.
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 class BytePipeline(Pipeline):
-    """A `Pipeline` of uint8 images and the table with which `place` normalises them; see `can_normalise_later`."""
+    """A `Pipeline` of uint8 images and the table with which `place` normalises them (`can_normalise_later`)."""
 
+    # A GPU receives images as bytes, a quarter of their size as float32, from pinned memory, on a stream of their own:
+    # while it computes, the images of the next passes arrive, with their targets in one piece of memory (`parts`).
     dtype = np.uint8
 
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         super().__init__(source, data, seed, allocate)
+        # The CPU's last operation, a product and a sum for each value, is a look-up on the device: a byte has 256
+        # values, and the CPU makes the table of their normalised values by the same two roundings. So the network sees
+        # the same bits.
         every_byte = np.arange(256, dtype=np.uint8).repeat(data.channels).reshape(256, data.channels, 1, 1)
         table = np.empty(every_byte.shape, dtype=np.float32)
         super()._write(every_byte, None, range(256), table)
@@ -83,11 +77,7 @@ class BytePipeline(Pipeline):
 
 
 def parts(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The images and the targets of a message: views, uint8 [n, channels, height, width] and int64 [n].
-
-    Args:
-        message: `Batch.message`, on any device.
-        shape: Of the images.
+    """The images and targets of a `Batch.message`: views, uint8 [n, channels, height, width] (`shape`) and int64 [n].
 
     >>> images, targets = parts(torch.zeros(24, dtype=torch.uint8), (1, 1, 3, 3))
     >>> images.shape, targets.dtype, targets.shape
@@ -111,12 +101,9 @@ def place(batch: Batch, device: torch.device, memory_format: torch.memory_format
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
-    """Writes the table's value for each byte.
+    """Writes the value in `table`, float32 [channels, 256], of each pixel, uint8 [n, channels, height, width].
 
-    Args:
-        pixels: uint8 [n, channels, height, width].
-        table: float32 [channels, 256].
-        out: float32, shaped like the pixels, contiguous or channels-last.
+    `out` is float32, shaped like the pixels, contiguous or channels-last.
     """
     # The tables of all channels in a row, so that one index picks channel and byte.
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
@@ -146,13 +133,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-"""a table and its copy, by the table's id and the device"""
-
-
+@cache  # by identity, as tensors hash
 def on_device(table: Tensor, device: torch.device) -> Tensor:
     """A pipeline's table on a device, copied once."""
-    key = (id(table), device)
-    if key not in _tables:
-        _tables[key] = (table, table.to(device))
-    return _tables[key][1]
+    return table.to(device)

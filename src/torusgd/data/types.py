@@ -1,4 +1,4 @@
-"""The types that the files of this folder share: arrays, a region of an image, and the interfaces of a source."""
+"""Types of this room: arrays, a region of an image, and the interfaces of a source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Pixels = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
+UInt16 = npt.NDArray[np.uint16]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -32,11 +33,9 @@ Choose = Callable[[int, int], Region]
 
 
 class CorruptImage(Exception):
-    """The bytes of an image can't be decoded: training replaces it, evaluation leaves it out.
+    """The bytes of an image can't be decoded: training replaces it, evaluation leaves it out."""
 
-    A failure to read the bytes is an OSError instead: it is retried, then ends the run.
-    """
-
+    # A failure to read the bytes is an OSError instead: it is retried, then ends the run.
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"image {index}: {reason}")
         self.index = index
@@ -58,12 +57,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Pixels:
-        """One image, uint8 [height, width, channels]; sizes may differ.
-
-        Raises:
-            CorruptImage: Its bytes can't be decoded.
-            OSError: Its bytes can't be read.
-        """
+        """One image, uint8 [height, width, channels]; sizes may differ. CorruptImage or OSError if it can't be had."""
 
 
 @runtime_checkable

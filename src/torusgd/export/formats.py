@@ -1,8 +1,4 @@
-"""Trained networks as graphs that run without torusgd: ONNX, and torch.export's own format.
-
-A graph is compared with the network before it stays: both take the same drawn images, in two sizes of batch, and must
-give the same logits up to rounding, since another runtime adds up in another order.
-"""
+"""Trained networks as graphs that run without torusgd: ONNX, and torch.export's own format."""
 
 import io
 import json
@@ -20,21 +16,15 @@ from ..recipe.section import sides
 from ..run.trained_weights import TrainedModel
 from ..weights import replacing, weights_sha256
 
-TOLERANCE = 1e-4
-"""largest difference of a graph's logits from the network's, relative to the largest logit"""
-_BATCHES = (2, 5)
-"""sizes of the compared batches; the graph is made with the first, so that the second shows it takes any"""
+TOLERANCE = 1e-4  # largest difference of a graph's logits from the network's, relative to the largest logit
+_BATCHES = (2, 5)  # sizes of the compared batches; the graph is made with the first, so the second shows it takes any
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> float:
     """Writes an ONNX file with a free batch size, input `images` and output `logits`, float32; classes in its metadata.
 
-    Returns:
-        The largest difference of its logits, run by onnxruntime, from the network's, relative to the largest logit.
-
-    Raises:
-        UserError: The packages are missing.
-        RunError: The network can't be exported, or the graph gives other logits.
+    Returns the largest difference of its logits, run by onnxruntime, from the network's, relative to the largest logit.
+    UserError if packages are missing; RunError if the network can't be exported, or the graph gives other logits.
     """
     try:
         import onnx
@@ -71,11 +61,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
 def export_torch(trained: TrainedModel, path: Path) -> float:
     """Writes what `torch.export.load(path).module()` runs; other versions of torch may not read it.
 
-    Returns:
-        As `export_onnx`.
-
-    Raises:
-        RunError: The network can't be exported, or the graph gives other logits.
+    Result and errors are those of `export_onnx`.
     """
     images = example_images(trained, _BATCHES[0])
     with _telling("torch"), replacing(path) as temporary:
@@ -97,6 +83,8 @@ def example_images(trained: TrainedModel, count: int) -> Tensor:
 
 @torch.no_grad()
 def _compared(trained: TrainedModel, run: Callable[[Tensor], Tensor]) -> float:
+    # Before a graph stays, it and the network take the same drawn images, in two sizes of batch, and must give the same
+    # logits up to rounding, since another runtime adds up in another order.
     worst = 0.0
     for count in _BATCHES:
         images = example_images(trained, count)

@@ -1,8 +1,7 @@
-"""A finished run as a log by MLPerf's rules for training, which `mlperf_logging.compliance_checker` reads.
+"""A finished run as a log by MLPerf's rules for training, version 4.0.0, the last with ResNet-50.
 
-The lines' times are those of the run's own clock from the end of its summary backwards. When it began to set up, and
-whether caches were cleared, no run records: for these the log has the moment of the start. So a log shows that a
-recipe keeps the rules; a submission needs more than it holds.
+`python -m mlperf_logging.compliance_checker --usage training --ruleset 4.0.0 LOG` reads it. It shows that a recipe
+keeps the rules; a submission needs more than it holds.
 """
 
 import json
@@ -15,21 +14,11 @@ from ..recipe.schedule import Schedule
 from ..report.read_run import RunRecord
 from ..weights import write_text
 
-RULES = "4.0.0"
-"""last version of the rules with ResNet-50 (python -m mlperf_logging.compliance_checker --usage training --ruleset
-4.0.0 LOG)"""
-
 
 def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
-    """Writes the log.
+    """Writes the log of a finished run; `division` is closed or open.
 
-    Args:
-        run: Finished.
-        path: Of the file.
-        division: closed or open.
-
-    Raises:
-        UserError: The run is not finished, was not trained with sgd or lars, or the file can't be written.
+    UserError if the run is not finished, was not trained with sgd or lars, or the file can't be written.
     """
     if not run.summary or not run.evaluations:
         raise UserError(f"{run.folder}: --format mlperf needs a finished run")
@@ -62,6 +51,7 @@ def _line(begin: float, entry: Entry) -> str:
 def _entries(run: RunRecord, division: str) -> Iterator[Entry]:
     """Seconds since the run began, kind of line, key, value, metadata."""
 
+    # When a run began to set up, and whether caches were cleared, it does not record: for these the log has its start.
     def point(key: str, value: Any, seconds: float = 0.0, **metadata: Any) -> Entry:
         return seconds, "POINT_IN_TIME", key, value, metadata
 
@@ -84,7 +74,7 @@ def _entries(run: RunRecord, division: str) -> Iterator[Entry]:
     for event in run.evaluations:
         if event["event"] == "polished":
             continue
-        epoch = round(run.epoch_of(event["step"]) or 0.0, 3)
+        epoch = round(run.epochs.get(event["step"], 0.0), 3)
         trained = seconds_at[event["step"]]
         yield interval("START", "block", before, first_epoch_num=reached, epoch_count=max(epoch - reached, 1e-3))
         yield interval("END", "block", trained, first_epoch_num=reached)

@@ -17,21 +17,14 @@ from ..run.trained_weights import TrainedModel
 from ..text import count, duration, percent
 from ..weights import replacing, write_text
 
-_NAMED = r"timm|hf:[\w./@-]+"
-"""names by which others find the data and the weights too"""
+_NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the weights too
 
 
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
-    """Writes README.md, config.json, recipe.yaml and model.safetensors.
+    """Writes README.md, config.json, recipe.yaml and model.safetensors of a finished run.
 
-    Args:
-        run: A finished run.
-        trained: Its weights.
-        folder: Made where it is missing.
-        license_name: The hub's name of the weights' licence, such as apache-2.0; None: the card has none.
-
-    Raises:
-        UserError: The run is not finished, or the folder can't be written.
+    `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none. UserError if
+    the run is not finished, or the folder, which is made if it is missing, can't be written.
     """
     if not run.summary:
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
@@ -65,12 +58,7 @@ def configuration(trained: TrainedModel) -> dict[str, Any]:
 
 
 def card(run: RunRecord, license_name: str | None) -> str:
-    """README.md: front matter by the hub's rules, and below it what was trained, by which recipe, and how to repeat it.
-
-    Args:
-        run: Finished.
-        license_name: The hub's name of the weights' licence; None: the card has none.
-    """
+    """README.md: front matter by the hub's rules, then what was trained, by which recipe, and how to repeat it."""
     summary, recipe = run.summary, run.recipe
     head: dict[str, Any] = {
         **({"license": license_name} if license_name else {}),

@@ -1,9 +1,4 @@
-"""Blocks of a network compiled by torch's Inductor: fewer and larger kernels, with other bits.
-
-Block by block and not as a whole: the backward pass of a compiled region is one operation, so the gradients of a
-network that is compiled whole would all come at its end, and none could travel meanwhile (torch.compile's FAQ). Equal
-blocks share their code.
-"""
+"""Blocks of a network compiled by torch's Inductor: fewer and larger kernels, with other bits."""
 
 import importlib.util
 import os
@@ -23,6 +18,9 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
 
     UserError if the compiler for the device is not installed.
     """
+    # Block by block and not as a whole: the backward pass of a compiled region is one operation, so the gradients of a
+    # network that is compiled whole would all come at its end, and none could travel meanwhile (torch.compile's FAQ).
+    # Equal blocks share their code.
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError("compile: true: needs Triton on a GPU; pip install triton, or set compile: false")
     compiler = os.environ.get("CXX", "g++")

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from ..errors import UserError, first_line, suggest
 from ..recipe.section import Options
 
+# Options of the builders that would load weights, which the recipe's hash does not cover.
 _WEIGHTS = {
     "torchvision": ("weights", "weights_backbone"),
     "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
 }
-"""options of the builders that would load weights, which the recipe's hash does not cover"""
+# Options that follow from `data.classes` and `data.channels`.
 _OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
-"""options that follow from `data.classes` and `data.channels`"""
-
+# The option of networks that are built for one size of images, most of them transformers.
 SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
-"""the option of networks that are built for one size of images, most of them transformers"""
 
 
 def torchvision_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
@@ -54,10 +53,10 @@ def timm_classifier(name: str, *, classes: int, channels: int, options: Options)
 
 
 def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, Tensor]:
-    """The tensors of timm's pretrained network of that name, with its own head.
+    """The tensors of timm's pretrained network of that name, with its own head, from the hub or its cache.
 
-    timm takes them from the Hugging Face hub's cache, or downloads them. It fits position embeddings to `img_size` and
-    the first layer to the channels. UserError if timm can't be imported, has no such weights, or can't reach them.
+    timm fits position embeddings to `img_size` and the first layer to the channels. UserError if it can't be imported,
+    has no such weights, or can't reach them.
     """
     timm = _timm(name)
     # Before the network is built: without weights timm would return a random one.

@@ -1,8 +1,6 @@
 """The plain networks from before ResNet: AlexNet, OverFeat and VGG-A for images, and a network of speech.
 
-Those for images are convolutions, then three linear layers with dropout between them (`PlainNet`); the one of speech is
-linear layers alone. A builder takes `classes`, `channels` and its options by keyword, and draws its weights from the
-default generator of torch.
+A builder takes `classes`, `channels` and its options by keyword, and draws its weights from torch's default generator.
 """
 
 import math
@@ -127,8 +125,8 @@ def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: floa
     return PlainNet(features, maps=fourth, pixels=6, widths=linear, classes=classes, dropout=dropout)
 
 
+# Channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling.
 _VGG_A: tuple[int | None, ...] = (1, None, 2, None, 4, 4, None, 8, 8, None, 8, 8, None)
-"""channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling"""
 
 
 def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5) -> PlainNet:

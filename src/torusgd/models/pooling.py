@@ -1,8 +1,4 @@
-"""Pooling: max pooling whose gradient has the same bits on every run, on GPUs too, and a blur before a stride.
-
-CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run under deterministic
-algorithms. This one adds the k * k positions of the window one after the other.
-"""
+"""Pooling: max pooling whose gradient has the same bits on every run, on GPUs too, and a blur before a stride."""
 
 from typing import Any
 
@@ -15,7 +11,6 @@ class MaxPool2d(nn.MaxPool2d):
     """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic if torch is set to be."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, c, h, w) -> (n, c, oh, ow)."""
         if x.is_cuda and torch.are_deterministic_algorithms_enabled():
             pooled: Tensor = OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
             return pooled
@@ -25,9 +20,11 @@ class MaxPool2d(nn.MaxPool2d):
 class OrderedMaxPool(torch.autograd.Function):
     """Max pooling with a gradient that is added in one fixed order."""
 
+    # CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run under deterministic
+    # algorithms. This one adds the k * k positions of the window one after the other.
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
-        """Torch's own forward, which is deterministic; backward needs the positions of the maxima."""
+        # Torch's own, which is deterministic; backward needs the positions of the maxima.
         pooled, positions = F.max_pool2d(x, window, stride, padding, ceil_mode=ceil_mode, return_indices=True)
         ctx.save_for_backward(positions)
         ctx.shape, ctx.window, ctx.stride, ctx.padding = x.shape, window, stride, padding
@@ -35,9 +32,7 @@ class OrderedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Adds for one position in the window at a time."""
-        (grad,) = grads
-        (positions,) = ctx.saved_tensors
+        (grad,), (positions,) = grads, ctx.saved_tensors
         n, c, h, w = ctx.shape
         rows = torch.arange(grad.shape[2], device=grad.device)[:, None] * ctx.stride - ctx.padding
         columns = torch.arange(grad.shape[3], device=grad.device) * ctx.stride - ctx.padding
@@ -71,5 +66,4 @@ class Blur2d(nn.Module):
         self.kernel: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, c, h, w) -> (n, c, oh, ow)."""
         return F.conv2d(x, self.kernel, stride=self.stride, padding=1, groups=x.shape[1])

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from ..importing import import_factory
 from ..recipe.schema import Model, Recipe
 from ..recipe.section import Sides, sides
 from ..rng import INIT, keyed_hash
-from .freeze import BODY, freeze
 from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import digits_net, fashion_net, resnet18, resnet34, resnet50, resnet101
 
+# Builders by built-in name; each takes `classes`, `channels` and its options by keyword.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet-bn": alexnet_bn,
     "cd-dnn": cd_dnn,
@@ -31,10 +33,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet101": resnet101,
     "vgg-a": vgg_a,
 }
-"""builders by built-in name; each takes `classes`, `channels` and its options by keyword"""
-
+# Builders by the part before the colon of a library's classifier.
 LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
-"""builders by the part before the colon of a library's classifier"""
+
+
+BODY = "body"  # the word of `model.freeze` for all parameters but the head's
 
 
 def is_built_in(name: str) -> bool:
@@ -52,11 +55,8 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
 
     It takes float images (N, channels, height, width) and gives logits (N, classes). A name is one of `MODELS`,
     `torchvision:NAME`, `timm:NAME`, or `package.module:factory`; a factory is called like a built-in builder and must
-    draw its weights from torch's default generator. The caller's random state stays as it is.
-
-    Raises:
-        UserError: No such name or option; the network does not take these images or give these logits; or it has
-            state other than batch norm's that training changes, which can't be merged over virtual workers.
+    draw its weights from torch's default generator. UserError if there is no such name or option, the network does not
+    take these images or give these logits, or it has state other than batch norm's that training changes.
 
     >>> net = build_model(Model(name="digits-net"), classes=10, channels=1, image_size=8, seed=0)
     >>> net(torch.zeros(5, 1, 8, 8)).shape
@@ -165,8 +165,8 @@ def _check_options(model: Model, builder: Callable[..., Any]) -> None:
 
 
 def _check_parameters(name: str, network: nn.Module) -> None:
-    """Gradients are summed in float32, each in the order of its parameter's memory."""
-    # Each is checked here, once, since the sums would otherwise be wrong without an error.
+    # Gradients are summed in float32, each in the order of its parameter's memory: other parameters would be summed
+    # wrongly without an error.
     memory: dict[int, str] = {}
     for key, parameter in network.named_parameters():
         what = f"model.name: {name}: the parameter {key}"
@@ -181,7 +181,7 @@ def _check_parameters(name: str, network: nn.Module) -> None:
 
 
 def _check_graph(name: str, logits: Tensor) -> None:
-    """Re-entrant checkpointing runs backward within backward, where a parameter's gradient comes in parts."""
+    # Re-entrant checkpointing runs backward within backward, where a parameter's gradient comes in parts.
     # A walk without recursion: the graph of a deep network is deeper than Python's stack.
     seen: set[Any] = set()
     nodes = [logits.grad_fn]
@@ -196,10 +196,7 @@ def _check_graph(name: str, logits: Tensor) -> None:
 
 
 def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key: str = "data.image_size") -> None:
-    """One forward pass of a copy in training mode: checks the output, and that only batch norm's state has changed.
-
-    `size_key` is the recipe's key of the images' size, for the error.
-    """
+    """One forward pass of a copy in training mode: checks the output, and that only batch norm's state has changed."""
     trial = copy.deepcopy(network).train()
     size = "x".join(map(str, images.shape[1:]))
     try:
@@ -232,3 +229,86 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     # Bits and not values, for NaN is not equal to itself.
     as_bytes = (t.flatten().contiguous().view(torch.uint8) for t in (a, b))
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
+    """Turns off the gradient of the parameters that a recipe names, in place.
+
+    Patterns are names of parameters or of modules that hold them, or globs of either; `body` is every parameter whose
+    name is not in `head`. UserError if a pattern matches nothing, or nothing is left to train.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> freeze(net, ["0"], head=[])
+    >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+    ['1.weight', '1.bias']
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if pattern == BODY:
+            named = [name for name in parameters if name not in head]
+        else:
+            named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in _and_owners(name))]
+        # A pattern that matches nothing is a typing error, and would train what the user wanted to freeze.
+        if not named:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise UserError(f"model.freeze: no parameter or module {pattern!r}{suggest(pattern, modules)}")
+        for name in named:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"model.freeze: {', '.join(patterns)} leave nothing to train")
+
+
+def is_frozen(layer: _BatchNorm) -> bool:
+    """Whether a batch norm's running statistics stay as they are and normalise, in training too."""
+    # Frozen weights were trained with those statistics: with others they would mean something else. A batch norm
+    # without weights of its own goes on learning.
+    return isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
+
+
+def _and_owners(name: str) -> Iterator[str]:
+    """`a`, `a.b`, `a.b.weight`."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
+    """One pass forward and back, of a copy, on the network's device; UserError names a layer that torch refuses."""
+    # Exact sums need gradients with the same bits on every run. Under `torch.use_deterministic_algorithms` torch
+    # refuses an operation that can't give them, nearly always in the backward pass: adaptive average pooling to more
+    # than one value a channel, pooling in three dimensions, fractional pooling, some padding and interpolation. Which
+    # ones depends on torch and the device, so that a list would be wrong soon: one pass of two images finds them.
+    # A copy: the pass changes batch norm's statistics, and hooks would stay.
+    trial, device = copy.deepcopy(network).train(), next(network.parameters()).device
+    last = ["the input"]
+    for name, module in trial.named_modules():
+        if not any(module.children()):
+            module.register_forward_hook(_note(name or "the network", module, last))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            images = torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)
+            trial(images).sum().backward()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        operation = str(error).split()[0]
+        raise UserError(
+            f"model.name: {recipe.model.name}, layer {last[0]}: no gradient with the same bits on every run "
+            f"({operation}) on {device.type}; take another layer, or reduction: float32, whose bits are not promised"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _note(name: str, module: nn.Module, last: list[str]) -> Callable[..., None]:
+    """A forward hook that writes into `last` the layer whose forward, or later backward, pass began last."""
+
+    def note(*_: object) -> None:
+        last[0] = f"{name} ({type(module).__name__})"
+
+    def forward(_: nn.Module, inputs: object, output: object) -> None:
+        note()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(note)
+
+    return forward

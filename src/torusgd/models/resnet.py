@@ -1,8 +1,7 @@
 """ResNet-18/34/50/101 (He et al., arXiv 1512.03385) in their v1.5 form: the stride is in the 3x3 convolution.
 
 Names, order and shapes of parameters and buffers are torchvision's, so that weights can be exchanged both ways. Two
-small residual nets (ours) for images of 8x8 and 28x28 pixels train on a CPU in seconds and minutes; they pool over all
-positions before the classifier, so they take other sizes of images, too.
+small residual nets (ours) for images of 8x8 and 28x28 pixels, or of any other size, train on a CPU in minutes.
 """
 
 from collections.abc import Sequence
@@ -69,8 +68,8 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 
 _BLURS = ("none", "strides", "strides+pool")
+# Fewest input channels of a strided convolution that gets a blur; the first one, which sees the image, has fewer.
 _BLURRED_FROM = 16
-"""fewest input channels of a strided convolution that gets a blur; the first one, which sees the image, has fewer"""
 
 
 def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
@@ -105,37 +104,34 @@ class _BlurredConv2d(nn.Conv2d):
 def init_residual(
     model: nn.Module, *, zero_gamma: bool, fan_in: bool = False, uniform_gamma: bool = False, rare: bool = False
 ) -> None:
-    """Draws the weights anew: He's normal rule for convolutions, N(0, 0.01) and no bias for linear layers.
+    """Draws the weights anew: He's normal rule (arXiv 1502.01852) for convolutions, N(0, 0.01) for linear layers.
 
-    He's variance (arXiv 1502.01852) is 2 over the inputs of an output with `fan_in` (Fujitsu's MLPerf v0.6 code), else
-    over the outputs of an input (torchvision, and most of the records). The linear layers' deviation is that of the
-    large-batch records (Goyal et al., arXiv 1706.02677, section 5.1). With `zero_gamma` each residual block begins as
-    its shortcut: the gamma of its last batch norm is zero. MosaicML draws every gamma uniformly from 0 to 1
-    (`uniform_gamma`), and gives the last layer the bias -ln(classes) (`rare`): a sigmoid then starts at a probability
-    of about 1 / classes, while a bias of 0 would start at one half.
+    With `zero_gamma` each residual block begins as its shortcut: the gamma of its last batch norm is zero.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
+            # The variance is 2 over the inputs of an output (Fujitsu's MLPerf v0.6 code), or over the outputs of an
+            # input (torchvision, and most of the records).
             nn.init.kaiming_normal_(module.weight, mode="fan_in" if fan_in else "fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
+            # The deviation of the large-batch records (Goyal et al., arXiv 1706.02677, section 5.1). A bias of
+            # -ln(classes), as MosaicML's, starts a sigmoid at a probability of about 1 / classes, 0 at one half.
             nn.init.normal_(module.weight, std=0.01)
             nn.init.constant_(module.bias, -logarithm(module.out_features) if rare else 0.0)
         elif isinstance(module, nn.BatchNorm2d) and uniform_gamma:
-            nn.init.uniform_(module.weight)
+            nn.init.uniform_(module.weight)  # MosaicML's
     # After the loop above, which may have drawn these gammas.
-    if zero_gamma:
-        for module in model.modules():
-            if isinstance(module, BasicBlock):
-                nn.init.zeros_(module.bn2.weight)
-            elif isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)
+    for module in model.modules() if zero_gamma else ():
+        if isinstance(module, BasicBlock | Bottleneck):
+            last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
+            nn.init.zeros_(last.weight)
 
 
 class ResNet(nn.Module):
     """A residual network for float images (N, channels, H, W); gives logits (N, classes).
 
-    `depths` are the numbers of blocks in each of the four layers. `zero_gamma`, `fan_in`, `uniform_gamma` and `rare`
-    are those of `init_residual`; `blur` is none, strides or strides+pool (`blur_before_strides`).
+    `depths` are the numbers of blocks in each of the four layers; the options are those of `init_residual` and
+    `blur_before_strides`.
     """
 
     def __init__(
@@ -181,19 +177,16 @@ def _layer(block: Block, inputs: int, width: int, depth: int, stride: int) -> nn
 
 resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
 """11.7 M parameters, 1.8 GMAC at 224 px (1,000 classes); takes ResNet's keywords, as those below do"""
-resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))
-"""21.8 M parameters, 3.7 GMAC at 224 px"""
-resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))
-"""25.6 M parameters, 4.1 GMAC at 224 px"""
-resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))
-"""44.5 M parameters, 7.8 GMAC at 224 px"""
+resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))  # 21.8 M parameters, 3.7 GMAC at 224 px
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))  # 25.6 M parameters, 4.1 GMAC at 224 px
+resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))  # 44.5 M parameters, 7.8 GMAC at 224 px
 
 
 class SmallResNet(nn.Module):
     """A 3x3 convolution, residual blocks, global average pooling, dropout, a linear classifier.
 
     From float images (N, channels, H, W) to logits (N, classes). `widths` are the channels of the first convolution,
-    then of each residual block; `zero_gamma` begins with every residual block as its shortcut.
+    then of each residual block.
     """
 
     def __init__(

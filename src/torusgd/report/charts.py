@@ -1,22 +1,22 @@
-"""Line charts and stacked bars as plain numbers: a template needs only to write them down as SVG.
+"""Line charts and stacked bars as plain numbers, which a template writes down as SVG, and which of them a page has.
 
-Coordinates are those of the SVG's view box, y downwards. A chart of a hundred thousand steps is as small as one of
-five hundred: the points that fall on one column of pixels are replaced by their mean.
+Coordinates are those of the SVG's view box, y downwards.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
-from ..text import short
+from ..text import is_number, short
+from .read_run import RunRecord
+from .tables import time_shares
 
-WIDTH, HEIGHT = 380, 230
-"""size of a chart's view box, of which the axes leave the inner part"""
+WIDTH, HEIGHT = 380, 230  # size of a chart's view box, of which the axes leave the inner part
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
-COLUMNS = 500
-"""most points of a line"""
-TICKS = 5
-"""marks of an axis, about"""
+COLUMNS = 500  # most points of a line
+TICKS = 5  # marks of an axis, about
 Point = tuple[float, float]
 
 
@@ -26,16 +26,13 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    colour: int
-    """number among the page's colours"""
+    colour: int  # number among the page's colours
     dots: bool = False
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark on an axis: where it is, and its number."""
-
     at: float
     label: str
 
@@ -46,8 +43,7 @@ class Line:
 
     name: str
     colour: int
-    path: str
-    """data of an SVG path"""
+    path: str  # data of an SVG path
     dots: tuple[Point, ...]
     dashed: bool
 
@@ -61,8 +57,7 @@ class Chart:
     lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    summary: str
-    """sentence for readers who do not see the chart"""
+    summary: str  # sentence for readers who do not see the chart
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,6 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """The coordinate of a value."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         share = (self._scaled(value) - low) / (high - low)
         return round(self.start + share * (self.stop - self.start), 2)
@@ -104,23 +98,16 @@ def line_chart(
     percent: bool = False,
     floor: bool = False,
 ) -> Chart | None:
-    """A chart of one or more series; None if no series has a point.
+    """A chart of one or more series, whose x does not fall; None if no series has a point.
 
-    Args:
-        title: What the y axis shows, and its unit.
-        x_label: What the x axis shows.
-        series: Points whose x does not fall; values that are not finite are left out.
-        log_x: The x axis by decades; points that are not positive on it are left out.
-        log_y: The same of the y axis.
-        percent: Values are fractions, and are shown as percentages.
-        floor: The y axis begins at 0.
+    The title says what the y axis shows. Values that are not finite are left out, and those that are not positive on an
+    axis by decades (`log_x`, `log_y`). With `percent` values are fractions; with `floor` the y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
-    shown = [
-        (each, [(x, y * scale) for x, y in each.points if _is_shown(x, log_x) and _is_shown(y, log_y)])
-        for each in series
-    ]
-    shown = [(each, points) for each, points in shown if points]
+    shown = []
+    for each in series:
+        if points := [(x, y * scale) for x, y in each.points if _is_shown(x, log_x) and _is_shown(y, log_y)]:
+            shown.append((each, points))
     if not shown:
         return None
     # Axes span what is shown of all series, so that their lines can be compared.
@@ -152,7 +139,7 @@ def _span(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most COLUMNS points: of neighbours the mean."""
+    """At most COLUMNS points: of neighbours the mean, so a hundred thousand steps are as small as five hundred."""
     # Means of equal runs and not every n-th point, or a spike would come and go with the length of the run.
     size = math.ceil(len(points) / COLUMNS)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
@@ -187,3 +174,101 @@ def _decades(low: float, high: float, count: int) -> list[float]:
     found = [factor * 10.0**power for power in powers[::every] for factor in factors]
     found = [value for value in found if low * 0.999 <= value <= high * 1.001]
     return found if len(found) > 1 else _round_values(low, high, count)
+
+
+COLOURS = 8  # colours of the page; further runs take them again, dashed
+_SMOOTH = 25  # steps over which images a second are averaged
+
+
+def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Loss, accuracy, rate, batch and speed over epochs; those without a point are left out."""
+    epochs = "epochs"
+    charts = [
+        line_chart("loss (log scale)", epochs, [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
+        line_chart(
+            "top-1 in %", epochs, [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True, floor=True
+        ),
+        line_chart("learning rate", epochs, _lines(runs, "lr"), floor=True),
+        line_chart("images a step", epochs, _lines(runs, "batch"), floor=True),
+        line_chart("images a second", epochs, _a_second(runs, "batch"), floor=True),
+        line_chart(
+            "time waiting for messages, % of a step", epochs, _a_second(runs, "sync_seconds"), percent=True, floor=True
+        ),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def time_bars(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Of each run the parts of its time as a stacked bar."""
+    return [stacked_bar(run.name, {name: share for name, (_, share) in time_shares(run).items()}) for run in runs]
+
+
+def stacked_bar(name: str, shares: Mapping[str, float]) -> dict[str, Any]:
+    """The fractions of a whole, by name, as segments with begin and width in percent."""
+    widths = [100 * share for share in shares.values()]
+    begins = accumulate(widths, initial=0.0)
+    segments = [
+        {"name": part, "colour": colour, "begin": round(begin, 3), "width": round(width, 3)}
+        for colour, (part, begin, width) in enumerate(zip(shares, begins, widths, strict=False))
+    ]
+    return {"name": name, "segments": segments}
+
+
+def sweep_charts(forecasts: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Images a second, efficiency and time over numbers of devices; of what `torusgd plan --json` has under `sweep`."""
+
+    def points(key: str) -> list[tuple[float, float]]:
+        return [(f["devices"], f[key]) for f in forecasts if is_number(f.get("devices")) and is_number(f.get(key))]
+
+    rates, hours = points("images_per_second"), [(x, y / 60) for x, y in points("seconds")]
+    linear = [(x, rates[0][1] * x / rates[0][0]) for x, _ in rates] if rates else []
+    bounds = [[(x, y / 60) for x, y in points(key)] for key in ("low", "high")]
+    charts = [
+        line_chart(
+            "images a second", "devices", [Series("predicted", rates, 0), Series("linear", linear, 1, dashed=True)],
+            log_x=True, log_y=True,
+        ),
+        line_chart(
+            "efficiency in %", "devices", [Series("predicted", points("efficiency"), 2)],
+            log_x=True, percent=True, floor=True,
+        ),
+        line_chart(
+            "minutes", "devices",
+            [Series("predicted", hours, 3), *(Series("band", each, 3, dashed=True) for each in bounds)],
+            log_x=True, log_y=True,
+        ),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
+
+
+def _series(runs: Sequence[RunRecord], points: Sequence[Sequence[tuple[float, float]]], dots: bool) -> list[Series]:
+    return [
+        Series(run.name, each, place % COLOURS, dots=dots, dashed=place >= COLOURS)
+        for place, (run, each) in enumerate(zip(runs, points, strict=True))
+    ]
+
+
+def _lines(runs: Sequence[RunRecord], key: str) -> list[Series]:
+    points = [[(s["epoch"], s[key]) for s in run.steps if is_number(s.get(key))] for run in runs]
+    return _series(runs, points, dots=False)
+
+
+def _dots(runs: Sequence[RunRecord], key: str, joined: bool = False) -> list[Series]:
+    """Evaluations of the weights in training, without the polished ones: the table of results has those."""
+    points = []
+    for run in runs:
+        events = [e for e in run.evaluations if e["event"] == "evaluation" and is_number(e.get(key))]
+        points.append([(run.epochs[event["step"]], event[key]) for event in events if event["step"] in run.epochs])
+    return _series(runs, points, dots=not joined)
+
+
+def _a_second(runs: Sequence[RunRecord], key: str) -> list[Series]:
+    """A figure of the steps over their seconds, by epoch."""
+    points = []
+    for run in runs:
+        # Of some steps together: single steps jump by what else the machine does.
+        size = max(1, min(_SMOOTH, len(run.steps) // 10))
+        groups = [run.steps[start : start + size] for start in range(0, len(run.steps) - size + 1, size)]
+        sums = [(g[-1]["epoch"], sum(s[key] for s in g), sum(s["step_seconds"] for s in g)) for g in groups]
+        points.append([(epoch, above / seconds) for epoch, above, seconds in sums if seconds > 0])
+    return _series(runs, points, dots=False)

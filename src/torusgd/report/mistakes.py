@@ -19,37 +19,26 @@ from ..recipe.schema import Recipe
 from ..runtime import loader_threads
 from ..step.evaluate import Confusion, read_ahead
 
-MOST_IMAGES = 24
-"""pictures on the sheet"""
-MOST_CLASSES = 10
-"""classes in the table of the worst"""
-_PIXELS = 96
-"""largest longer side of a picture on the sheet; larger ones are scaled down"""
+MOST_IMAGES = 24  # pictures on the sheet
+MOST_CLASSES = 10  # classes in the table of the worst
+_PIXELS = 96  # largest longer side of a picture on the sheet; larger ones are scaled down
 
 
 @dataclass(frozen=True)
 class WorstClass:
-    """A class whose images are often taken for others."""
-
     name: str
     images: int
     top1: float
-    taken_for: str
-    """class that its wrong images are taken for most often"""
+    taken_for: str  # class that its wrong images are taken for most often
 
 
 @dataclass(frozen=True)
 class WrongImage:
-    """A held-out image that is taken for another class."""
-
-    index: int
-    """index in the held-out data"""
+    index: int  # index in the held-out data
     name: str
     taken_for: str
-    probability: float
-    """probability that the network gave the right class"""
-    picture: str
-    """data: URL of a PNG of what the network saw; empty unless it has one or three channels"""
+    probability: float  # probability that the network gave the right class
+    picture: str  # data: URL of a PNG of what the network saw; empty unless it has one or three channels
 
 
 @dataclass(frozen=True)
@@ -58,8 +47,7 @@ class Mistakes:
 
     classes: tuple[WorstClass, ...]
     images: tuple[WrongImage, ...]
-    wrong: int
-    """all images that are taken for another class"""
+    wrong: int  # all images that are taken for another class
     seen: int
 
 
@@ -67,17 +55,10 @@ class Mistakes:
 def find_mistakes(
     model: nn.Module, pipeline: Pipeline, recipe: Recipe, names: Sequence[str], precision: Precision
 ) -> Mistakes:
-    """Classifies every held-out image on this rank alone.
+    """Classifies every held-out image (`pipeline`) on this rank alone; the model is left in evaluation mode.
 
-    Args:
-        model: On its device; left in evaluation mode.
-        pipeline: Of the held-out images.
-        recipe: Normalisation, and how images are classified.
-        names: Of the classes; further outputs of the network are called by their number.
-        precision: As in training.
-
-    Raises:
-        OSError: An image can't be read.
+    `names` are those of the classes; further outputs of the network are called by their number. OSError if an image
+    can't be read.
     """
     model.eval()
     device, size, total = next(model.parameters()).device, recipe.evaluate.images_per_chunk, len(pipeline.source)

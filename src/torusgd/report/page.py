@@ -1,16 +1,11 @@
-"""Sets pages: what runs and plans say, put into the templates. Nothing in a page is code, and nothing is fetched.
-
-The page's policy forbids scripts, and every value is escaped, so that a class, a folder or an error message of a
-stranger stays text.
-"""
+"""Sets pages: what runs and plans say, put into the templates. Nothing in a page is code, and nothing is fetched."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..text import NONE, count, duration, percent, plain, plural
-from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from .figures import run_charts, sweep_charts, time_bars
+from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts, time_bars
 from .read_run import RunRecord
 from .tables import (
     Row,
@@ -48,11 +43,9 @@ def check_jinja() -> None:
 
 
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
-    """One or more runs as a page of HTML; the same runs give the same bytes.
+    """One or more runs as a page of HTML, with the mistakes of those whose weights were looked at.
 
-    Args:
-        runs: At least one.
-        mistakes: Of each run, or None if its weights were not looked at.
+    The same runs give the same bytes.
     """
     tables = [result_table(runs), training_table(runs), plan_table(runs), ranks_table(runs)]
     return _environment().get_template("run.html").render(
@@ -72,14 +65,9 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
 
 
 def plan_page(plan: Mapping[str, Any], command: str) -> str:
-    """A plan with its sweep as a page of HTML.
-
-    Args:
-        plan: What `torusgd plan --sweep --json` writes, with `--to` or without.
-        command: That made the plan.
-    """
+    """What `torusgd plan --sweep --json` writes, with `--to` or without, as a page of HTML; `command` made it."""
     curve = plan.get("sweep") or []
-    stages = plan.get("stages") or []
+    stages, columns = plan.get("stages") or [], _columns(curve)
     return _environment().get_template("plan.html").render(
         title=plan["title"],
         plan=plan,
@@ -87,8 +75,8 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
         charts=sweep_charts(curve),
         bars=_stage_bars(stages),
         steps=_step_table(stages),
-        heads=[head for _, head, _ in _columns(curve)],
-        sweep=_sweep_rows(curve, plan.get("knee")),
+        heads=[head for _, head, _ in columns],
+        sweep=[(each["devices"] == plan.get("knee"), [show(each) for _, _, show in columns]) for each in curve],
         choices=[(c["setting"], c["value"], duration(c["saves"])) for c in (plan.get("best") or {}).get("choices", [])],
         best=duration((plan.get("best") or {}).get("seconds")),
         command=command,
@@ -103,6 +91,8 @@ def _environment() -> "Environment":
     check_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    # The page's policy forbids scripts, and every value is escaped, so that a class, a folder or an error message of a
+    # stranger stays text.
     return Environment(
         loader=PackageLoader("torusgd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -121,20 +111,23 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     result = final(run)
-    tiles = [
+    return _known(
         ("top-1", percent(result.get("top1"))),
         ("top-5", percent(result.get("top5"))),
         ("loss", plain(result.get("loss"))),
         ("training time", duration(run_seconds(run))),
         ("images a second", count(images_per_second(run))),
         ("ranks", count(run.summary.get("world_size"))),
-    ]
+    )
+
+
+def _known(*tiles: tuple[str, str]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in tiles if value != NONE]
 
 
 def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     band = f"{duration(plan['low'])} to {duration(plan['high'])}" if "low" in plan else NONE
-    tiles = [
+    return _known(
         ("devices", count(plan.get("devices"))),
         ("time to train", duration(plan.get("seconds"))),
         ("90 % band", band),
@@ -144,30 +137,33 @@ def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("devices at the knee", count(plan.get("knee"))),
         ("devices of the quickest run", count(plan.get("useful"))),
         ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
-    ]
-    return [(name, value) for name, value in tiles if value != NONE]
+    )
 
 
 def _stage_bars(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A step of each stage as a stacked bar, of the parts that any of them has."""
-    parts = [key for key in _PARTS if any(stage.get(key) for stage in stages)]
-    bars = []
-    for stage in stages:
-        at, segments = 0.0, []
-        for colour, key in enumerate(parts):
-            width = 100 * float(stage.get(key) or 0.0) / stage["seconds"]
-            segments.append({"name": _PARTS[key], "colour": colour, "begin": round(at, 3), "width": round(width, 3)})
-            at += width
-        bars.append({"name": f"batch {stage['batch']:,}", "segments": segments})
-    return bars
+    """A step of each stage as a stacked bar."""
+    parts = _parts(stages)
+    return [
+        stacked_bar(
+            f"batch {stage['batch']:,}",
+            {name: float(stage.get(key) or 0.0) / stage["seconds"] for key, name in parts.items()},
+        )
+        for stage in stages
+    ]
 
 
 def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [Row("a step", tuple(f"{1e3 * stage['seconds']:.2f} ms" for stage in stages))]
-    for key, name in _PARTS.items():
-        if any(stage.get(key) for stage in stages):
-            rows.append(Row(name, tuple(f"{1e3 * float(stage.get(key) or 0):.2f} ms" for stage in stages)))
+    names = {"seconds": "a step", **_parts(stages)}
+    rows = (
+        Row(name, tuple(f"{1e3 * float(stage.get(key) or 0):.2f} ms" for stage in stages))
+        for key, name in names.items()
+    )
     return Table("Where a step's time goes", tuple(rows))
+
+
+def _parts(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Those parts of a step that any stage has."""
+    return {key: name for key, name in _PARTS.items() if any(stage.get(key) for stage in stages)}
 
 
 Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]
@@ -187,8 +183,3 @@ def _columns(curve: Sequence[Mapping[str, Any]]) -> list[Column]:
         ("limit", "limited by", lambda each: str(each["limit"]).partition(";")[0]),
     ]
     return [column for column in columns if curve and column[0] in curve[0]]
-
-
-def _sweep_rows(curve: Sequence[Mapping[str, Any]], knee: object) -> list[tuple[bool, list[str]]]:
-    """For each number of devices whether it is the knee, and its cells."""
-    return [(each["devices"] == knee, [show(each) for _, _, show in _columns(curve)]) for each in curve]

@@ -1,10 +1,10 @@
-"""What a run's folder says: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing.
+"""What a run's folder says: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing."""
 
-Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
-a line that can't be understood is counted and left out, and only values of the expected type go any further.
-"""
+# Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
+# a line that can't be understood is counted and left out, and only values of the expected type go any further.
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,12 @@ from ..rundir.run_view import STATUS, gone, read_status
 from ..text import is_number
 from ..untrusted import check_regular, parse_json, read_text
 
-MOST_EVENT = 1 << 20
-"""bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000"""
+MOST_EVENT = 1 << 20  # bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000
+# Types of the values of summary.json and status.json that are no numbers or words.
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("shares", "conditions", "predicted", "runtime"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
-"""types of the values of summary.json and status.json that are no numbers or words"""
 _STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
 
 
@@ -33,45 +32,30 @@ class RunRecord:
 
     folder: Path
     recipe: Recipe
-    state: str
-    """`RunStatus.state`: finished, running, stopped or gone"""
-    why: str
-    """one sentence on a run that is not finished; empty otherwise"""
-    steps: tuple[Mapping[str, Any], ...]
-    """events of steps, with numbers under `_STEP_KEYS`; the loss may be missing"""
-    evaluations: tuple[Mapping[str, Any], ...]
-    """events of evaluations, the one after the polish last"""
-    summary: Mapping[str, Any]
-    """summary.json; empty unless the run is finished"""
-    status: Mapping[str, Any]
-    """status.json: the options by which the ranks were started"""
-    unread: int
-    """lines of events.jsonl that could not be understood"""
+    state: str  # `RunStatus.state`: finished, running, stopped or gone
+    why: str  # one sentence on a run that is not finished; empty otherwise
+    steps: tuple[Mapping[str, Any], ...]  # events of steps, with numbers under `_STEP_KEYS`; the loss may be missing
+    evaluations: tuple[Mapping[str, Any], ...]  # events of evaluations, the one after the polish last
+    summary: Mapping[str, Any]  # summary.json; empty unless the run is finished
+    status: Mapping[str, Any]  # status.json: the options by which the ranks were started
+    unread: int  # lines of events.jsonl that could not be understood
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
         return self.folder.resolve().name or str(self.folder)
 
     def numbers(self, key: str) -> list[float]:
         """A number of each step."""
         return [float(step[key]) for step in self.steps]
 
-    def epoch_of(self, step: float) -> float | None:
-        """The epochs done after so many steps; None if the events don't say."""
-        return self._epochs.get(int(step))
-
     @cached_property
-    def _epochs(self) -> dict[int, float]:
+    def epochs(self) -> dict[int, float]:
+        """The epochs done after a step."""
         return {int(event["step"]): float(event["epoch"]) for event in self.steps}
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads a run's folder.
-
-    Raises:
-        UserError: It holds no run, or one whose recipe, status or events can't be read.
-    """
+    """Reads a run's folder; UserError if it holds no run, or one whose recipe, status or events can't be read."""
     status = read_status(folder)
     recipe = read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
@@ -94,15 +78,13 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read_tree(path: Path) -> Mapping[str, Any]:
-    try:
-        tree = parse_json(read_text(path))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
+    with suppress(OSError, ValueError):
+        if isinstance(tree := parse_json(read_text(path)), dict):
+            return tree
+    return {}
 
 
 def _expected(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without values that are not of their key's type."""
     return {key: value for key, value in tree.items() if isinstance(value, _TYPES.get(key, object))}
 
 
@@ -111,10 +93,9 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     found: list[dict[str, Any]] = []
     unread = 0
     for line in _lines(path):
-        try:
+        event = None
+        with suppress(ValueError):
             event = parse_json(line.decode())
-        except ValueError:
-            event = None
         if isinstance(event, dict) and _is_whole(event):
             found.append(event)
         else:

@@ -4,6 +4,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -11,8 +12,8 @@ from ..recipe.schema import Recipe
 from ..text import NONE, count, duration, is_number, listed, milliseconds, percent, plain, plural
 from .read_run import RunRecord
 
+# Runtime options with a flag of the same name that change how long a run takes.
 _FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets", "shares")
-"""runtime options with a flag of the same name that change how long a run takes"""
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,12 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class TimeShare:
-    """A part of a run's training time."""
-
-    name: str
-    seconds: float
-    share: float
-    """fraction of all of it"""
+Fact = tuple[str, Callable[[RunRecord], str]]  # a row's label, and what a run has there
 
 
 def training_table(runs: Sequence[RunRecord]) -> Table:
     """What was trained."""
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+    rows: list[Fact] = [
         ("recipe", lambda run: run.recipe.name),
         ("network", lambda run: _with_options(run.recipe.model.name, run.recipe.model.options)),
         ("data", lambda run: _with_options(run.recipe.data.source, run.recipe.data.options)),
@@ -58,17 +52,21 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
         ("virtual workers", lambda run: count(run.recipe.virtual_workers)),
         ("batch by stage", lambda run: batches(run.recipe)),
         ("stages end at", lambda run: " > ".join(str(stage.until) for stage in run.recipe.stages)),
+        ("batch up to which more images would pay", _noise_scales),
         ("optimiser", lambda run: f"{run.recipe.optimizer.name}, rate {run.recipe.rate.lr:g}"),
         ("gradients are summed", lambda run: run.recipe.reduction),
         ("precision", lambda run: run.recipe.precision),
         ("seed", lambda run: str(run.recipe.seed)),
     ]
-    return _table("What was trained", runs, rows)
+    note = ""
+    if any(_noise_scales(run) != NONE for run in runs):
+        note = "The batch up to which more images would pay is the gradient noise scale at each stage's end."
+    return _table("What was trained", runs, rows, note)
 
 
 def result_table(runs: Sequence[RunRecord]) -> Table:
     """How good the weights are."""
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+    rows: list[Fact] = [
         ("top-1", lambda run: percent(final(run).get("top1"))),
         ("top-5", lambda run: percent(final(run).get("top5"))),
         ("loss on held-out images", lambda run: plain(final(run).get("loss"))),
@@ -84,31 +82,35 @@ def result_table(runs: Sequence[RunRecord]) -> Table:
 
 def time_table(runs: Sequence[RunRecord]) -> Table:
     """Where rank 0's time went, in seconds and shares."""
-    parts = [time_shares(run) for run in runs]
-    names = [part.name for part in max(parts, key=len)]
-    by_name = [{part.name: f"{duration(part.seconds)} ({part.share:.1%})" for part in each} for each in parts]
-    rows = [Row(name, tuple(each.get(name, NONE) for each in by_name)) for name in names]
-    rows.insert(0, Row("training time", tuple(duration(run_seconds(run)) for run in runs)))
-    rows.append(Row("communication that was hidden", tuple(percent(_hidden(run)) for run in runs)))
-    rows.append(Row("images a second", tuple(count(images_per_second(run)) for run in runs)))
+
+    def beside(run: RunRecord, part: str) -> str:
+        found = time_shares(run).get(part)
+        return f"{duration(found[0])} ({found[1]:.1%})" if found else NONE
+
+    parts = dict.fromkeys(part for run in runs for part in time_shares(run))
+    rows: list[Fact] = [
+        ("training time", lambda run: duration(run_seconds(run))),
+        *((part, partial(beside, part=part)) for part in parts),
+        ("communication that was hidden", lambda run: percent(run.summary.get("hidden_share"))),
+        ("images a second", lambda run: count(images_per_second(run))),
+    ]
     note = (
         "By the clock of rank 0. Exposed communication is time that a rank waits for messages, which includes waiting "
         "for slower ranks; what travels during computation is hidden and costs nothing."
     )
-    return Table("Where the time went", tuple(rows), note)
+    return _table("Where the time went", runs, rows, note)
 
 
 def ranks_table(runs: Sequence[RunRecord]) -> Table:
     """Ranks, which of them were slow, and what went wrong and was mended."""
-    summary: Callable[[str], Callable[[RunRecord], str]] = lambda key: lambda run: count(run.summary.get(key))  # noqa: E731
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+    rows: list[Fact] = [
         ("ranks", lambda run: count(run.summary.get("world_size", len(_shares(run)) or None))),
         ("virtual workers of each rank", lambda run: _counts(_shares(run))),
         ("ranks most often behind", _stragglers),
-        ("virtual workers moved off slow ranks", summary("moved_workers")),
-        ("virtual workers taken over from late ranks", summary("taken_over_workers")),
+        ("virtual workers moved off slow ranks", lambda run: count(run.summary.get("moved_workers"))),
+        ("virtual workers taken over from late ranks", lambda run: count(run.summary.get("taken_over_workers"))),
         ("ranks lost", lambda run: listed(run.summary.get("lost_ranks") or []) or "none"),
-        ("restarts", summary("restarts")),
+        ("restarts", lambda run: count(run.summary.get("restarts"))),
         ("resumed from step", lambda run: str(run.summary.get("resumed_from") or "none")),
         ("steps redone after an overflow", lambda run: count(_sum(run, "redone"))),
         ("updates skipped (not finite)", lambda run: count(sum(bool(step.get("skipped")) for step in run.steps))),
@@ -130,7 +132,7 @@ def plan_table(runs: Sequence[RunRecord]) -> Table | None:
         beside = f" (plan {error:+.1%})" if is_number(error) else ""
         return f"{show(found.get(name))} / {show(found.get(f'measured_{name}'))}{beside}"
 
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+    rows: list[Fact] = [
         ("a step", lambda run: beside(run, "step_seconds", milliseconds)),
         ("images a second", lambda run: beside(run, "images_per_second", count)),
     ]
@@ -141,7 +143,7 @@ def plan_table(runs: Sequence[RunRecord]) -> Table | None:
 def conditions_table(runs: Sequence[RunRecord]) -> Table:
     """Hashes, and what the bits depend on."""
     names = dict.fromkeys(name for run in runs for name in _conditions(run))
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+    rows: list[Fact] = [
         ("weights (SHA-256)", lambda run: str(run.summary.get("weights_sha256") or NONE)),
         ("recipe (SHA-256)", lambda run: run.recipe.sha256()),
         ("data (SHA-256)", lambda run: str(run.summary.get("data_sha256") or NONE)),
@@ -171,11 +173,11 @@ def command_of(run: RunRecord) -> str:
     return shlex.join([*words, "--out", f"{run.folder}-again"])
 
 
-def time_shares(run: RunRecord) -> list[TimeShare]:
-    """The parts of a run's training time, in the order in which a step has them; empty before the first step."""
+def time_shares(run: RunRecord) -> dict[str, tuple[float, float]]:
+    """Seconds and fractions of a run's training time by part, in the order of a step; empty before the first step."""
     total = run_seconds(run)
     if not run.steps or not total:
-        return []
+        return {}
     data, sync, update = (sum(run.numbers(f"{name}_seconds")) for name in ("data", "sync", "update"))
     steps = sum(run.numbers("step_seconds"))
     # What a step does not wait for is computation; what lies between steps is no part of any.
@@ -186,7 +188,7 @@ def time_shares(run: RunRecord) -> list[TimeShare]:
         "update": update,
         "evaluation, checkpoints, start": total - steps,
     }
-    return [TimeShare(name, max(0.0, seconds), max(0.0, seconds) / total) for name, seconds in parts.items()]
+    return {name: (max(0.0, seconds), max(0.0, seconds) / total) for name, seconds in parts.items()}
 
 
 def run_seconds(run: RunRecord) -> float | None:
@@ -213,9 +215,7 @@ def batches(recipe: Recipe) -> str:
     return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
 
 
-def _table(
-    title: str, runs: Sequence[RunRecord], rows: Sequence[tuple[str, Callable[[RunRecord], str]]], note: str = ""
-) -> Table:
+def _table(title: str, runs: Sequence[RunRecord], rows: Sequence[Fact], note: str = "") -> Table:
     return Table(title, tuple(Row(label, tuple(show(run) for run in runs)) for label, show in rows), note)
 
 
@@ -240,9 +240,11 @@ def _to_target(run: RunRecord) -> str:
     return f"{percent(target)} after {duration(seconds)}" if is_number(seconds) else f"{percent(target)} not reached"
 
 
-def _hidden(run: RunRecord) -> float | None:
-    value = run.summary.get("hidden_share")
-    return value if is_number(value) else None
+def _noise_scales(run: RunRecord) -> str:
+    """The last gradient noise scale of each stage (`step.noise_scale`), in images."""
+    measured = [step for step in run.steps if is_number(step.get("noise_scale")) and is_number(step.get("stage"))]
+    last = {step["stage"]: step["noise_scale"] for step in measured}
+    return " > ".join(count(last.get(stage)) for stage in range(len(run.recipe.stages))) if last else NONE
 
 
 def _shares(run: RunRecord) -> dict[str, Any]:

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Group
-from ..data.fingerprint import data_sha256
-from ..data.registry import PICTURES
+from ..data.registry import PICTURES, data_sha256
 from ..data.types import Source
 from ..errors import UserError
 from ..hub import commit_of
@@ -153,7 +152,7 @@ class Fingerprint:
     recipe_sha256: str
     train_images: int
     data_sha256: str
-    """names, sizes, labels and a sample, see `data.fingerprint`"""
+    """names, sizes, labels and a sample, see `data.registry.data_sha256`"""
     init_sha256: str
     """of the weights of --init; empty: drawn from the seed"""
     drawn_sha256: str

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +19,7 @@ from ..comm.base import Liveness
 from ..comm.connection import hosts_of
 from ..comm.groups import Group
 from ..data.file_lists import Arrays, Progress, read_arrays
-from ..data.loader import Loader
-from ..data.loader_processes import LoaderProcesses, Opener
+from ..data.loader import Loader, LoaderProcesses, open_pipeline
 from ..data.nvjpeg import decode_on_gpu
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
@@ -154,8 +154,8 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     processes, threads = None, loader_threads(device)
     if job.options.loader_processes:
         threads = job.options.loader_processes  # each of which waits for a process
-        opener = Opener(make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))
-        processes = LoaderProcesses(training, opener, threads)
+        opened = partial(open_pipeline, make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))
+        processes = LoaderProcesses(training, opened, threads)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
     loader = Loader(processes or training, order, threads=threads, ahead=threads + 3)
     evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed, allocate)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError
-from ..models.freeze import is_frozen
+from ..models.registry import is_frozen
 
 
 class BatchNormStatistics:

@@ -22,7 +22,7 @@ from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Pipeline
 from ..data.to_device import place
-from ..models.freeze import is_frozen
+from ..models.registry import is_frozen
 from ..precision import Precision
 from ..recipe.data_schema import Polish
 from ..recipe.schema import Recipe
