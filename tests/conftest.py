@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.comm.gloo_world import start_forkserver
 from tests.run.processes import RECIPE, results, run_alone
@@ -17,6 +18,9 @@ from torusgd.runtime import ask_for_repeatable_products
 from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
+# On a busy machine Hypothesis would take slowness for a fault of its tests.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 ask_for_repeatable_products()  # before any test's first product on a GPU
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whomever: kernels run on the CPU

@@ -43,7 +43,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.fingerprint import Fingerprint
-from torusgd.run.newest_state import Kept, agree
+from torusgd.run.newest_state import Retained, agree
 from torusgd.run.saving import LastSaved, RunState
 from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
@@ -271,16 +271,16 @@ def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generati
     assert {line[:6] for line in told if " was ended by SIGKILL" in line} == {"rank 1", "rank 2"}
 
 
-def kept(step: int, evaluated: int, value: float) -> Kept:
+def retained(step: int, evaluated: int, value: float) -> Retained:
     """What a rank keeps after `step` steps; all its tensors hold `value`."""
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
     tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
     nothing: Any = None
     own = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
-    return Kept(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
+    return Retained(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
 
 
-def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
+def agreed(*each: Retained) -> list[tuple[int, int, Any, dict[str, float]]]:
     """What ranks, as threads, take from each other: step, evaluated, event, tensors."""
     store, found = HashStore(), dict[int, Any]()
 
@@ -302,19 +302,19 @@ def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
 
 def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measured_again() -> None:
     whole = dict.fromkeys(("model/w", "optimizer/momentum_buffer/w", "gradient_bounds"), 2.0)
-    assert agreed(kept(3, 0, 1.0), kept(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
+    assert agreed(retained(3, 0, 1.0), retained(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
     mine = whole | {"model/w": 1.0, "optimizer/momentum_buffer/w": 1.0}
-    assert agreed(kept(4, 0, 1.0), kept(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
+    assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
     # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
-    joiner = replace(kept(0, 0, 0.0), state=None, tensors={}, last_event=None)
-    assert agreed(kept(4, 0, 1.0), kept(5, 0, 3.0), kept(4, 4, 2.0), joiner) == [
+    joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
+    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
         (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
     ]
 
 
 def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost() -> None:
     for writer, known in ((0, 4), (3, None)):
-        taken = agree(replace(kept(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
+        taken = agree(replace(retained(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
         assert (taken.saved.step if taken.saved else None) == known
 
 

@@ -16,7 +16,7 @@ from torusgd.data.pictures import PictureFiles, open_folder
 from torusgd.data.registry import data_sha256
 from torusgd.errors import UserError
 from torusgd.run import open_data
-from torusgd.run.open_data import HostShare, KeptArrays, MappedArrays
+from torusgd.run.open_data import HostShare, LauncherArrays, MappedArrays
 
 
 def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> HostShare:
@@ -82,7 +82,7 @@ def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
 
 def test_a_rank_maps_what_its_launcher_keeps_and_finds_it_itself_once_that_is_gone(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
-    kept = KeptArrays()
+    kept = LauncherArrays()
     alone = seen(*open_folder(folder, 3, once=kept))
     made: list[str] = []
 

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.run.runs import TINY
-from tests.step.test_step import make_trainer, take
+from tests.step.trainers import job_of, take, trainer_of
 from torusgd.comm import groups
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
@@ -19,7 +19,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
 from torusgd.run.job import Job
 from torusgd.run.network_parts import draw_network
-from torusgd.run.newest_state import Kept, nothing_yet
+from torusgd.run.newest_state import Retained, nothing_yet
 from torusgd.run.saving import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 
@@ -33,7 +33,7 @@ class Sender:
     """A rank at work, in the thread of the test."""
 
     def __init__(self, store: HashStore, *overrides: str) -> None:
-        self.trainer = make_trainer(LONG, *overrides)
+        self.trainer = trainer_of(job_of(LONG, *overrides))
         self.state = RunState(self.trainer.fingerprint)
         self.joiners: tuple[int, ...] = ()
         self._store = store
@@ -57,12 +57,12 @@ class Follower:
         recipe = load_recipe("digits", [*TINY, LONG, *overrides]).recipe
         recipe = recipe.resolve(precision=recipe.precision.replace("auto", "float32"), memory_format="contiguous")
         job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
-        kept = nothing_yet(job, groups.alone(), NoLiveness(), (0,))
-        network = draw_network(job, kept.data, torch.device("cpu"))
+        retained = nothing_yet(job, groups.alone(), NoLiveness(), (0,))
+        network = draw_network(job, retained.data, torch.device("cpu"))
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.fill_(float("nan"))  # nothing of its own may be left
-        self._follower = StateFollower(job, replace(kept, network=network), NoLiveness())
+        self._follower = StateFollower(job, replace(retained, network=network), NoLiveness())
         self._store = store
         self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
         self.group: Group | None = None
@@ -75,7 +75,7 @@ class Follower:
         self.go.wait(SECONDS)
         self._follower.follow(self.group, self.caught_up.set)
 
-    def end(self) -> Kept:
+    def end(self) -> Retained:
         """What it has when nothing more is sent."""
         self.go.set()
         self._thread.join(SECONDS)
@@ -99,16 +99,16 @@ def begin(*overrides: str) -> tuple[Sender, Follower]:
     return sender, follower
 
 
-def assert_same(kept: Kept, sender: Sender) -> None:
+def assert_same(retained: Retained, sender: Sender) -> None:
     """The rank that joins holds what the other one does."""
-    assert kept.state is not None
-    assert kept.last_event is not None
-    assert asdict(kept.state) == asdict(sender.state)
-    assert kept.last_event() == {"step": sender.state.step}
+    assert retained.state is not None
+    assert retained.last_event is not None
+    assert asdict(retained.state) == asdict(sender.state)
+    assert retained.last_event() == {"step": sender.state.step}
     tensors = sender.trainer.step.state.state_dict(sender.state.step, keep=True)
-    assert kept.tensors.keys() == tensors.keys()
+    assert retained.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert torch.equal(kept.tensors[name], tensor), name
+        assert torch.equal(retained.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
     sender.feeds.close()
     sender.joiners = ()
     sender.take_steps(1)
-    kept = follower.end()
-    assert kept.state is not None
-    assert kept.state.step == 3
+    retained = follower.end()
+    assert retained.state is not None
+    assert retained.state.step == 3
 
 
 def test_a_connection_that_is_slower_than_the_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

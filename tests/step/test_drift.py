@@ -22,7 +22,7 @@ from torusgd.gradients.layout import Slot
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
 from torusgd.run.build import Trainer
-from torusgd.run.newest_state import Kept, nothing_yet
+from torusgd.run.newest_state import Retained, nothing_yet
 from torusgd.run.run import Run
 from torusgd.run.saving import RunState
 from torusgd.signals import StopFlag
@@ -108,11 +108,11 @@ def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_
         assert steps == ["step-00000002"], flipped
 
 
-def copied(kept: Kept) -> Kept:
+def copied(retained: Retained) -> Retained:
     """What a rank has at this moment, whatever it does then."""
-    assert kept.state is not None
-    tensors = {name: tensor.clone() for name, tensor in kept.tensors.items()}
-    return replace(kept, state=RunState.from_dict(kept.state.as_dict()), tensors=tensors)
+    assert retained.state is not None
+    tensors = {name: tensor.clone() for name, tensor in retained.tensors.items()}
+    return replace(retained, state=RunState.from_dict(retained.state.as_dict()), tensors=tensors)
 
 
 def go_on(out: Path, case: str) -> str:
@@ -124,13 +124,13 @@ def go_on(out: Path, case: str) -> str:
     world = group_of()
     job = job_of(STAGES, out=out)
     first = run_of(job, world.duplicate())
-    before = list[Kept]()
+    before = list[Retained]()
 
     def take_and_lose(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if entry.step == 3:
             first.trainer.step.state.write_to_model(3)
             tensors = first.trainer.step.state.state_dict(3, keep=True)
-            before.append(copied(replace(first.kept, generation=0, state=first.state, tensors=tensors)))
+            before.append(copied(replace(first.retained, generation=0, state=first.state, tensors=tensors)))
         if entry.step == 4 and case != "nothing":
             raise ConnectionLost("rank 3 is gone")
         return take(membership, entry)
@@ -139,14 +139,14 @@ def go_on(out: Path, case: str) -> str:
     try:
         return first.run().summary["weights_sha256"]
     except ConnectionLost:
-        kept = first.keep()
+        retained = first.keep()
     if case == "joined" and world.rank == 2:
-        kept = nothing_yet(job, world, NoLiveness(), range(3))
+        retained = nothing_yet(job, world, NoLiveness(), range(3))
     if case == "ahead" and world.rank > 0:
-        kept = replace(kept, state=before[0].state, tensors=before[0].tensors)
+        retained = replace(retained, state=before[0].state, tensors=before[0].tensors)
     if (case, world.rank) in (("ahead", 0), ("flipped", 2)):
-        flip(next(tensor for name, tensor in kept.tensors.items() if name.startswith("model/")))
-    again = Run(job, world.duplicate(), StopFlag(), restarts=0, kept=kept)
+        flip(next(tensor for name, tensor in retained.tensors.items() if name.startswith("model/")))
+    again = Run(job, world.duplicate(), StopFlag(), restarts=0, retained=retained)
     try:
         return again.run().summary["weights_sha256"]
     except CorruptionError as error:

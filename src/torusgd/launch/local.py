@@ -22,7 +22,7 @@ from ..ranks.liveness import Limits
 from ..ranks.supervisor import Quorum, RankFailed, Supervisor
 from ..recipe.compatibility import LISTENS, RANGE, check, fixed_ranks
 from ..run.job import Job, setup_of
-from ..run.open_data import KeptArrays
+from ..run.open_data import LauncherArrays
 from ..run.saving import RunResult, finished
 from ..run.survival import TrainRank
 from ..rundir.checkpoint import list_checkpoints
@@ -50,7 +50,7 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
     with folder.lock():
         folder.claim(job.recipe, fresh)
         # The launcher lists the images, which outlives its ranks, so that none of them has to walk through them again.
-        lists = KeptArrays()
+        lists = LauncherArrays()
         summary = finished(job, lists)
         job = replace(job, lists=tuple(lists.paths))
         if summary is not None:

@@ -40,7 +40,7 @@ from ..ranks.join import (
 from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..run.job import Job
-from ..run.open_data import KeptArrays
+from ..run.open_data import LauncherArrays
 from ..run.survival import TrainRank
 from ..signals import held_back
 from .local import limits_of
@@ -80,7 +80,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
                 job = Job.from_dict(welcome["job"], data)
             # From here on, since listing the images may take longer than the launcher waits for a word.
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
-            lists = KeptArrays()
+            lists = LauncherArrays()
             open_sources(job.recipe.data, job.data, job.recipe.seed, lists)
             job = replace(job, lists=tuple(lists.paths))
             store = StorePort(partial(_connect, address, token, STORE))

@@ -49,7 +49,7 @@ class Job:
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
     lists: tuple[str, ...] | None = None
-    """what the launcher has found of the images, for its ranks (`open_data.KeptArrays`); None: nobody's launcher is
+    """what the launcher has found of the images, for its ranks (`open_data.LauncherArrays`); None: nobody's launcher is
     ours, and the ranks find it together"""
     trace: TracedSteps | None = None
     """the steps of which a trace is written"""

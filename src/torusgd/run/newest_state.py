@@ -45,7 +45,7 @@ Found = tuple[RunState, Tensors]
 
 
 @dataclass(frozen=True)
-class Kept:
+class Retained:
     """What a rank retains of its part in a run when the ranks change; all of it in memory."""
 
     data: Data
@@ -83,8 +83,8 @@ class Kept:
         self.data.close()
 
 
-def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
-    """What a rank has before its first step; it opens the images. `began`: see `Kept`."""
+def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Retained:
+    """What a rank has before its first step; it opens the images. `began`: see `Retained`."""
     if job.lists is None:
         wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
         keeps = job.options.loader_processes > 0
@@ -95,7 +95,7 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     fixed = "another launcher has started them" if ranks_are_given() else fixed_ranks(setup_of(job))
     about = {"recipe": job.recipe.name, "virtual_workers": job.recipe.virtual_workers, "fixed_ranks": fixed}
     schedule, about = Schedule(job.recipe, len(data.training.source)), {**about, **job.command()}
-    return Kept(data, schedule, RunDir(job.out), RunRequests(job.out), about, tuple(began), trackers)
+    return Retained(data, schedule, RunDir(job.out), RunRequests(job.out), about, tuple(began), trackers)
 
 
 class Offer(NamedTuple):
@@ -242,7 +242,7 @@ class Beginning:
         return state, {f"model/{name}": initial.tensors[name] for name in state.initial.taken}
 
 
-def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agreed:
+def agree(retained: Retained, world: Group, beginning: Beginning | None = None) -> Agreed:
     """Finds the newest state, and has one rank send it to all; every rank calls it.
 
     `beginning` says where to look if no rank holds a state; None: one does.
@@ -253,8 +253,8 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
     """
     # One small message of each rank, from which each finds the same choice: nobody has to announce it.
     offer = beginning.offer(world.rank == 0) if beginning is not None else Offer()
-    if kept.state is not None:
-        offer = offer._replace(progress=2 * kept.state.step + (kept.state.evaluated == kept.state.step))
+    if retained.state is not None:
+        offer = offer._replace(progress=2 * retained.state.step + (retained.state.evaluated == retained.state.step))
     rows = world.all_gather(torch.tensor(offer, device=world.small_device))
     offers = [Offer(*row.tolist()) for row in rows]
     # SIGKILL 11: the newest state that two ranks confirm; every rank finds the same one in the same offers.
@@ -269,9 +269,9 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
     tensors: Mapping[str, Tensor] = {}
     if world.rank == choice.source:
         try:
-            state, tensors, origin = _found(choice, kept, world, beginning)
-            saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None
-            last_event = kept.last_event() if choice.holders and kept.last_event is not None else None
+            state, tensors, origin = _found(choice, retained, world, beginning)
+            saved = retained.saved if retained.saved is not None and retained.saved.rank == world.ranks[0] else None
+            last_event = retained.last_event() if choice.holders and retained.last_event is not None else None
             message = {"state": state.as_dict(), "origin": origin, "last_event": last_event, "saved": saved}
         except (UserError, RunError) as error:
             message = {"problem": str(error), "is_mistake": isinstance(error, UserError)}
@@ -293,7 +293,7 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
 
 
 def _found(
-    choice: Choice, kept: Kept, world: Group, beginning: Beginning | None
+    choice: Choice, retained: Retained, world: Group, beginning: Beginning | None
 ) -> tuple[RunState, Mapping[str, Tensor], str]:
     """What the chosen rank sends: a state, the tensors that others lack, and where it was found."""
     if not choice.holders:
@@ -304,11 +304,11 @@ def _found(
             tensors,
             f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint",
         )
-    assert kept.state is not None, "it holds it"
+    assert retained.state is not None, "it holds it"
     if len(choice.holders) < len(world.ranks):
-        return kept.state, kept.tensors, ""
+        return retained.state, retained.tensors, ""
     # All have the weights; scales of gradients may differ if one rank has measured again.
-    return kept.state, {name: each for name, each in kept.tensors.items() if not name.startswith(_LARGE)}, ""
+    return retained.state, {name: each for name, each in retained.tensors.items() if not name.startswith(_LARGE)}, ""
 
 
 def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, origin: str) -> None:

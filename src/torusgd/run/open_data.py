@@ -31,7 +31,7 @@ from ..runtime import loader_threads
 from .job import Job, images_at, setup_of
 
 
-class KeptArrays:
+class LauncherArrays:
     """A `Once` of a process that starts ranks on its machine: what it makes it holds for them."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class MappedArrays:
     """A `Once` of a rank alone, which maps what its launcher has made, and waits for no other rank.
 
     Args:
-        paths: Of the launcher's `KeptArrays`, or of another rank's; beyond them the arrays are made here.
+        paths: Of the launcher's `LauncherArrays`, or of another rank's; beyond them the arrays are made here.
     """
 
     def __init__(self, paths: Sequence[str] = ()) -> None:

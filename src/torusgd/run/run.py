@@ -29,7 +29,7 @@ from ..step.watch import Requests
 from ..weights import weights_sha256
 from .build import Trainer, build
 from .job import Job
-from .newest_state import Agreed, Beginning, Kept, agree, greet, nothing_yet
+from .newest_state import Agreed, Beginning, Retained, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
 from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
@@ -69,7 +69,7 @@ class Run:
         stop: Read once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
-        kept: What this rank has of the same run with other ranks; None: it begins.
+        retained: What this rank has of the same run with other ranks; None: it begins.
         generations: Of a rank that others may join; None: none do.
         memory: Of this node, where copies of the state outlive its ranks; None: nobody starts ranks again.
     """
@@ -81,19 +81,21 @@ class Run:
         stop: StopFlag,
         restarts: int,
         liveness: Liveness | None = None,
-        kept: Kept | None = None,
+        retained: Retained | None = None,
         generations: Generations | None = None,
         memory: NodeMemory | None = None,
     ) -> None:
         self.liveness = liveness or NoLiveness()
-        self.kept = kept = kept or nothing_yet(job, world, self.liveness, world.ranks)
+        self.retained = retained = retained or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
-        self._generations, self.memory, self.schedule = generations, memory, kept.schedule
-        self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
+        self._generations, self.memory, self.schedule = generations, memory, retained.schedule
+        self._metadata = weights_metadata(job.recipe, retained.data.training.source.classes)
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         saves = self._boundaries(job.options.checkpoint_every)
-        self._saver = Saver(job, world, self.liveness, self._metadata, saves, kept.saved.at if kept.saved else None)
+        self._saver = Saver(
+            job, world, self.liveness, self._metadata, saves, retained.saved.at if retained.saved else None
+        )
         requests = Requests(
             self._must_stop,
             self.liveness,
@@ -106,12 +108,12 @@ class Run:
         )
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
         self.trainer: Trainer = build(
-            job, kept.data, world, self.liveness, requests, [replaced], kept.generation + 1,
-            kept.fingerprint, kept.network,
+            job, retained.data, world, self.liveness, requests, [replaced], retained.generation + 1,
+            retained.fingerprint, retained.network,
         )  # fmt: skip
         self.membership = self.trainer.membership
         if job.plan is not None:
-            job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
+            job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(retained.began))
         self.state = RunState(self.trainer.fingerprint)
         self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None
@@ -122,7 +124,7 @@ class Run:
         self._is_ready = False
 
     def run(self) -> RunResult:
-        """Trains from the last good checkpoint, from what the ranks have kept, or from the start, to the end.
+        """Trains from the last good checkpoint, from what the ranks have retained, or from the start, to the end.
 
         Raises:
             RunError: Training can't go on; a checkpoint of the last good step stands if the disk allows it.
@@ -136,7 +138,7 @@ class Run:
                     "already; give at least as many, or --fresh"
                 )
             self._is_ready = True
-            state, path = self.state, self.kept.run_dir.journal if self._is_first else None
+            state, path = self.state, self.retained.run_dir.journal if self._is_first else None
             self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
             if self._is_first:
                 self._open_telemetry(agreed)
@@ -158,18 +160,20 @@ class Run:
         self.close()
         return result
 
-    def keep(self) -> Kept:
+    def keep(self) -> Retained:
         """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
         self.close_files()
         self.trainer.close()
         trainer, generation = self.trainer, self.trainer.membership.generation
-        kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
+        retained = replace(
+            self.retained, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network
+        )
         if not self._is_ready:
-            return kept
+            return retained
         tensors = trainer.step.state.state_dict(self.state.step, keep=True)
         return replace(
-            kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event,
-            saved=self._saver.last() or kept.saved,
+            retained, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event,
+            saved=self._saver.last() or retained.saved,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -177,7 +181,7 @@ class Run:
         try:
             self.close_files()
         finally:
-            self.kept.close()
+            self.retained.close()
 
     def close_files(self) -> None:
         """Ends what writes and sends, after what is on its way; a checkpoint that is being written is completed."""
@@ -335,7 +339,7 @@ class Run:
 
     def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
         """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
-        state, run_dir = self.state, self.kept.run_dir
+        state, run_dir = self.state, self.retained.run_dir
         self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
@@ -357,18 +361,18 @@ class Run:
 
     def _take_newest(self) -> Agreed:
         """Goes on from the newest state that there is."""
-        beginning = Beginning(self.job, self.trainer, self.kept.run_dir.checkpoints, self.liveness, self.memory)
-        agreed = agree(self.kept, self.world, beginning)
+        beginning = Beginning(self.job, self.trainer, self.retained.run_dir.checkpoints, self.liveness, self.memory)
+        agreed = agree(self.retained, self.world, beginning)
         step = self.trainer.step
         if agreed.holders:
             if self.world.rank in agreed.holders:
-                step.state.load_state_dict(iter(self.kept.tensors.items()))
+                step.state.load_state_dict(iter(self.retained.tensors.items()))
             else:  # the network is about to get other weights, and may get some of them only
-                self.kept = replace(self.kept, state=None)
+                self.retained = replace(self.retained, state=None)
             # SIGKILL 12: before any rank takes the weights of another, after which nobody could find wrong ones.
             self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
-        self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
+        self.state, self._counted = agreed.state, self.retained.counted or time.perf_counter()
         self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
         return agreed
 
@@ -379,10 +383,10 @@ class Run:
     def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         # SIGKILL 13: a new rank 0 adds what a lost one may not have written, and drops what is done again.
-        state, path, job = self.state, self.kept.run_dir.path, self.job
+        state, path, job = self.state, self.retained.run_dir.path, self.job
         if job.options.track:
             self.liveness.outside("the servers of --track", ", ".join(job.options.track))
-        trackers, about = self.kept.trackers, self.kept.about
+        trackers, about = self.retained.trackers, self.retained.about
         trackers.open(path, {**about, "recipe": job.recipe.as_dict()})
         self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
         if not agreed.holders:
@@ -390,11 +394,11 @@ class Run:
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
-        for line in filter(None, (self.kept.news, agreed.others)):
+        for line in filter(None, (self.retained.news, agreed.others)):
             self.telemetry.say(line)
         if agreed.saved is None:  # whoever wrote into the folder was killed
             with suppress(OSError):
-                self.kept.run_dir.sweep()
+                self.retained.run_dir.sweep()
 
     def _saved(self, agreed: Agreed) -> tuple[int, bool]:
         """The step of the newest checkpoint, and whether another one must be written at once: the same on all ranks."""
@@ -403,7 +407,7 @@ class Run:
         if not agreed.holders and self.memory is None:
             return self.state.step, False  # from which the run begins, or it begins with nothing
         # Rank 0 may have been lost before it had written its last.
-        saved = saved_on_disk(self.kept.run_dir.checkpoints, self.world, self.state.step)
+        saved = saved_on_disk(self.retained.run_dir.checkpoints, self.world, self.state.step)
         return saved, saved < self.state.step
 
     @property
@@ -412,7 +416,7 @@ class Run:
         return self.world.rank == 0
 
     def _must_stop(self) -> bool:
-        return self.stop() or (self._is_first and self.kept.requests.to_stop())
+        return self.stop() or (self._is_first and self.retained.requests.to_stop())
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}

@@ -23,7 +23,7 @@ from ..step.watch import Requests
 from ..weights import Tensors
 from .build import build
 from .job import Job
-from .newest_state import Kept
+from .newest_state import Retained
 from .saving import RunState, share_tensors
 
 # Steps that a rank which joins may be behind when it says that it is ready.
@@ -117,16 +117,16 @@ class _Feed:
 
 
 class StateFollower:
-    """A rank that joins, which follows the ranks at work until it takes part. `kept`: what it has by now."""
+    """A rank that joins, which follows the ranks at work until it takes part. `retained`: what it has by now."""
 
-    def __init__(self, job: Job, kept: Kept, liveness: Liveness) -> None:
+    def __init__(self, job: Job, retained: Retained, liveness: Liveness) -> None:
         options = job.options.model_copy(update={"audit": 0.0})  # nobody is there to compute anything twice
         job, world = replace(job, options=options, trace=None), alone(job.device)
-        self._kept, self._state = kept, kept.state
+        self._retained, self._state = retained, retained.state
         self._event: Event = {}
         requests = Requests(lambda: False, liveness)
         self._trainer = build(
-            job, kept.data, world, liveness, requests, fingerprint=kept.fingerprint, network=kept.network
+            job, retained.data, world, liveness, requests, fingerprint=retained.fingerprint, network=retained.network
         )
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
@@ -151,11 +151,11 @@ class StateFollower:
         except CommError:
             source.abort()
 
-    def keep(self) -> Kept:
+    def keep(self) -> Retained:
         """What this rank has when it takes part."""
         self._trainer.close()
         state, event = self._state, self._event
         if state is None:
-            return self._kept
+            return self._retained
         tensors = self._trainer.step.state.state_dict(state.step, keep=True)
-        return replace(self._kept, state=state, tensors=tensors, last_event=lambda: dict(event))
+        return replace(self._retained, state=state, tensors=tensors, last_event=lambda: dict(event))

@@ -25,7 +25,7 @@ from ..signals import StopFlag
 from .fingerprint import Fingerprint
 from .job import Job
 from .network_parts import draw_network, fingerprint_on_rank
-from .newest_state import Kept, nothing_yet
+from .newest_state import Retained, nothing_yet
 from .run import Run
 from .state_feed import StateFollower
 
@@ -39,15 +39,15 @@ class TrainRank:
     def __init__(self, job: Job, workers: int) -> None:
         self._job, self._began = job, range(workers)
         self._run: Run | None = None
-        self._kept: Kept | None = None
+        self._retained: Retained | None = None
         self._follower: StateFollower | None = None
 
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
         run = Fingerprint.from_dict(json.loads(heartbeat.store.get(keys.FINGERPRINT)))
         with arithmetic_of(self._job.recipe):
-            self._kept = prepared(self._job, heartbeat, self._began, run)
-            self._follower = StateFollower(self._job, self._kept, heartbeat)
+            self._retained = prepared(self._job, heartbeat, self._began, run)
+            self._follower = StateFollower(self._job, self._retained, heartbeat)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
         """See `LastingFunction`."""
@@ -67,33 +67,33 @@ class TrainRank:
     def _train(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
         # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
         if self._run is not None:
-            self._kept, self._run = self._run.keep(), None
+            self._retained, self._run = self._run.keep(), None
         if self._follower is not None:
-            self._kept, self._follower = self._follower.keep(), None
-        job, kept = self._job, self._kept or nothing_yet(self._job, world, liveness, self._began)
-        if kept.began != world.ranks:
+            self._retained, self._follower = self._follower.keep(), None
+        job, retained = self._job, self._retained or nothing_yet(self._job, world, liveness, self._began)
+        if retained.began != world.ranks:
             options, news = fitting(job.options, len(world.ranks))
-            job, kept = replace(job, options=options), replace(kept, news=news)
+            job, retained = replace(job, options=options), replace(retained, news=news)
         assert isinstance(liveness, Heartbeat), "of a rank that is ours"
         generations = liveness.generations
         assert generations is not None, "likewise"
-        self._run = Run(job, world, stop, restarts, liveness, kept, generations)
-        if world.rank == 0 and kept.state is None:
+        self._run = Run(job, world, stop, restarts, liveness, retained, generations)
+        if world.rank == 0 and retained.state is None:
             # Ranks that join compare it with their own before they take part, and need no group for that.
             liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         result = self._run.run()
         return RanksChange() if result.ranks_change else asdict(result)
 
 
-def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Kept:
+def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Retained:
     """What a rank has that joins a run at work; UserError if it has another fingerprint than the `run`."""
     device = torch.device(job.device)
-    kept = nothing_yet(job, alone(device), liveness, began)
-    network = draw_network(job, kept.data, device)
+    retained = nothing_yet(job, alone(device), liveness, began)
+    network = draw_network(job, retained.data, device)
     # Other ranks give it their weights, and so it needs no file of initial ones.
-    mine = replace(fingerprint_on_rank(job, kept.data, network, device), init_sha256=run.init_sha256)
+    mine = replace(fingerprint_on_rank(job, retained.data, network, device), init_sha256=run.init_sha256)
     mine.check_joins(run, job.options.mixed)
-    return replace(kept, fingerprint=mine, network=network)
+    return replace(retained, fingerprint=mine, network=network)
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
