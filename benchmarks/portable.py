@@ -207,7 +207,7 @@ def families() -> None:
     for name in FAMILIES:
         try:
             print(name, family(name), flush=True)
-        except (UserError, RuntimeError, AssertionError) as error:
+        except (UserError, RuntimeError, TypeError, AssertionError) as error:
             print(name, "none:", in_one_line(error), flush=True)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -219,6 +220,57 @@ def test_optimizers_of_torch_without_foreach_take_single_operations() -> None:
         with threads(1):
             (plain,), (own,) = train(make, threads(1)), train(make, portable())
         assert torch.allclose(plain, own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.5, "maximize": True}], ids=str)
+def test_the_fused_sgd_has_the_bits_of_the_plain_one(options: dict[str, Any]) -> None:
+    found = []
+    for fused in (True, False):
+        weight = draws(40).requires_grad_()
+        sgd = torch.optim.SGD([weight], 0.1, 0.9, weight_decay=0.1, fused=fused, foreach=False, **options)
+        for number in range(3):
+            weight.grad = draws(40, seed=number + 1)
+            with portable():
+                sgd.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
+def test_integers_go_by_torchs_own_operators() -> None:
+    a, b, index = torch.arange(6).view(2, 3), torch.arange(6).view(3, 2), torch.tensor([0, 0])
+    expected = a @ b, torch.dot(a[0], a[1]), a.index_add(0, index, a), a.scatter_add(0, a % 2, a)
+    with portable():
+        found = a @ b, torch.dot(a[0], a[1]), a.index_add(0, index, a), a.scatter_add(0, a % 2, a)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_float64_is_added_in_row_order_and_has_ieee_roots() -> None:
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((7, 3))) ** 2
+    total = torch.zeros(3, dtype=torch.float64)
+    for row in x:
+        total = total + row
+    with portable():
+        assert torch.equal(x.sum(0), total)
+        assert np.array_equal(x.sqrt().numpy(), np.sqrt(x.numpy()))
+
+
+def test_a_sum_of_floats_over_ranks_is_refused_and_messages_that_move_pass() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with portable():
+            values = torch.ones(3)
+            dist.broadcast(values, 0)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            dist.all_reduce(torch.ones(3, dtype=torch.int32))
+            with pytest.raises(UserError, match="a sum of floats over ranks"):
+                dist.all_reduce(values)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_context_within_the_context_is_the_same_one() -> None:
+    with portable(["float32"]), portable():
+        assert torch.equal(torch.ones(2, 3) @ torch.ones(3, 2), torch.full((2, 2), 3.0))
 
 
 def test_clipping_takes_lists_of_tensors() -> None:

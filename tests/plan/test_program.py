@@ -31,6 +31,16 @@ def test_the_profile_torusgd_has_the_defaults_of_the_runtime_options() -> None:
     assert program(**defaults) == program()
 
 
+def test_a_portable_step_takes_two_and_a_half_times_float32s() -> None:
+    plans = []
+    for precision in ("float32", "portable"):
+        changes = {"virtual_workers": 16, "precision": precision, "data.source": "mnist"}
+        recipe = load_recipe("fashion", [f"{key}={value}" for key, value in changes.items()]).recipe
+        plans.append(program_for(recipe, RuntimeOptions(workers=16), ABCI, load_software("torusgd")))
+    plain, own = plans
+    assert (own.precision, plain.math / own.math, own.launch / plain.launch) == ("float32", 2.5, 2.5)
+
+
 def test_a_published_profile_keeps_what_the_user_does_not_give() -> None:
     published = load_software("pcl-dnn")
     kept = program("pcl-dnn")

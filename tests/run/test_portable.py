@@ -140,6 +140,11 @@ def test_ranks_under_other_conditions_train_together_and_go_on_elsewhere(tmp_pat
     assert not json.loads((out / "summary.json").read_text())["other_conditions"]
 
 
+def test_three_ranks_with_shards_and_other_kernels_have_the_golden_hash(tmp_path: Path) -> None:
+    words = ["--workers", "3", "--update", "sharded", "--allreduce", "ring", *sets("data.eval_images=60")]
+    assert trained(tmp_path / "run", *words, **FAR) == GOLDEN
+
+
 WAYS = {
     "2 workers": ["--workers", "2"],
     "3 workers": ["--workers", "3"],
@@ -150,6 +155,7 @@ WAYS = {
     "sharded": ["--workers", "3", "--update", "sharded"],
     "work stealing": ["--workers", "2", "--work-stealing"],
     "weights first": ["--workers", "2", *sets("runtime.weights_first=true")],
+    "auto": ["--workers", "2", "--allreduce", "auto"],
     "audited": ["--workers", "2", "--audit", "1.0"],
     "2 threads": sets("threads=2"),
     "3 threads": sets("threads=3"),
