@@ -32,8 +32,8 @@ class Connection:
     """TCP connections between each two ranks"""
 
     def zeros(self, size: int) -> torch.Tensor:
-        """A float32 tensor of `size` bytes (at least one element) where the engine's tensors live."""
-        return torch.zeros(max(1, size // 4), device=self.engine.device)
+        """`size` bytes of int32 (at least one element), as exact sums travel, where the engine's tensors live."""
+        return torch.zeros(max(1, size // 4), dtype=torch.int32, device=self.engine.device)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks: the same list everywhere."""

@@ -59,7 +59,7 @@ def bench_allreduce(
     group: Group | ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Record]:
-    """Times float32 all-reduces; every rank of `group` (None: all) calls it and gets the same records.
+    """Times all-reduces of int32; every rank of `group` (None: all) calls it and gets the same records.
 
     At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
     up. A time is from a barrier to the end on the slowest rank. `native` runs in `group` itself, as plain
