@@ -46,7 +46,14 @@ def processes(
 
 def equal(one: Batch, other: Batch) -> bool:
     def parts(batch: Batch) -> list[Any]:
-        tensors = (batch.images, batch.targets, torch.from_numpy(batch.kept), batch.partners, batch.shares, batch.table)
+        tensors = (
+            batch.images,
+            batch.targets,
+            torch.from_numpy(batch.positions),
+            batch.partners,
+            batch.shares,
+            batch.table,
+        )
         joined = None if batch.message is None else in_message(batch.message, batch.images.shape)[1]
         found = [None if each is None else (each.dtype, each.tolist()) for each in (*tensors, joined)]
         return [*found, batch.replaced]

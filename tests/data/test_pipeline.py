@@ -92,7 +92,7 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
         assert whole.images.is_contiguous()
         assert whole.images.dtype == torch.float32
         assert whole.targets.dtype == torch.int64
-        assert whole.kept.tolist() == list(range(len(indices)))
+        assert whole.positions.tolist() == list(range(len(indices)))
     whole = pipeline.validation_batch(indices)
     alone = [pipeline.validation_batch(indices[at : at + 1]) for at in range(len(indices))]
     assert torch.equal(whole.images, torch.cat([batch.images for batch in alone]))
@@ -249,7 +249,7 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
     _, clean = stripes()
     with caplog.at_level(logging.WARNING):
         batch = pipeline.validation_batch(np.arange(8))
-    assert batch.kept.tolist() == [0, 1, 2, 4, 6, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 4, 6, 7]
     assert torch.equal(batch.images, clean.validation_batch(np.array([0, 1, 2, 4, 6, 7])).images)
     assert batch.targets.tolist() == [0, 1, 2, 1, 0, 1]
     assert batch.replaced == 0
@@ -258,7 +258,7 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
         "left out of evaluation: image 5: torn",
     ]
     none = pipeline.validation_batch(np.array([3, 5]))
-    assert (none.images.shape, none.targets.shape, none.kept.shape) == ((0, 3, 16, 16), (0,), (0,))
+    assert (none.images.shape, none.targets.shape, none.positions.shape) == ((0, 3, 16, 16), (0,), (0,))
 
 
 def test_trouble_in_reading_is_tried_again_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def in_images(step: TrainStep, mark: Path) -> None:
 
     def wrong(*arguments: Any) -> Batch:
         batch = take(*arguments)
-        return Batch(flipped(batch.images), batch.targets, batch.kept, batch.replaced)
+        return Batch(flipped(batch.images), batch.targets, batch.positions, batch.replaced)
 
     loader.take = wrong  # type: ignore[method-assign]
 

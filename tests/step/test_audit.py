@@ -68,7 +68,7 @@ def in_images(trainer: Trainer) -> None:
     def wrong(*arguments: Any) -> Batch:
         batch = take(*arguments)
         images = flipped(batch.images, int(batch.images.abs().argmax()), 22)
-        return Batch(images, batch.targets, batch.kept, batch.replaced)
+        return Batch(images, batch.targets, batch.positions, batch.replaced)
 
     loader.take = wrong  # type: ignore[method-assign]
 

@@ -121,7 +121,7 @@ class _Made:
     """A batch as it goes through the pipe; its images lie in shared memory."""
 
     shape: tuple[int, ...]
-    kept: Int64
+    positions: Int64
     replaced: int
     tensors: dict[str, npt.NDArray[Any]]  # the others, by name, as arrays: a pipe would move tensors by files
 
@@ -170,7 +170,7 @@ class LoaderProcesses:
             self._idle.put(process)
         tensors = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
         images = torch.from_numpy(memory)
-        batch = Batch(images, kept=made.kept, replaced=made.replaced, table=self._pipeline.table, **tensors)
+        batch = Batch(images, positions=made.positions, replaced=made.replaced, table=self._pipeline.table, **tensors)
         return self._pipeline.joined(batch, message)
 
 
@@ -262,7 +262,7 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
             batch = pipeline.training_batch(*wanted)
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
             tensors = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
-            made = _Made(tuple(batch.images.shape), batch.kept, batch.replaced, tensors)
+            made = _Made(tuple(batch.images.shape), batch.positions, batch.replaced, tensors)
         except (UserError, RunError, OSError) as error:
             made = error
         except Exception as error:

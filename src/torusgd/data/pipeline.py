@@ -38,7 +38,7 @@ class Batch:
 
     images: torch.Tensor  # float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`
     targets: torch.Tensor  # int64 [n], labels
-    kept: Int64  # [n], positions of these images in the request, of which evaluation leaves out undecodable ones
+    positions: Int64  # [n], of these images in the request, of which evaluation leaves out undecodable ones
     replaced: int  # number of these images that stand in for undecodable ones
     partners: torch.Tensor | None = None  # int64 [n], labels that images were mixed with; None without mixing
     shares: torch.Tensor | None = None  # float32 [n], weight of each image's own label
@@ -124,13 +124,13 @@ class Pipeline:
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
 
-        Undecodable images are left out and named in the log; `kept` has the positions of the others. Raises as
+        Undecodable images are left out and named in the log; `positions` has those of the others. Raises as
         `training_batch`.
         """
         sizes = self._sizes
         self.expect(indices)
         out, _ = self.memory(self._shape(len(indices), sizes))
-        kept = np.arange(len(indices))
+        positions = np.arange(len(indices))
         if (images := self._whole_batch(indices, None, sizes)) is not None:
             self._finish(images, None, slice(None), out)
         else:
@@ -145,8 +145,8 @@ class Pipeline:
                     else:
                         self._finish(image[None], None, slice(at, at + 1), out)
             if not decodable.all():
-                out, kept = out[decodable], kept[decodable]
-        return self._batch(out, indices[kept], kept, 0)
+                out, positions = out[decodable], positions[decodable]
+        return self._batch(out, indices[positions], positions, 0)
 
     def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
         """New memory for the images of a batch, and the message that this memory is a part of, if any."""
@@ -163,9 +163,9 @@ class Pipeline:
     def _shape(self, count: int, sizes: ImageSizes) -> tuple[int, ...]:
         return count, self._data.channels, *sizes.sides
 
-    def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
+    def _batch(self, out: Float32, indices: Int64, positions: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
-        return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced, table=self.table)
+        return Batch(torch.from_numpy(out), torch.from_numpy(targets), positions, replaced, table=self.table)
 
     def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, height, width]; None if they need one."""

@@ -79,7 +79,7 @@ def find_mistakes(
         chosen, own = likely.argmax(dim=1), likely.gather(1, batch.targets[:, None])[:, 0]
         for row in (chosen != batch.targets).nonzero()[:, 0].tolist():
             wrong += 1
-            entry = (-float(own[row]), -int(chunk[batch.kept[row]]), int(batch.targets[row]), int(chosen[row]))
+            entry = (-float(own[row]), -int(chunk[batch.positions[row]]), int(batch.targets[row]), int(chosen[row]))
             # Clone: the pipeline reuses the batch's memory for the next images.
             heapq.heappush(worst, (*entry, batch.images[row].clone()))
             # The heap holds one more than the sheet: the least wrong image goes.

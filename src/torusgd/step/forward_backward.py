@@ -208,7 +208,7 @@ def outer_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 def _part(batch: Batch, part: int, parts: int) -> Batch:
     images = len(batch.images) // parts
     own = slice(part * images, (part + 1) * images)
-    return Batch(batch.images[own], batch.targets[own], batch.kept[own], replaced=0, table=batch.table)
+    return Batch(batch.images[own], batch.targets[own], batch.positions[own], replaced=0, table=batch.table)
 
 
 def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
