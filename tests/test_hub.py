@@ -78,7 +78,7 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
     assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]  # type: ignore[attr-defined]
     assert len(held_out) == 6
-    assert describe(name).lines()[0] == "hf:garden/flowers: data.source hf, 3 channels"
+    assert describe(name).lines()[0] == "hf:garden/flowers: data.source parquet, 3 channels"
     assert str(pinned(name)) == f"hf:garden/flowers@{first}"
     assert not list(tmp_path.rglob("flowers.py")), "no code is fetched"
     second = push_flowers(hub, tmp_path / "set")
@@ -129,7 +129,7 @@ def test_mistakes_are_told_in_one_line(hub: Hub, tmp_path: Path, run_cli: Any) -
         code, out, error = run_cli("data", "info", name)
         assert (code, out, error.count("\n")) == (2, "", 1)
         assert line in error
-    with pytest.raises(UserError, match=r"--data hf:garden/flowers: only data.source hf reads from there, not folder"):
+    with pytest.raises(UserError, match=r"^--data hf:garden/flowers: .*data\.source parquet"):
         open_sources(folder_data(), Path("hf:garden/flowers"), 0)
 
 
