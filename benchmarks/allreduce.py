@@ -13,6 +13,7 @@ reduce can be faster.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from torusgd.comm.tuning.bench import bench_allreduce
 from torusgd.rehearse.lab import MTU, USUAL_WINDOWS, Host, Lab
@@ -64,7 +65,7 @@ def limit(hosts: list[Host], size: int) -> float:
     return min(host.latency for host in hosts) + 2 * (len(hosts) - 1) / len(hosts) * size * 8 / slowest.rate
 
 
-def table(setup: str, records: list[dict]) -> str:
+def table(setup: str, records: list[dict[str, Any]]) -> str:
     """Markdown: sizes down, each algorithm's median, spread and ratio."""
     lines = [
         f"{DESCRIBED[setup]}, n = {records[0]['n']}",

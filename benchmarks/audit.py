@@ -45,7 +45,7 @@ RECIPE = (
 
 def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     """Takes the steps; rank 0 prints."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = meet_within(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)

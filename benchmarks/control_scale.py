@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
@@ -122,7 +123,7 @@ def _host(number: int, arguments: argparse.Namespace, port: int, answers: Any) -
     _allow_files()
     store = _connected(port)
     limits = Limits(beat=arguments.limit, start=WAIT.total_seconds(), stuck=1e9)
-    liveness.Watch = _TimedWatch  # type: ignore[misc]
+    patch.object(liveness, "Watch", _TimedWatch).start()
     _meet(store, "started", many + 2)
     began = time.monotonic()
     caller = Heartbeat(store, 0, limits, range(size)) if number == 0 else None

@@ -49,7 +49,8 @@ def variants(width: int) -> dict[str, Callable[[], object]]:
     for layer in hybrid:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    models["FSDP2, hybrid sharding"] = fully_shard(hybrid, mesh=mesh, reshard_after_forward=False)
+    fully_shard(hybrid, mesh=mesh, reshard_after_forward=False)
+    models["FSDP2, hybrid sharding"] = hybrid
     for wire in (None, "float16", "exact"):
         models[f"DDP, ddp_hook(wire={wire})"] = ours = ddp()
         hook = ddp_hook(ours, wire=wire)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,9 @@ def write_pictures(root: Path, height: int, width: int, quality: int) -> None:
     """PICTURES files in train/photo; the same in val/photo, since a folder source has both."""
     photos = [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
     grow = max(1.0, 1.1 * height / photos[0].height, 1.1 * width / photos[0].width)
-    photos = [photo.resize((int(photo.width * grow), int(photo.height * grow)), Image.LANCZOS) for photo in photos]
+    photos = [
+        photo.resize((int(photo.width * grow), int(photo.height * grow)), Image.Resampling.LANCZOS) for photo in photos
+    ]
     for split in ("train", "val"):
         (root / split / "photo").mkdir(parents=True)
         for number in range(PICTURES):
@@ -46,7 +49,7 @@ def write_pictures(root: Path, height: int, width: int, quality: int) -> None:
             top = (photo.height - height) * (number // 2 % 4) // 3
             picture = photo.crop((left, top, left + width, top + height))
             if number >= PICTURES // 2:
-                picture = picture.transpose(Image.FLIP_LEFT_RIGHT)
+                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             picture.save(root / split / "photo" / f"{number:02}.jpg", quality=quality, subsampling="4:2:0")
 
 
@@ -59,14 +62,14 @@ def with_pillow(folder: PictureFiles, data: Data, epoch: int) -> torch.Tensor:
     assert changes.boxes is not None
     images = []
     for index in indices:
-        with Image.open(folder.where(index)) as file:
+        with Image.open(folder.where(int(index))) as file:
             picture = file.convert("RGB")
         box = random_region(picture.height, picture.width, (SIZE, SIZE), data.augment, changes.boxes[index])
         _, box = fit(box, picture.height, picture.width)  # the box that ours takes, to the pixel
         picture = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-        picture = picture.resize((SIZE, SIZE), Image.BILINEAR)  # Pillow always antialiases
+        picture = picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR)  # Pillow always antialiases
         if changes.mirrored[index]:
-            picture = picture.transpose(Image.FLIP_LEFT_RIGHT)
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
         images.append(tensor.sub_(mean).div_(std))
     return torch.stack(images)
@@ -109,10 +112,12 @@ def main() -> None:
         ways = {"Pillow": lambda epoch: with_pillow(source, data, epoch), "torusgd": ours}
         # The last few batches stay alive, as in a loop with a loader that works ahead.
         kept: deque[torch.Tensor] = deque(maxlen=6)
+
+        def taken(way: Callable[[int], torch.Tensor], epoch: int) -> None:
+            kept.append(way(epoch))
+
         quality = [psnr(ours(epoch), with_pillow(source, data, epoch), data) for epoch in range(5)]
-        rounds = [
-            [timed(lambda w=way, e=epoch: kept.append(w(e))) for way in ways.values()] for epoch in range(args.rounds)
-        ]
+        rounds = [[timed(partial(taken, way, epoch)) for way in ways.values()] for epoch in range(args.rounds)]
     print(
         f"{PICTURES} JPEGs of {args.width} x {args.height}, {size / 1000:.0f} kB each, {args.rounds} rounds, one core"
     )

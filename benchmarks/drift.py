@@ -41,7 +41,7 @@ CASES = (("digits-net", 8, 1, 1), ("digits-net", 8, 1, 64), ("fashion-net", 28, 
 
 def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     """Runs all cases; rank 0 prints."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = meet_within(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
@@ -66,7 +66,7 @@ def run_case(world: Group, name: str, pixels: int, channels: int, images: int, r
     recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
     job = Job(recipe, RuntimeOptions(), "cpu", Path())
     trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness())
-    view = StepView(trainer.step.schedule[0], trainer.membership, recompute=IntegerHash)
+    view = StepView(trainer.step.schedule[0], trainer.membership, recompute=lambda worker: IntegerHash(world.device))
     every = steps_between(images)
     step_seconds, fingerprint_seconds = [], []
     for turn in range(rounds + 1):

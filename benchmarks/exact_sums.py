@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from torusgd.comm.groups import Group
+from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.gradients.integer_sum import IntegerGradientSum
 from torusgd.gradients.layout import Slot, plan_buckets
 from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
 from torusgd.step.drift import DriftWatch
+from torusgd.step.membership import even_shares
+from torusgd.step.watch import StepView
 
 CPU = torch.device("cpu")
 ROUNDS = 5
@@ -113,9 +117,11 @@ def costs(name: str) -> str:
         with patch("torusgd.gradients.integer_sum._count_nonzero", lambda values: 0):
             plain = min(plain, best(add))
     watch = DriftWatch([Slot("", "", g) for g in gradients], [], Group(None, range(2), 0, CPU, None, 1.0), every=1)
+    membership = even_shares(range(2), 0, recipe.virtual_workers)
+    view = StepView(Schedule(recipe, 10_000)[0], membership, recompute=lambda worker: IntegerHash(CPU))
     return (
         f"{name}: pass of 8 images {best(lambda: model(images).sum().backward()):.1f} ms, its sum {plain:.2f} ms and "
-        f"with the count {counted:.2f} ms; a fingerprint {best(lambda: watch.message(0)):.2f} ms"
+        f"with the count {counted:.2f} ms; a fingerprint {best(lambda: watch.before_send(view)):.2f} ms"
     )
 
 

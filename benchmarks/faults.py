@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 
+from tests.polling import until
 from tests.run.faults import BLIND, FAULT
 from tests.run.processes import (
     RECIPE,
@@ -33,7 +34,6 @@ from tests.run.processes import (
     run_alone,
     summary,
     torusgd_words,
-    until,
     wait_for_step,
 )
 
@@ -147,17 +147,16 @@ def judge(case: Case, process: Process, since: float, expected: str | None, agai
     """
     before = last_step(case.out)
     said, seconds = ("", None) if expected is None else first_line(process, since)
-    row = {"kind": case.kind, "seed": case.seed, "ranks": case.workers, "blind": case.blind}
     named = None if expected is None else bool(re.search(expected, said))
     at = re.search(r"from the checkpoint of step (\d+)", said)
     redone = max(0, before - int(at[1])) if at else 0 if said == "" else None
-    row |= {"named": named, "seconds": seconds, "redone": redone, "said": said[:300]}
     try:
         verdict = verdict_of(case, process, again)
     except AssertionError as error:
         verdict = f"WRONG: {str(error).splitlines()[0]}"
     is_silent = expected is not None and not named and not verdict.startswith("WRONG")
-    return Row(verdict="WRONG: not named" if is_silent else verdict, **row)
+    verdict = "WRONG: not named" if is_silent else verdict
+    return Row(case.kind, case.seed, case.workers, verdict, named, seconds, redone, said[:300], case.blind)
 
 
 def verdict_of(case: Case, process: Process, again: bool) -> str:

@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -34,18 +34,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._autograd import DeviceType
 from torch.nn import functional as F
 
 from gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, put_section, section
+from step_overhead import Ready
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone
-from torusgd.data.loader import Share
 from torusgd.data.pipeline import Batch
 from torusgd.launch.local import launch
 from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
+from torusgd.recipe.section import Duration
 from torusgd.run.build import build
 from torusgd.run.fingerprint import conditions
 from torusgd.run.job import Job
@@ -64,19 +66,6 @@ HOST_CALLS = {
 }  # fmt: skip
 """by what is counted a part of the names of CUDA's functions"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Ready:
-    """In place of a loader: its images are ready, the same batch for every share."""
-
-    wait_seconds = 0.0
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """See `torusgd.data.loader.Loader.take`."""
-        return self._batch
 
 
 def make_recipe(args: argparse.Namespace, images: int, *changes: str, workers: int = 1) -> Recipe:
@@ -150,7 +139,7 @@ def hashes(args: argparse.Namespace) -> dict[str, Any]:
         for run, ranks, graphs in runs:
             with tempfile.TemporaryDirectory() as folder:
                 options = RuntimeOptions(
-                    workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st", cuda_graphs=graphs
+                    workers=ranks, ranks_per_gpu=ranks, checkpoint_every=Duration(1000, "st"), cuda_graphs=graphs
                 )
                 job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
                 found[name][f"{run} on {ranks} rank{'s' * (ranks > 1)}"] = launch(job, fresh=True).summary[
@@ -292,8 +281,8 @@ def counts(args: argparse.Namespace) -> dict[str, Any]:
 
 def counted(events: Sequence[Any]) -> dict[str, Any]:
     """Of a profile, what the host asked for inside the range named STEP; kernels are those of the whole profile."""
-    on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    of_host = [event for event in events if event.device_type != torch.autograd.DeviceType.CUDA]
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+    of_host = [event for event in events if event.device_type != DeviceType.CUDA]
     (step,) = (event.time_range for event in of_host if event.name == STEP)
     names = [event.name for event in of_host if step.start <= event.time_range.start <= step.end]
     return {

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
 from torusgd.tensor_parallel.volume import best_groups, hybrid_volume
@@ -129,7 +129,7 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
     return step
 
 
-def table(ranks: int, found: list[dict]) -> str:
+def table(ranks: int, found: list[dict[str, Any]]) -> str:
     """Markdown: cases down; bytes against the formula, seconds with their spread, and both optima."""
     lines = [
         "| images a rank | M | sent MB | formula MB | sent / formula | step s, median | least - most | |",

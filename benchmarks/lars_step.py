@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-HYPER = {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
+HYPER: dict[str, Any] = {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
 Shapes = list[list[int]]
 
 
-def groups(shapes: Shapes) -> list[dict[str, object]]:
+def groups(shapes: Shapes) -> list[dict[str, Any]]:
     """Weights and the rest, with gradients of a usual size."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * 0.05) for shape in shapes]
@@ -43,7 +45,7 @@ def timed(step: Callable[[], object]) -> float:
 def serve_timm() -> None:
     """In the other environment: a line with the shapes comes in, and then a step and its time for each further line."""
     from timm import __version__
-    from timm.optim import Lars
+    from timm.optim.lars import Lars
 
     optimizer = Lars(groups(json.loads(input())), **HYPER)
     print(f"timm {__version__} Lars, torch {torch.__version__}", flush=True)
@@ -94,7 +96,7 @@ def main() -> None:
         "torusgd Lars": Lars(lars_groups, **HYPER),
     }
     contestants: dict[str, Callable[[], float]] = {
-        name: lambda optimizer=optimizer: timed(optimizer.step) for name, optimizer in ours.items()
+        name: partial(timed, optimizer.step) for name, optimizer in ours.items()
     }
     if options.timm_python:
         served = Served(options.timm_python, shapes, options.threads)

@@ -94,7 +94,9 @@ def spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), n {len(seconds)}"
 
 
-def lose_a_rank(out: Path, flags: list[str], workers: int, steps: int, at: int, victim: int) -> tuple:
+def lose_a_rank(
+    out: Path, flags: list[str], workers: int, steps: int, at: int, victim: int
+) -> tuple[float, int, dict[str, Any]]:
     """(seconds until a new step is done, steps redone, summary) of a run that loses a rank after step `at`."""
     words = ["--workers", str(workers), "--max-steps", str(steps), "--checkpoint-every", "20st", *flags]
     process = torusgd(out / "told", out / "run", Path("digits"), *words)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torusgd.cli.options import PlannedMachine, RuntimeFlags
 from torusgd.cli.rehearse import rehearse
@@ -49,7 +50,7 @@ SYSTEMS = {
     "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256, 12.0),
     "abci": System("resnet50", "abci", 512, 6.0, software="mxnet-fujitsu"),
 }
-IDEAS = {
+IDEAS: dict[str, dict[str, Any]] = {
     "native, no overlap": {"allreduce": "native", "overlap": False},
     "native": {"allreduce": "native"},
     "ring": {"allreduce": "ring"},

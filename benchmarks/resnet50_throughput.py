@@ -45,7 +45,8 @@ def loop(tuned: bool, steps: int, batch: int) -> list[float]:
     torch.set_num_threads(2)
     torch.manual_seed(0)
     form = torch.channels_last if tuned else torch.contiguous_format
-    model = resnet50(classes=1000, channels=3).to(memory_format=form)
+    model = resnet50(classes=1000, channels=3)
+    model.to(memory_format=form)  # type: ignore[call-overload]  # torch does not declare memory_format here
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     images = torch.randn(PASS, 3, 224, 224).contiguous(memory_format=form)
     targets = torch.randint(0, 1000, (PASS,))

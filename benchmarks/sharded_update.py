@@ -58,7 +58,7 @@ def contestants(width: int, adam: bool) -> dict[str, Callable[[], Contestant]]:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     images, labels = torch.rand(16, 784, generator=generator), torch.randint(10, (16,), generator=generator)
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
-    values = {"lr": 0.01} if adam else {"lr": 0.01, "momentum": 0.9}
+    values: dict[str, Any] = {"lr": 0.01} if adam else {"lr": 0.01, "momentum": 0.9}
 
     def network() -> nn.Sequential:
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def contestants(width: int, adam: bool) -> dict[str, Callable[[], Contestant]]:
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        model = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
         return train(model, kind(model.parameters(), **values))
 
     def ours(allreduce: str, wire: Any) -> Contestant:
@@ -196,7 +196,7 @@ def main() -> None:
     kind = "AdamW" if options.adam else "SGD with momentum"
     with Lab([Host(latency=options.latency, rate=options.rate)] * HOSTS) as lab:
         if options.memory:
-            rows, parameters = {}, 0
+            rows, parameters = dict[str, Any](), 0
             for number in range(1, 8):
                 _, parameters, found = told_by(lab, [*words, "--only", str(number)])
                 rows |= found

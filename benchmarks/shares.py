@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -93,10 +94,10 @@ def take_steps(
         seconds.append(time.perf_counter() - begin)
         return stats
 
-    passes.forward = slow  # type: ignore[method-assign]
-    steps = SimpleNamespace(run=partial(timed, run.trainer.step.run))
-    run.trainer = replace(run.trainer, ahead=steps)  # type: ignore[arg-type]
-    run.run()
+    timed_steps: Any = SimpleNamespace(run=partial(timed, run.trainer.step.run))
+    run.trainer = replace(run.trainer, ahead=timed_steps)
+    with patch.object(passes, "forward", slow):
+        run.run()
     return seconds
 
 

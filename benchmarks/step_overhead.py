@@ -16,7 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone
-from torusgd.data.loader import Share
+from torusgd.data.loader import Loader, Share
 from torusgd.data.pipeline import Batch
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
@@ -38,20 +38,34 @@ from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
 from torusgd.step.noise_scale import EVERY, NoiseScale
 
+
+@dataclass(frozen=True)
+class Case:
+    """A network and what it is trained with."""
+
+    model: str
+    size: int
+    """pixels a side"""
+    channels: int
+    classes: int
+    images: int
+    """of a virtual worker"""
+    precision: str = "auto"
+
+
 CASES = {
-    "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),
-    "resnet50-64px": dict(model="resnet50", size=64, channels=3, classes=1000, images=16, precision="auto"),
-    "fashion": dict(model="fashion-net", size=28, channels=1, classes=10, images=256, precision="bfloat16"),
-    "resnet18-32px": dict(model="resnet18", size=32, channels=3, classes=10, images=16, precision="auto"),
+    "resnet50": Case("resnet50", size=224, channels=3, classes=1000, images=16),
+    "resnet50-64px": Case("resnet50", size=64, channels=3, classes=1000, images=16),
+    "fashion": Case("fashion-net", size=28, channels=1, classes=10, images=256, precision="bfloat16"),
+    "resnet18-32px": Case("resnet18", size=32, channels=3, classes=10, images=16),
 }
 
 
-class Ready:
-    """In place of a loader: its images are ready, the same batch for every share."""
-
-    wait_seconds = 0.0
+class Ready(Loader):
+    """A loader whose images are ready, the same batch for every share."""
 
     def __init__(self, batch: Batch) -> None:
+        self.wait_seconds = 0.0
         self._batch = batch
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
@@ -59,18 +73,18 @@ class Ready:
         return self._batch
 
 
-def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe:
-    channels = case["channels"]
+def make_recipe(case: Case, reduction: str, workers: int) -> Recipe:
+    channels = case.channels
     overrides = [
-        f"data={{source: synthetic, train_images: 4096, eval_images: 16, image_size: {case['size']}, "
-        f"channels: {channels}, classes: {case['classes']}, mean: {[0.5] * channels}, std: {[0.25] * channels}}}",
-        f"model={{name: {case['model']}}}",
+        f"data={{source: synthetic, train_images: 4096, eval_images: 16, image_size: {case.size}, "
+        f"channels: {channels}, classes: {case.classes}, mean: {[0.5] * channels}, std: {[0.25] * channels}}}",
+        f"model={{name: {case.model}}}",
         f"virtual_workers={workers}",
-        f"stages=[{{until: 1000st, images_per_worker: {case['images']}}}]",
+        f"stages=[{{until: 1000st, images_per_worker: {case.images}}}]",
         "rate={lr: 0.01}",
         "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
         f"reduction={reduction}",
-        f"precision={case['precision']}",
+        f"precision={case.precision}",
         "label_smoothing=0.1",
         "polish=null",
     ]
@@ -78,7 +92,7 @@ def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe
 
 
 def our_step(
-    case: dict[str, object], reduction: str, batch: Batch, workers: int, noise_scale: bool = True
+    case: Case, reduction: str, batch: Batch, workers: int, noise_scale: bool = True
 ) -> Callable[[int], object]:
     """The trainer's own step, put together as `torusgd train` does, but for the loader and maybe the noise scale."""
     nowhere = Path()  # a step writes nothing
@@ -91,17 +105,18 @@ def our_step(
     return lambda index: step.run(trainer.membership, synchronous(index, workers))
 
 
-def bare_step(case: dict[str, object], batch: Batch, workers: int) -> Callable[[int], None]:
+def bare_step(case: Case, batch: Batch, workers: int) -> Callable[[int], None]:
     """What one writes by hand, without torusgd."""
     recipe = make_recipe(case, "float32", workers)
     form = torch.channels_last if recipe.memory_format == "channels_last" else torch.contiguous_format
     model = build_model(
         recipe.model,
-        classes=case["classes"],
-        channels=case["channels"],
-        image_size=case["size"],
+        classes=case.classes,
+        channels=case.channels,
+        image_size=case.size,
         seed=0,
-    ).to(memory_format=form)
+    )
+    model.to(memory_format=form)  # type: ignore[call-overload]  # torch does not declare memory_format here
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[recipe.precision]
 
@@ -131,12 +146,13 @@ def main() -> None:
     if args.noise_scale and args.workers < 2:
         parser.error("--noise-scale needs --workers of 2 at least")
     torch.set_num_threads(1)
-    case = CASES[args.case] | ({"images": args.images} if args.images else {})
-    images, size = case["images"], case["size"]
+    case = CASES[args.case]
+    case = replace(case, images=args.images or case.images)
+    images, size = case.images, case.size
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
-        torch.randn(images, case["channels"], size, size, generator=generator),
-        torch.randint(0, case["classes"], (images,), generator=generator),
+        torch.randn(images, case.channels, size, size, generator=generator),
+        torch.randint(0, case.classes, (images,), generator=generator),
         np.arange(images),
         0,
     )
@@ -164,7 +180,7 @@ def main() -> None:
             if round_number:  # the first round warms up
                 times[name].append((clock() - started) / args.steps)
     print(
-        f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case['precision']}, 1 thread, "
+        f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case.precision}, 1 thread, "
         f"n = {args.rounds} rounds of {args.steps} steps"
     )
     for name, values in times.items():

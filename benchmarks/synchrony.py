@@ -10,6 +10,7 @@ Everything is keyed: the same tables each time on one machine, whatever else run
 
 import argparse
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ def spread(values: list[float]) -> str:
 
 
 def errors(
-    form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, **limit: float
+    form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, **limit: Any
 ) -> list[tuple[Point, ...]]:
     """The points of each seed's run: `digits` with a network of half the width, 16 images a gradient, no augmentation.
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
+from torusgd.step.work_stealing import GroupStore
 
 RANKS, PAUSE = 4, 1.0
 FORWARD = 1 / 3
@@ -85,8 +87,8 @@ def prepare(
         seconds.append(time.perf_counter() - begin)
         return stats
 
-    steps = SimpleNamespace(run=partial(timed, run.trainer.step.run))
-    run.trainer = replace(run.trainer, ahead=steps)  # type: ignore[arg-type]
+    timed_steps: Any = SimpleNamespace(run=partial(timed, run.trainer.step.run))
+    run.trainer = replace(run.trainer, ahead=timed_steps)
     return run, seconds
 
 
@@ -109,18 +111,17 @@ def with_pauses(
         time.sleep((1 - FORWARD) * wait)
         backward()
 
-    passes.forward, passes.backward = slow_forward, slow_backward  # type: ignore[method-assign]
-    return seconds, run.run().summary
+    with patch.multiple(passes, forward=slow_forward, backward=slow_backward):
+        return seconds, run.run().summary
 
 
 def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tuple[list[float], list[float]]:
     """One rank's part in a run of which every second step is with work stealing: seconds of each, waits for answers."""
     run, seconds = prepare(True, out, workers, images, steps, *rank)
-    stealing, asked = run.trainer.step.stealing, [0.0] * steps
-    assert stealing is not None
+    asked = [0.0] * steps
     own, timed_step = replace(run.trainer.step, stealing=None), run.trainer.ahead
     assert timed_step is not None
-    ask = stealing.claims.query
+    ask = GroupStore.query
 
     def alternating(membership: Any, entry: Any) -> Any:
         if entry.step % 2:
@@ -130,15 +131,16 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
         seconds.append(time.perf_counter() - begin)
         return stats
 
-    def timed_ask(question: Callable[[Any], Any]) -> Any:
+    def timed_ask(store: GroupStore, question: Callable[[Any], Any]) -> Any:
         begin = time.perf_counter()
-        answer = ask(question)
+        answer = ask(store, question)
         asked[len(seconds)] += time.perf_counter() - begin
         return answer
 
-    stealing.claims.query = timed_ask  # type: ignore[method-assign]
-    run.trainer = replace(run.trainer, ahead=SimpleNamespace(run=alternating))  # type: ignore[arg-type]
-    run.run()
+    alternating_steps: Any = SimpleNamespace(run=alternating)
+    run.trainer = replace(run.trainer, ahead=alternating_steps)
+    with patch.object(GroupStore, "query", timed_ask):
+        run.run()
     return seconds, asked
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -38,12 +39,13 @@ class _Handler(FaultyHandler):
             self._answer(500, b"{}")
             return
         path = unquote(urlsplit(self.path).path)
-        for pattern, handle in (
+        handlers: tuple[tuple[str, Callable[..., None]], ...] = (
             (r"/api/((?:datasets|models)/[^/]+/[^/]+)(?:/revision/(.+))?", self._info),
             (r"/api/((?:datasets|models)/[^/]+/[^/]+)/tree/([^/]+)", self._tree),
             (r"/(datasets/[^/]+/[^/]+)/resolve/([^/]+|refs/\w+/\w+)/(.+)", self._file),
             (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._file),
-        ):
+        )
+        for pattern, handle in handlers:
             if found := re.fullmatch(pattern, path):
                 repository = found[1] if found[1].startswith(("datasets/", "models/")) else f"models/{found[1]}"
                 if repository in self.server.gated:

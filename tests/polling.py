@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def until(
-    check: Callable[[], T],
+    check: Callable[[], T | None],
     what: str,
     process: "Process | None" = None,
     timeout: float = 240,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 from torusgd.data.pipeline import Batch
 from torusgd.recipe.load import load_recipe
@@ -30,7 +31,7 @@ def imported(script: str) -> Iterator[tuple[str, str | None]]:
     """Each import from torusgd as (module, name); None: the module alone."""
     for node in ast.walk(ast.parse((ROOT / script).read_text(), script)):
         if isinstance(node, ast.ImportFrom) and not node.level:
-            found = [(node.module or "", alias.name) for alias in node.names]
+            found: list[tuple[str, str | None]] = [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             found = [(alias.name, None) for alias in node.names]
         else:
@@ -70,7 +71,7 @@ def test_a_name_that_is_gone_is_found_out() -> None:
 
 def test_the_steps_of_step_overhead() -> None:
     script = run_path(str(ROOT / "benchmarks" / "step_overhead.py"))
-    case = dict(model="digits-net", size=8, channels=1, classes=10, images=4, precision="float32")
+    case = script["Case"]("digits-net", size=8, channels=1, classes=10, images=4, precision="float32")
     batch = Batch(torch.randn(4, 1, 8, 8), torch.arange(4), np.arange(4), replaced=0)
     threads = torch.get_num_threads()
     try:
@@ -178,7 +179,7 @@ def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone(monke
     """Not its own wait after the step, and no copy twice, for the host and for the GPU."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
-    kinds = torch.autograd.DeviceType
+    kinds = DeviceType
 
     def event(name: str, begin: float, end: float, device: Any = kinds.CPU) -> SimpleNamespace:
         return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=begin, end=end))
@@ -219,7 +220,12 @@ def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypat
     assert list(seen.values()) == [(True, False), (True, False), (False, True)]
     assert not torch.backends.cudnn.benchmark
     compiled: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **keywords: compiled.append(keywords) or model)
+
+    def noted(model: Any, **keywords: Any) -> Any:
+        compiled.append(keywords)
+        return model
+
+    monkeypatch.setattr(torch, "compile", noted)
     script["peer_step"](args, 2, compiled=True)
     assert compiled == [{"options": {"deterministic": False}}], "Inductor may time its kernels"
 

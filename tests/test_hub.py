@@ -18,6 +18,7 @@ from tests.hub_server import COMMITS, Hub
 from tests.run.runs import sets, train
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
+from torusgd.data.parquet import TableImages
 from torusgd.data.registry import describe
 from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
@@ -76,7 +77,8 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     name = Path("hf:garden/flowers")
     train, held_out = open_sources(folder_data(source="parquet"), name, 0)
     assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
-    assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]  # type: ignore[attr-defined]
+    assert isinstance(train, TableImages)
+    assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]
     assert len(held_out) == 6
     assert describe(name).lines()[0] == "hf:garden/flowers: data.source parquet, 3 channels"
     assert str(pinned(name)) == f"hf:garden/flowers@{first}"
@@ -97,7 +99,8 @@ def test_a_hub_that_is_slow_fails_and_breaks_off(use: Any, tmp_path: Path) -> No
         for number in range(2):
             use(hub, f"cache {number}")
             train, _ = open_sources(folder_data(source="parquet"), Path("hf:garden/flowers"), 0)
-            assert [train.encoded(i) for i in range(12)] == [picture(i) for i in range(12)]  # type: ignore[attr-defined]
+            assert isinstance(train, TableImages)
+            assert [train.encoded(i) for i in range(12)] == [picture(i) for i in range(12)]
         assert min(hub.faults[kind] for kind in ("http_500", "cut", "slow")) > 0
 
 
@@ -195,14 +198,15 @@ def test_a_run_from_the_hub_has_the_hash_of_one_from_a_folder(tmp_path: Path, mo
     )  # fmt: skip
     with Hub({"http_500": 11, "cut": 7, "slow": 6}).at_work() as server:
         first = push_flowers(server, tmp_path / "set")
-        folder = train(tmp_path / "folder", "--data", tmp_path / "set", "--workers", 1, *settings)
+        folder = train(tmp_path / "folder", "--data", tmp_path / "set", "--workers", "1", *settings)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         for ranks in (1, 3):
             monkeypatch.setenv("HF_HOME", str(tmp_path / f"home {ranks}"))
-            here = tmp_path / f"hub {ranks}", "--data", "hf:garden/flowers", "--workers", ranks, *settings
-            summary = train(*here, "--max-steps", 2)
+            out = tmp_path / f"hub {ranks}"
+            words = "--data", "hf:garden/flowers", "--workers", str(ranks), *settings
+            summary = train(out, *words, "--max-steps", "2")
             assert summary["data_revision"] == first
             push_flowers(server, tmp_path / "set")
-            summary = train(*here)
+            summary = train(out, *words)
             assert (summary["weights_sha256"], summary["data_revision"]) == (folder["weights_sha256"], first)
             del server.repositories[FLOWERS][1:]

@@ -81,6 +81,7 @@ def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
     recipe = load_recipe("digits", [f"reduction={reduction}"]).recipe
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         torch.backends.cudnn.benchmark = True
         runtime.prepare_process(recipe, torch.device("cuda"))
@@ -88,5 +89,4 @@ def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
         assert torch.are_deterministic_algorithms_enabled() == (reduction == "exact")
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = before

@@ -90,15 +90,15 @@ def test_no_library_is_asked_for_a_power_or_a_function(place: str) -> None:
     found = []
     for path in [root] if root.is_file() else root.rglob("*.py"):
         for node in () if path.name in OFF_THE_WAY else ast.walk(ast.parse(path.read_text())):
-            is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
-            if is_power and not (isinstance(node.left, ast.Constant) and node.left.value == 2):
-                found.append((path.name, node.lineno, "a power of another number than 2"))
-            is_math = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "math"
-            if is_math and node.attr not in EXACT:
-                found.append((path.name, node.lineno, f"math.{node.attr}"))
-            is_sum = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "sum"
-            if is_sum and place == "arithmetic":
-                found.append((path.name, node.lineno, "sum() of Python's, whose rounding changes by version"))
+            match node:
+                case ast.BinOp(left=ast.Constant(value=2), op=ast.Pow()):
+                    continue
+                case ast.BinOp(op=ast.Pow()):
+                    found.append((path.name, node.lineno, "a power of another number than 2"))
+                case ast.Attribute(value=ast.Name(id="math"), attr=name) if name not in EXACT:
+                    found.append((path.name, node.lineno, f"math.{name}"))
+                case ast.Call(func=ast.Name(id="sum")) if place == "arithmetic":
+                    found.append((path.name, node.lineno, "sum() of Python's, whose rounding changes by version"))
     assert not found
 
 

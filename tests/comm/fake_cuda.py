@@ -6,6 +6,7 @@ What is left to look at is which stream was the current one.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +34,7 @@ def fake_cuda() -> Iterator[list[FakeStream]]:
         yield
         current.pop()
 
-    fakes = {
+    fakes: dict[str, Any] = {
         "Stream": lambda device: FakeStream(f"order {next(made)}"),
         "current_stream": lambda device: current[-1],
         "stream": use,

@@ -1,6 +1,7 @@
 """The rounds, run by a simulator: every rank ends with the sum, every message is received, none is in excess."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -159,7 +160,7 @@ def test_a_reduce_scatter_leaves_each_rank_its_span_and_its_mirror_gathers_them(
     assert sorted(i for low, high in spans for i in range(low, high)) == list(range(length))
     if stops is not None:
         assert {edge for span in spans for edge in span} <= {0, length, *stops}
-    tensors = [list(values) for values in inputs]
+    tensors: list[list[Any]] = [list(values) for values in inputs]
     carry_out([[rounds] for rounds, _ in scatters], tensors)
     for (low, high), values in zip(spans, tensors, strict=True):
         assert values[low:high] == total[low:high]

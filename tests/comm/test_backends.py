@@ -1,6 +1,7 @@
 """How NCCL's communicators are made, split and ended: by a backend that is Gloo and notes what NCCL would be asked."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import run_ranks
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroupGloo
+from torch.distributed import distributed_c10d as c10d
 
 from torusgd.comm import groups
 
@@ -20,7 +23,7 @@ MADE: list[ProcessGroupGloo] = []
 class FakeNccl(ProcessGroupGloo):
     """Takes the arguments of torch's ProcessGroupNCCL."""
 
-    Options = SimpleNamespace
+    Options: Any = SimpleNamespace
 
     def __init__(self, store: PrefixStore, place: int, size: int, options: SimpleNamespace) -> None:
         super().__init__(store, place, size, options._timeout)
@@ -29,7 +32,7 @@ class FakeNccl(ProcessGroupGloo):
         NOTES.append(f"{len(MADE)}: {ranks} {came}, {options._timeout.total_seconds():g} s")
         MADE.append(self)
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         NOTES.append(f"connects on {device}")
 
     def perform_nocolor_split(self, device: torch.device) -> None:
@@ -41,7 +44,7 @@ class FakeNccl(ProcessGroupGloo):
 
 def make_split_and_close() -> list[str]:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    with patch.object(groups.c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
+    with patch.object(c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
         world = groups.build(PrefixStore("run", store), range(3), rank, device=GPU, timeout=600.0)
         pair = world.partition([[0, 1], [2]])
         everyone = world.duplicate(timeout=7.0)

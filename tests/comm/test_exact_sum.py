@@ -36,7 +36,7 @@ def test_bits_do_not_depend_on_order_or_on_how_ranks_share(values: list[float], 
     shuffled = values.copy()
     random.shuffle(shuffled)
     parts = [torch.tensor(shuffled[r::ranks], dtype=torch.float32) for r in range(ranks)]
-    shared = decode(sum(encode(part).sum(dim=1) for part in parts))
+    shared = decode(torch.stack([encode(part).sum(dim=1) for part in parts]).sum(dim=0))
     assert shared.item() == exact_sum(torch.tensor(values, dtype=torch.float32)).item()
 
 

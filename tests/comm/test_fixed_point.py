@@ -12,11 +12,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.comm.gloo_world import run_ranks
+from torch._C._distributed_c10d import HashStore
 
-from torusgd.comm import Group, create, exact_all_reduce, fixed_point
+from torusgd.comm import create, exact_all_reduce, fixed_point
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.base import Work
-from torusgd.comm.groups import build
+from torusgd.comm.groups import Group, build
 from torusgd.errors import UserError
 
 RANKS = 3
@@ -27,7 +28,7 @@ Call = Callable[..., list[Any]]
 @pytest.fixture(scope="module")
 def on_ranks() -> Call:
     """Calls a function with each of 3 Gloo groups that threads of this process joined, at once; the answers by rank."""
-    store = dist.HashStore()
+    store = HashStore()
 
     def on_threads(function: Callable[..., Any], *shares: Sequence[Any]) -> list[Any]:
         with ThreadPoolExecutor(RANKS) as pool:

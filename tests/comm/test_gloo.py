@@ -2,6 +2,8 @@
 
 import os
 import re
+from functools import reduce
+from operator import add
 
 import pytest
 import torch
@@ -54,11 +56,12 @@ def compare_on_worlds(sizes: tuple[int, ...]) -> list[str]:
         if world.rank >= size:
             continue
         engine = GlooEngine(own)
+        ranks = range(size)
         for seed, algorithm in enumerate(plans(size)):
             cases = [(dtype, length) for dtype in DTYPES for length in LENGTHS]
             sums = [addend(dist.get_rank(), length, dtype, seed) for dtype, length in cases]
             exact = [
-                sum(addend(r, n, t, seed).to(torch.float64 if t.is_floating_point else t) for r in range(size))
+                reduce(add, [addend(r, n, t, seed).to(torch.float64 if t.is_floating_point else t) for r in ranks])
                 for t, n in cases
             ]
             gloo.AHEAD = (1, 4, 128)[seed % 3]  # receives posted late, as those of a ring of thousands of ranks are

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from torusgd.comm import groups
 from torusgd.comm.base import CommTimeout, ConnectionLost
@@ -50,7 +50,7 @@ def exchange_batches() -> None:
     sends.append((torch.full((1,), 30.0 + rank), before))
     for work in world.start_exchange(sends, [(first, before), (second, before), (third, after)], tag=8):
         work.wait()
-    assert (first[0], second[0], third[0]) == (10 + before, 20 + before, 30 + after)
+    assert (first[0].item(), second[0].item(), third[0].item()) == (10 + before, 20 + before, 30 + after)
     assert world.start_exchange([], []) == []
     if rank:
         for work in world.start_exchange([(first, 3 - rank)], [(second[:2], 3 - rank)]):
@@ -170,7 +170,7 @@ def test_a_rank_alone_exchanges_nothing():
     assert group.broadcast_text("x") == "x"
     assert (group.rank, group.size, group.ranks) == (0, 1, (5,))
     assert group.partition([[0]]).size == 1
-    assert groups.build(dist.HashStore(), [7], 7, device=CPU, timeout=1.0).size == 1
+    assert groups.build(HashStore(), [7], 7, device=CPU, timeout=1.0).size == 1
 
 
 def test_a_gpu_has_its_index_in_whatever_group(monkeypatch: pytest.MonkeyPatch) -> None:

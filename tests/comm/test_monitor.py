@@ -4,7 +4,7 @@ import time
 from functools import partial
 from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_the_way_ends_when_the_sum_is_there_with_every_engine():
     run_ranks(2, sum_early_and_wait_late, ["native", "ring"])
 
 
-class Calls:
-    """A `Liveness` that finds rank 1 late from the second time that it is asked."""
+class Calls(NoLiveness):
+    """A liveness that finds rank 1 late from the second time that it is asked."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -73,8 +73,8 @@ def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
     """Rank 0 gives up once its liveness names rank 1, which sleeps until then; then it waits for it after all."""
     world, seen = group_of(), []
     for allreduce in [create(name) for name in names]:
-        monitor = Monitor()
-        monitor.liveness = calls = Calls()
+        calls = Calls()
+        monitor = Monitor(calls)
         if world.rank == 0:
             work = monitor.over(allreduce).start(torch.ones(10))
             with pytest.raises(CommTimeout) as caught:
@@ -133,9 +133,10 @@ def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pyte
     lost = LateRank("no heartbeat for 30 s", rank=3, host="b2")
     answers = iter([[], [], [lost]])
     liveness: Any = SimpleNamespace(late=lambda: next(answers))
-    monitor_module._wait_in_slices(monitor_module._Copied(Event(3)), NoLiveness(), inf)
+    late, never = cast(Any, Event(3)), cast(Any, Event(inf))
+    monitor_module._wait_in_slices(monitor_module._Copied(late), NoLiveness(), inf)
     with pytest.raises(CommTimeout) as error:
-        monitor_module._wait_in_slices(monitor_module._Copied(Event(inf)), liveness, inf)
+        monitor_module._wait_in_slices(monitor_module._Copied(never), liveness, inf)
     assert error.value.late == (lost,)
 
 

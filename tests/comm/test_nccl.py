@@ -1,6 +1,7 @@
 """The NCCL engine's collectives and batches, over Gloo on CPU tensors; and with a GPU, the engines themselves."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -61,14 +62,14 @@ def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world():
 
 def test_all_that_nccl_is_given_is_launched_on_one_stream_whichever_communicator_it_belongs_to():
     """Or two GPUs without room for two kernels could each run the one that the other waits for."""
-    gpu, seen = torch.device("cuda", 0), []
-    tensor = SimpleNamespace(device=gpu, record_stream=lambda stream: None)
+    gpu, seen = torch.device("cuda", 0), list[tuple[str, str]]()
+    tensor: Any = SimpleNamespace(device=gpu, record_stream=lambda stream: None)
 
     def group(name: str) -> Group:
         def begin(*arguments: object) -> SimpleNamespace:
             return SimpleNamespace(wait=lambda: seen.append((name, current[-1].name)))
 
-        fake = SimpleNamespace(allreduce=begin, broadcast=begin, _reduce_scatter_base=begin)
+        fake: Any = SimpleNamespace(allreduce=begin, broadcast=begin, _reduce_scatter_base=begin)
         return Group(fake, (0, 1), 0, gpu, None, 60.0, nccl=True)
 
     launch_order.cache_clear()
@@ -128,8 +129,13 @@ def over_gloo_with_cuda_tensors() -> list[str]:
 def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     """Of each grid one torus, and nothing in chunks; the backend's own beside them."""
     probed = []
-    monkeypatch.setattr(tune, "_time_sum", lambda connection, size, plan: probed.append(plan) or 1e-3)
-    connection = SimpleNamespace(engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), slowest=list)
+
+    def timed(connection: Any, size: int, plan: Any) -> float:
+        probed.append(plan)
+        return 1e-3
+
+    monkeypatch.setattr(tune, "_time_sum", timed)
+    connection: Any = SimpleNamespace(engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), slowest=list)
     link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
     profile = Profile(
         backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()

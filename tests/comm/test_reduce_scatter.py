@@ -1,5 +1,8 @@
 """Reduce-scatter and all-gather against the backend's own all_reduce, on any ranks, grid, stops and dtype."""
 
+from functools import reduce
+from operator import add
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +30,7 @@ def every_case(allreduce: AlgorithmAllReduce | NativeAllReduce, ranks: list[int]
     # A dtype has no part in where a tensor is cut: each pair meets one of them.
     cases = [(*pair, DTYPES[number % len(DTYPES)]) for number, pair in enumerate(pairs)]
     tensors = [addend(dist.get_rank(), length, dtype) for length, _, dtype in cases]
-    sums = [sum(addend(rank, length, dtype) for rank in ranks) for length, _, dtype in cases]
+    sums = [reduce(add, [addend(rank, length, dtype) for rank in ranks]) for length, _, dtype in cases]
     spans = [[shards.span(rank, length, stops) for rank in range(shards.size)] for length, stops, _ in cases]
     works = [shards.start_reduce_scatter(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]
     whole = addend(dist.get_rank(), 1009, torch.int64)

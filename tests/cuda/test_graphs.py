@@ -69,7 +69,7 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
 
     with FakeGpu(graph=capture).streams():
         trainer = make_trainer(True, SGD, "virtual_workers=2")
-        parts = network_of(trainer)._parts
+        parts: Any = network_of(trainer)._parts
         leaf, end_worker, forward = parts.leaves[0], parts.reducer.sum.end_worker, parts.network.forward
 
         def noted_sum(bucket: int) -> None:
@@ -81,8 +81,8 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
             accumulator(leaf).metadata["of a plain pass"] = True
             return loss
 
-        parts.reducer.sum.end_worker = noted_sum  # type: ignore[method-assign]
-        parts.network.forward = noted_forward  # type: ignore[method-assign]
+        parts.reducer.sum.end_worker = noted_sum
+        parts.network.forward = noted_forward
         all_steps(trainer)
     assert found == [(True, False)] * 4
 
@@ -125,7 +125,7 @@ def test_a_stream_that_does_not_wait_is_found_out(of_main: bool) -> None:
 
 def noting_messages(trainer: Trainer, notes: Notes) -> None:
     """Notes the buckets and control vectors that leave."""
-    run = trainer.step
+    run: Any = trainer.step
     send, send_control = run.reducer._send, run.control.send
 
     def bucket(index: int) -> Any:
@@ -136,8 +136,8 @@ def noting_messages(trainer: Trainer, notes: Notes) -> None:
         notes.append(("control", 0))
         return send_control(*arguments)
 
-    run.reducer._send = bucket  # type: ignore[method-assign]
-    run.control.send = control  # type: ignore[method-assign]
+    run.reducer._send = bucket
+    run.control.send = control
 
 
 def on_ranks(streams: int) -> tuple[str, int, Notes]:
@@ -171,7 +171,7 @@ def early_races(ignores_ready: bool = False, releases: bool = True) -> tuple[Rac
         if not releases:
             patch.setattr(SideStream, "release", lambda self: None)
         trainer = make_trainer(True, SGD, options=SMALL_BUCKETS)
-        reducer = trainer.step.reducer
+        reducer: Any = trainer.step.reducer
 
         def send(index: int) -> Any:
             reducer.sum.message(index).add_(0)  # as an all-reduce does it in place
@@ -179,8 +179,8 @@ def early_races(ignores_ready: bool = False, releases: bool = True) -> tuple[Rac
             there.record(gpu.current)
             return SimpleNamespace(wait=lambda: gpu.current.wait_event(there))
 
-        reducer._send = send  # type: ignore[method-assign]
-        with Races(gpu, reducer.sum._messages) as found:  # type: ignore[attr-defined]
+        reducer._send = send
+        with Races(gpu, reducer.sum._messages) as found:
             all_steps(trainer)
     return found, left(trainer)
 
@@ -196,7 +196,7 @@ def test_messages_beside_a_pass_use_no_memory_that_it_writes() -> None:
 def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for overlaps in (False, True):
-        monkeypatch.setattr(form.GpuForm, "_overlaps", property(lambda self, value=overlaps: value))
+        monkeypatch.setattr(form.GpuForm, "_overlaps", overlaps)
         with FakeGpu().streams(overlaps=True):
             trainer = make_trainer(True, SGD, options=SMALL_BUCKETS)
             leaves: Any = network_of(trainer)._parts.leaves
@@ -249,11 +249,11 @@ def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
         monkeypatch.setattr(graphs, "_of_main_streams", graphs._Memories())
         monkeypatch.setattr(graphs, "CudaGraph", Graph)
         streams = [kind(CPU), kind(CPU)]
-        first, second, other = (stream.capture(lambda: None) for stream in (streams[0], streams[0], streams[1]))
-        pools: list[Any] = [each.memory.pool for each in (first, second, other)]  # type: ignore[attr-defined]
+        captured: list[Any] = [stream.capture(lambda: None) for stream in (streams[0], streams[0], streams[1])]
+        pools = [each.memory.pool for each in captured]
         assert pools[0] == pools[1]
         assert (pools[0] == pools[2]) == (kind is MainStream), "all that runs on the main stream shares"
-        del first, second, other
+        captured.clear()
         last: Any = streams[0].capture(lambda: None)
         assert last.memory.pool not in pools
 

@@ -31,6 +31,7 @@ from tests.cuda.trainers import (
 from tests.messages import refused
 from tests.run.runs import TINY, events, run_here
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import NoLiveness
@@ -408,7 +409,7 @@ def test_on_a_gpu_the_host_calls_four_times_a_pass_and_six_a_step(streams: int, 
         torch.cuda.synchronize()
     finally:
         torch.use_deterministic_algorithms(False)
-    on_gpu = torch.autograd.DeviceType.CUDA
+    on_gpu = DeviceType.CUDA
     calls = [event.name for event in profile.events() if event.device_type != on_gpu and event.name.startswith(CALLS)]
     assert graphs_of(trainer) == 1
     assert 0 < len(calls) <= 2 * (6 + 4 * passes), sorted(calls)

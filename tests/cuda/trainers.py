@@ -76,26 +76,28 @@ def left(trainer: Trainer) -> str:
 
 def grow_once(trainer: Trainer, by: float) -> None:
     """The fifth step's gradients are so many times as large, however often it is taken."""
-    forward = trainer.step.forward_backward.forward
+    passes: Any = trainer.step.forward_backward
+    forward = passes.forward
 
     def larger(step: Any, *arguments: Any) -> torch.Tensor:
         loss = forward(step, *arguments) * (by if step.index == 4 else 1.0)
-        trainer.step.forward_backward._loss = loss  # type: ignore[attr-defined]
+        passes._loss = loss
         return loss
 
-    trainer.step.forward_backward.forward = larger  # type: ignore[method-assign]
+    passes.forward = larger
 
 
 def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
     """Of each step, how many the device is given when it is taken."""
     assert trainer.ahead is not None
-    launch, counts = trainer.ahead._launch, [0] * STEPS
+    ahead: Any = trainer.ahead
+    launch, counts = ahead._launch, [0] * STEPS
 
     def counted_launch(*arguments: Any) -> None:
         counts[now] += 1
         launch(*arguments)
 
-    trainer.ahead._launch = counted_launch  # type: ignore[method-assign]
+    ahead._launch = counted_launch
     for now in range(STEPS):
         take_step(now)
     return counts

@@ -12,7 +12,7 @@ class Stripes:
 
     def __init__(self, count: int, corrupt: tuple[int, ...] = (), unreadable: dict[int, int] | None = None) -> None:
         self.classes = ("a", "b", "c")
-        self.labels = np.arange(count, dtype=np.int32) % 3
+        self.labels: np.ndarray = np.arange(count, dtype=np.int32) % 3
         self.corrupt = set(corrupt)
         self.unreadable = dict(unreadable or {})
         self.reads: list[int] = []

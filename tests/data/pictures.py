@@ -13,7 +13,8 @@ from torusgd.recipe.data_schema import Augment, Data
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     """A picture with coarse shapes, fine texture and colours, as a photograph has."""
     random = np.random.default_rng(seed)
-    coarse = Image.fromarray(random.integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    coarse = Image.fromarray(random.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    coarse = coarse.resize((width, height), Image.Resampling.BICUBIC)
     fine = random.integers(-25, 26, (height, width, 1))
     return Image.fromarray(np.clip(np.asarray(coarse) + fine, 0, 255).astype(np.uint8))
 

@@ -19,6 +19,7 @@ def changes(augment: Augment, count: int, seed: int = 0, epoch: int = 0):
 def test_every_box_lies_in_its_image(height: int, width: int, sample: int) -> None:
     augment = Augment(crop="resized")
     drawn = draw_changes(augment, 3, 0, np.array([0]), np.array([sample]))
+    assert drawn.boxes is not None
     region = random_region(height, width, (32, 32), augment, drawn.boxes[0])
     assert region.height >= 1
     assert region.width >= 1
@@ -63,6 +64,7 @@ def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:
     augment = Augment(crop="resized", flip=0.5)
     whole = changes(augment, 50)
     part = draw_changes(augment, 3, 0, np.zeros(3, np.int64), np.array([40, 7, 7]))
+    assert part.boxes is not None
     assert np.array_equal(part.boxes, whole.boxes[[40, 7, 7]])
     assert np.array_equal(part.mirrored, whole.mirrored[[40, 7, 7]])
     for other in (changes(augment, 50, seed=1), changes(augment, 50, epoch=1)):

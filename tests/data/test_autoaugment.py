@@ -40,6 +40,8 @@ def test_a_draw_belongs_to_its_sample_and_epoch() -> None:
     backwards = draw_policy(augment, 0, EPOCHS, INDICES[::-1])
     later = draw_policy(augment, 0, EPOCHS + 1, INDICES)
     assert drawn is not None
+    assert backwards is not None
+    assert later is not None
     assert np.array_equal(drawn[::-1], backwards)
     assert not np.array_equal(drawn, later)
 
@@ -63,7 +65,7 @@ def test_a_change_keeps_shape_and_type_and_the_weakest_that_has_a_direction_keep
     image = picture(channels)
     for strength in (0, 1, STRONGEST):
         changed = change(image, operation, strength, 1, TRIVIAL)
-        assert (changed.shape, changed.dtype) == (image.shape, np.uint8)
+        assert (changed.shape, changed.dtype) == (image.shape, np.dtype(np.uint8))
     if operation not in ("solarize", "autocontrast", "equalize"):
         assert np.array_equal(change(image, operation, 0, 0, TRIVIAL), image)
 

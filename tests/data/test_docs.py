@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" 
 
 
 def test_the_loop_of_ones_own() -> None:
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
     assert names["consumed"] == 256
     assert len(names["indices"]) == 64

@@ -299,6 +299,7 @@ def test_bad_pictures_are_corrupt_and_missing_ones_are_io_errors(tmp_path: Path)
             f"a .jpg of {what}", f"image {index}: {folder}/{index:03}.jpg", CorruptImage, TMP=tmp_path
         ) as error:
             train.read(index)
+        assert isinstance(error.value, CorruptImage)
         assert error.value.index == index
     assert train.read(3).shape == (9, 9, 3)
     (folder / "003.jpg").unlink()

@@ -82,7 +82,12 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
     assert not (out / "train-00001.tar").exists()
     (out / ".train-00001.tar.1234").write_bytes(b"half of one")
     copied.clear()
-    monkeypatch.setattr(module, "_copy", lambda *each: copied.append(each[2]) or copy(*each))
+
+    def noted(source: Any, packing: Packing, index: int) -> Any:
+        copied.append(index)
+        return copy(source, packing, index)
+
+    monkeypatch.setattr(module, "_copy", noted)
     shards_of(root, out)
     assert sorted(copied) == sorted([*range(8), *range(5, 12)])  # all but the first shard
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != "index.safetensors"} == {
@@ -143,7 +148,8 @@ def write_imagenet(root: Path) -> Path:
         ("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"),
         ("children", "O"), ("wordnet_height", "O"), ("num_train_images", "O"),
     ]  # fmt: skip
-    rows = [(at, name, f"a {name}", "", 0, [], 0, n) for at, (name, n) in enumerate(CLASSES.items(), 1)]
+    numbered = enumerate(CLASSES.items(), 1)
+    rows: list[tuple[Any, ...]] = [(at, name, f"a {name}", "", 0, [], 0, n) for at, (name, n) in numbered]
     table = io.BytesIO()
     savemat(table, {"synsets": np.array([*rows, (4, "n00", "a thing", "", 3, [1, 2, 3], 1, 0)], dtype=kinds)})
     kit = {

@@ -1,6 +1,6 @@
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -132,7 +132,9 @@ def test_without_augmentation_training_images_look_as_in_evaluation(tmp_path: Pa
 
 
 @pytest.mark.parametrize("crop", ["none", "random", "resized"])
-def test_another_size_is_that_of_a_pipeline_made_for_it(crop: str, tmp_path: Path) -> None:
+def test_another_size_is_that_of_a_pipeline_made_for_it(
+    crop: Literal["none", "random", "resized"], tmp_path: Path
+) -> None:
     augment = Augment(crop=crop, flip=0.5)
     large, small = (folder_data(image_size=size, resize=size + 8, augment=augment) for size in (40, 24))
     source, _ = open_sources(large, write_folder(tmp_path), 0)
@@ -166,7 +168,7 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> No
         picture = Image.fromarray(source.read(index))
         width, height = picture.size
         short = min(width, height)
-        picture = picture.resize((37 * width // short, 37 * height // short), Image.BILINEAR)
+        picture = picture.resize((37 * width // short, 37 * height // short), Image.Resampling.BILINEAR)
         left, top = round((picture.width - 30) / 2), round((picture.height - 30) / 2)
         expected = np.asarray(picture.crop((left, top, left + 30, top + 30))).transpose(2, 0, 1)
         assert psnr(images[index] * 255, expected) > 50

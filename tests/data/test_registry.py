@@ -34,7 +34,7 @@ def test_digits_are_split_the_same_for_every_seed() -> None:
     assert (len(train), len(held_out)) == (1437, 360)
     assert train.classes == tuple("0123456789")
     everything = train.read_many(np.arange(1437))
-    assert (everything.shape, everything.dtype) == ((1437, 8, 8, 1), "uint8")
+    assert (everything.shape, everything.dtype) == ((1437, 8, 8, 1), np.dtype(np.uint8))
     assert (everything.min(), everything.max()) == (0, 255)
     assert set(held_out.labels.tolist()) == set(range(10))
     again, _ = opened(grey("digits"), 5)

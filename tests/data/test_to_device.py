@@ -1,5 +1,7 @@
 """Images that the device normalises: the bits of the CPU's own product and sum, whatever is done to an image before."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torusgd.recipe.data_schema import Augment, Data
 CPU = torch.device("cpu")
 
 
-def data_of(channels: int, **augment: object) -> Data:
+def data_of(channels: Literal[1, 3], **augment: object) -> Data:
     return Data(
         source="synthetic", train_images=20, eval_images=8, image_size=9, channels=channels, classes=4,
         mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels],
@@ -26,7 +28,7 @@ def data_of(channels: int, **augment: object) -> Data:
     [(1, {}), (3, {"crop": "shift", "shift": 1, "flip": 0.5}), (3, {"rotation": 0.2, "policy": "trivialaugment"})],
 )
 def test_a_device_makes_the_images_of_the_cpu(
-    channels: int, augment: dict[str, object], memory_format: torch.memory_format
+    channels: Literal[1, 3], augment: dict[str, object], memory_format: torch.memory_format
 ) -> None:
     data = data_of(channels, **augment)
     source, _ = open_sources(data, None, 0)
@@ -48,14 +50,16 @@ def test_a_device_makes_the_images_of_the_cpu(
 def test_images_and_targets_come_in_one_message(count: int) -> None:
     """Of an odd number of bytes too; targets of a plain pass are not part of it."""
     source, _ = open_sources(data_of(3), None, 0)
-    batch = BytePipeline(source, data_of(3), 0).training_batch(np.arange(count), np.zeros(count), augment=True)
+    first = np.zeros(count, np.int64)
+    batch = BytePipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True)
     assert batch.message is not None
     images, targets = parts(batch.message.clone(), batch.images.shape)
     assert torch.equal(images, batch.images)
     assert torch.equal(targets, batch.targets)
     assert batch.images.data_ptr() == batch.message.data_ptr(), "where torch looks for pinned memory"
     assert batch.targets.untyped_storage().data_ptr() != batch.message.data_ptr()
-    assert Pipeline(source, data_of(3), 0).training_batch(np.arange(2), np.zeros(2), augment=True).message is None
+    plain = Pipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True)
+    assert plain.message is None
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ KUBERNETES = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
 
 
 def options_of(command: str) -> set[str]:
-    found = typer.main.get_command(app()).commands[command]  # type: ignore[attr-defined]
-    return {name for parameter in found.params for name in parameter.opts}
+    commands: Any = typer.main.get_command(app())
+    return {name for parameter in commands.commands[command].params for name in parameter.opts}
 
 
 def containers(tree: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from torusgd.recipe.schema import Optimizer, Rate, Stage, Warmup
+from torusgd.recipe.section import Section
 
 CARDS = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 BLOCKS = [
@@ -21,7 +22,9 @@ def test_example_runs(block: str) -> None:
 
 
 def test_cards_name_only_keys_that_a_recipe_has() -> None:
-    sections = {"optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage}
+    sections: dict[str, type[Section]] = {
+        "optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage,
+    }  # fmt: skip
     keys = {
         (card.name, key)
         for card in CARDS

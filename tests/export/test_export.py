@@ -133,9 +133,9 @@ def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("key", "value"), [("seconds", None), ("train_images", "x"), ("world_size", {})])
 def test_a_damaged_summary_makes_no_log_but_one_line(
-    run: Path, key: str, value: object, tmp_path: Path, run_cli: Any
+    run: Path, key: str, value: Any, tmp_path: Path, run_cli: Any
 ) -> None:
-    code, _, errors = run_cli("export", copied(run, tmp_path / "damaged", **{key: value}), "--format", "mlperf")
+    code, _, errors = run_cli("export", copied(run, tmp_path / "damaged", None, **{key: value}), "--format", "mlperf")
     assert (code, errors.count("\n")) == (2, 1)
     assert "are damaged" in errors
 

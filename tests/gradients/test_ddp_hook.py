@@ -4,6 +4,7 @@ import copy
 import math
 import os
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ class Net(nn.Module):
 def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: bool = False, steps: int = 2) -> list:
     """The gradients of each step of a small DDP run; `hooked` holds the hook's arguments, None leaves DDP plain."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.001, **ddp)
+    net = Net()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch does not declare memory_format here
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001, **ddp)
     if hooked is not None:
         ddp_hook(model, **hooked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,7 +127,7 @@ def test_exact_has_the_same_bits_for_any_algorithm():
     assert run_ranks(4, exact_bits) == [[True] * 3] * 4
 
 
-def a_leap_and_a_nan(wire: str) -> list:
+def a_leap_and_a_nan(wire: Literal["exact", "float16", "bfloat16"]) -> list:
     """Gradients that grow 2,000 times from one step to the next, then are not finite on one rank."""
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
     ddp_hook(model, "ring", wire)
@@ -161,11 +164,12 @@ def test_partial_sums_of_float16_do_not_overflow():
 
 def mistakes() -> list[str]:
     told = []
-    for dtype, options in (
+    wrong: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.float32, {"wire": "int8"}),
         (torch.float64, {"wire": "exact"}),
         (torch.float32, {"algorithm": "tree"}),
-    ):
+    ]
+    for dtype, options in wrong:
         try:
             ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
         except UserError as error:

@@ -107,7 +107,7 @@ def rebuild(steps: int) -> list:
     for _ in range(steps):
         assert reducer.reduce(backward).report.accepted
         reducer.apply_mean(2)
-        means.append(torch.cat([tensor.grad.flatten() for tensor in reducer.owned]).tolist())
+        means.append(torch.cat([t.grad.flatten() for t in reducer.owned if t.grad is not None]).tolist())
         lines.append(bucket_rebuild.after_step())
     return [lines, means, [(b.first, b.stop) for b in reducer.layout.buckets]]
 

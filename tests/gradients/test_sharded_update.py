@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,13 +179,14 @@ def test_mistakes_are_refused_before_anything_runs():
     layer(torch.ones(1, 4)).sum().backward()
     used.step()
     other, half, both = nn.Linear(4, 2), nn.Linear(4, 2).half(), nn.Sequential(layer, nn.Linear(2, 2))
-    for network, optimizer, wire, about in (
+    wrong: list[tuple[nn.Module, torch.optim.Optimizer, Any, str]] = [
         (layer, torch.optim.SGD(layer.parameters(), lr=0.1), "int8", "wire int8"),
         (layer, torch.optim.LBFGS(layer.parameters()), None, "LBFGS"),
         (layer, used, None, "optimizer: has a state"),
         (both, torch.optim.SGD(layer.parameters(), lr=0.1), None, "1.weight: requires a gradient"),
         (layer, torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=0.1), None, "optimizer: holds"),
         (half, torch.optim.SGD(half.parameters(), lr=0.1), None, "weight: must be float32"),
-    ):
+    ]
+    for network, optimizer, wire, about in wrong:
         with refused(f"a sharded update, {about}", about):
-            ShardedUpdate(network, optimizer, wire=wire)  # type: ignore[arg-type]
+            ShardedUpdate(network, optimizer, wire=wire)

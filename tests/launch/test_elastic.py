@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,7 +37,6 @@ from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
-from torusgd.ranks import generations
 from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Quorum, Supervisor
 from torusgd.recipe.load import load_recipe
@@ -254,7 +254,7 @@ class Dying:
         if me == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if me == 2:  # when all have come and begin to connect
-            generations.groups.build = lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            patch.object(groups, "build", lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL)).start()
         total = torch.ones(1)
         world.duplicate().all_reduce(total)
         return [me, self.calls, int(total)]
@@ -276,7 +276,7 @@ def retained(step: int, evaluated: int, value: float) -> Retained:
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
     tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
     nothing: Any = None
-    own = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
+    own: dict[str, Any] = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
     return Retained(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
 
 

@@ -28,7 +28,7 @@ from torusgd.launch import local, node_agent
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
 from torusgd.ranks import supervisor
-from torusgd.ranks.join import Channel, read_token
+from torusgd.ranks.join import Channel, pass_on, read_token
 from torusgd.ranks.rank import start_rank
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -128,13 +128,23 @@ def job(tmp_path: Path, recipe: Path) -> Job:
     return Job(loaded, RuntimeOptions(workers=1, checkpoint_minutes=10), "cpu", tmp_path / "out")
 
 
+def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
+    """`start_rank`, which notes the processes that it starts."""
+
+    def start(spec: Any) -> BaseProcess:
+        started.append(start_rank(spec))
+        return started[-1]
+
+    return start
+
+
 def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_disturb_nothing(
     job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, other = dict[str, Any](), job.out.parent / "other"
     other.mkdir()
     started = list[BaseProcess]()
-    monkeypatch.setattr(node_agent, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
+    monkeypatch.setattr(node_agent, "start_rank", noting(started))
 
     def drive(run: Driven) -> None:
         silent = socket.create_connection(("127.0.0.1", run.port))  # says nothing as long as the run lasts
@@ -151,8 +161,10 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
         run.until(lambda: set(run.shares()) == {"0"})
         second = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "4"})
+        pid = started[-1].pid
+        assert pid is not None
         for stop in STOP_SIGNALS:  # which reach all processes of a terminal, or of a job that is cancelled
-            os.kill(started[-1].pid, stop)
+            os.kill(pid, stop)
         gate_of(job).unlink()
         ended["second"] = second.end()
         silent.close()
@@ -218,8 +230,13 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
 def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on(
     job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links, pass_on = list[socket.socket](), node_agent.pass_on
-    monkeypatch.setattr(node_agent, "pass_on", lambda near, far: (links.append(far), pass_on(near, far)))
+    links = list[socket.socket]()
+
+    def noted(near: socket.socket, far: socket.socket) -> None:
+        links.append(far)
+        pass_on(near, far)
+
+    monkeypatch.setattr(node_agent, "pass_on", noted)
 
     def drive(run: Driven) -> None:
         agent = Agent(run.port, read_token(job.out / TOKEN), 1)
@@ -240,17 +257,20 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
 ) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
     ended, started = dict[str, Any](), list[BaseProcess]()
-    monkeypatch.setattr(supervisor, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
+    monkeypatch.setattr(supervisor, "start_rank", noting(started))
+
+    def lose_rank_0(run: Driven, again: str) -> None:
+        reached = last_step(job.out)
+        started[-1].kill()
+        run.until(lambda: set(run.shares()) == {again, "1"})
+        run.until(lambda: last_step(job.out) > reached)
 
     def drive(run: Driven) -> None:
         token = read_token(run.until(lambda: run.port and job.out / TOKEN))
         first = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "1"})
-        for again in (2, 3):
-            reached = last_step(job.out)
-            started[-1].kill()
-            run.until(lambda again=again: set(run.shares()) == {str(again), "1"})
-            run.until(lambda reached=reached: last_step(job.out) > reached)
+        lose_rank_0(run, again="2")
+        lose_rank_0(run, again="3")
         gate_of(job).unlink()
         ended["first"] = first.end()
         ended["lines"] = [line for line in run.lines if "takes its place" in line]
@@ -298,7 +318,7 @@ def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
 @pytest.mark.timeout(900)
 def test_a_short_campaign_of_losses_and_joins_ends_with_the_same_weights() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "changes.py"
-    words = [sys.executable, script, "--changes", "8", "--seed", "1"]
+    words = [sys.executable, str(script), "--changes", "8", "--seed", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 changes" in done.stdout

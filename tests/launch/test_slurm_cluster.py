@@ -85,4 +85,4 @@ def test_queued_again_at_the_time_limit(tmp_path: Path, slurm: dict[str, str]) -
     told = summary(out)
     assert "Restarts=0" not in record, "the time limit was reached and the job was queued again"
     assert told["world_size"] == 2
-    assert told["weights_sha256"] == train(tmp_path / "alone", *settings(0.0), "--workers", 2)["weights_sha256"]
+    assert told["weights_sha256"] == train(tmp_path / "alone", *settings(0.0), "--workers", "2")["weights_sha256"]

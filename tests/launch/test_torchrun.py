@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tests.polling import until
@@ -118,7 +119,7 @@ def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if rank == 1:
-        groups.build = lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        patch.object(groups, "build", lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)).start()
     torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=3, start=60))
 
 

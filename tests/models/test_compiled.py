@@ -1,5 +1,7 @@
 """Blocks that are compiled: which they are, who can't have them, and that they are trained with bits that repeat."""
 
+import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ from tests.messages import refused
 from tests.run.runs import TINY, run_here
 from torch import nn
 
-from torusgd.models import compiled
 from torusgd.models.compiled import blocks, compile_blocks
 from torusgd.models.resnet import resnet50
 from torusgd.recipe.load import load_recipe
@@ -26,7 +27,7 @@ def test_a_residual_network_is_compiled_block_by_block() -> None:
 def test_a_network_of_layers_alone_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert compile_blocks(net, CPU) == [""]
     assert asked == [net]
@@ -36,7 +37,7 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CXX", "no-such-compiler")
     with refused("compile without a compiler"):
         compile_blocks(nn.Linear(2, 2), CPU)
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("compile without Triton"):
         compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
     with refused("compile of a network in column blocks"):

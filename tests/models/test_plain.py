@@ -1,5 +1,7 @@
 """The plain networks: published sizes and costs, other image sizes and widths, weights that can learn."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.messages import refused
@@ -9,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from torusgd.models import MODELS
 
 
-def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: float) -> nn.Module:
+def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: Any) -> nn.Module:
     with torch.device("meta"):
         return MODELS[name](classes=classes, channels=channels, **options)
 
 
-def weights(network: nn.Module, kind: type[nn.Module]) -> int:
+def weights(network: nn.Module, kind: type[nn.Linear | nn.Conv2d]) -> int:
     return sum(module.weight.numel() for module in network.modules() if isinstance(module, kind))
 
 
@@ -62,9 +64,8 @@ def test_logits_at_any_size(name: str, pixels: int) -> None:
 
 @pytest.mark.parametrize(("name", "published"), [("vgg-a", 64), ("overfeat-fast", 96)])
 def test_width_is_in_proportion_in_every_layer(name: str, published: int) -> None:
-    whole, given, quarter = (
-        on_meta(name, **options) for options in ({}, {"width": published}, {"width": published // 4})
-    )
+    whole = on_meta(name)
+    given, quarter = (on_meta(name, width=width) for width in (published, published // 4))
     shapes = [[p.shape for p in network.parameters()] for network in (whole, given, quarter)]
     assert shapes[0] == shapes[1]
     for wide, narrow in zip(shapes[0][:-2], shapes[2][:-2], strict=True):
@@ -74,7 +75,7 @@ def test_width_is_in_proportion_in_every_layer(name: str, published: int) -> Non
 
 @pytest.mark.parametrize(("option", "value"), [("dropout", 1.0), ("dropout", -0.1), ("width", 0)])
 @pytest.mark.parametrize("name", ["vgg-a", "overfeat-fast", "digits-net", "fashion-net"])
-def test_impossible_options_are_named(name: str, option: str, value: float) -> None:
+def test_impossible_options_are_named(name: str, option: str, value: Any) -> None:
     with refused(f"a network with {option}={value}", f"model.options.{option}: "):
         on_meta(name, **{option: value})
 
@@ -85,12 +86,16 @@ def test_the_speech_network_lets_gradients_through_seven_sigmoids() -> None:
     out = network(torch.randn(64, 1, 11, 39))
     torch.nn.functional.cross_entropy(out, torch.randint(50, (64,))).backward()
     linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
-    assert linear[0].weight.grad.norm() > 0.25 * linear[-2].weight.grad.norm()
+    first, last = linear[0].weight.grad, linear[-2].weight.grad
+    assert first is not None
+    assert last is not None
+    assert first.norm() > 0.25 * last.norm()
 
 
 def test_the_speech_networks_units_begin_in_the_middle_of_their_sigmoids() -> None:
     torch.manual_seed(0)
     network = MODELS["cd-dnn"](classes=50, channels=1, width=256)
+    assert isinstance(network, nn.Sequential)
     with torch.no_grad():
         last = network[:-1](torch.randn(64, 1, 11, 39))
     assert (last.mean(0) - 0.5).abs().mean() < 0.1

@@ -26,9 +26,8 @@ def count(model: nn.Module) -> int:
 def test_fan_in_scales_by_inputs_and_fan_out_by_outputs() -> None:
     for options, fan in (({}, 128), ({"fan_in": True}, 64)):
         torch.manual_seed(0)
-        weight = (
-            MODELS["resnet18"](classes=4, channels=3, **options).layer2[0].conv1.weight
-        )  # 64 to 128 channels, 3 x 3
+        # 64 to 128 channels, 3 x 3
+        weight = MODELS["resnet18"](classes=4, channels=3, **options).get_parameter("layer2.0.conv1.weight")
         assert weight.square().mean().item() == pytest.approx(2 / (9 * fan), rel=0.03)
 
 
@@ -130,12 +129,12 @@ def test_initial_weights_follow_he_and_the_records() -> None:
 
 
 @pytest.mark.parametrize(("name", "block", "last"), [("resnet18", BasicBlock, "bn2"), ("resnet50", Bottleneck, "bn3")])
-def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[nn.Module], last: str) -> None:
+def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[BasicBlock | Bottleneck], last: str) -> None:
     model = MODELS[name](classes=4, channels=3, zero_gamma=True)
     blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
     zero = {path for path, module in model.named_modules() if _gamma_is_zero(module)}
     assert zero == {f"{path}.{last}" for path, _ in blocks}
-    x = torch.rand(2, 64 * block.expansion, 4, 4)  # type: ignore[operator]
+    x = torch.rand(2, 64 * block.expansion, 4, 4)
     torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
 
 
@@ -151,7 +150,9 @@ def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str, c
     assert kinds.count("_BlurredConv2d") == convolutions
     assert kinds.count("Blur2d") == convolutions + (blur == "strides+pool")
     images = torch.zeros(2, 3, 64, 64, device="meta")
-    assert blurred.layer1(blurred.maxpool(blurred.conv1(images))).shape == (2, 256, 16, 16)
+    for name in ("conv1", "maxpool", "layer1"):
+        images = blurred.get_submodule(name)(images)
+    assert images.shape == (2, 256, 16, 16)
 
 
 def test_a_blur_is_a_convolution_with_binomial_weights() -> None:
@@ -166,7 +167,7 @@ def test_a_blur_is_a_convolution_with_binomial_weights() -> None:
 def test_first_weights_of_mosaicml() -> None:
     torch.manual_seed(0)
     model = MODELS["resnet18"](classes=20, channels=3, uniform_gamma=True, rare=True)
-    assert torch.allclose(model.fc.bias, torch.full((20,), -math.log(20)))
+    assert torch.allclose(model.get_parameter("fc.bias"), torch.full((20,), -math.log(20)))
     gammas = torch.cat([m.weight.detach() for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
     assert 0 <= gammas.min() < 0.01
     assert 0.99 < gammas.max() <= 1

@@ -43,7 +43,7 @@ def test_digits_net_learns_the_digits() -> None:
         for batch in torch.randperm(1437).split(48):
             loss = cross_entropy(model(images[batch]), labels[batch])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         schedule.step()
     model.eval()

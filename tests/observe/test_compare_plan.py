@@ -54,7 +54,7 @@ def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
     beside = summary["predicted"]
     assert beside["step_seconds"] == pytest.approx(0.1)
     assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
-    show_result(summary, out)
+    show_result(summary, str(out))
     assert "the plan said 100.0 ms" in capsys.readouterr().out
     steps = [event for event in events(out) if "event" not in event]
     assert len(steps) == 4

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,9 +100,11 @@ def test_trackers_stay_open_while_ranks_change(
         def has(self, kind: str, step: int) -> bool:
             return False
 
-    monkeypatch.setitem(
-        trackers.MAKERS, "tensorboard", lambda folder, config: begun.append("tensorboard") or Forgetful(sent)
-    )
+    def opened(folder: Path, config: Any) -> Forgetful:
+        begun.append("tensorboard")
+        return Forgetful(sent)
+
+    monkeypatch.setitem(trackers.MAKERS, "tensorboard", opened)
     lines = lines_of_a_run.read_text().splitlines()
     path = tmp_path / "events.jsonl"
     found = Trackers(["tensorboard"], pytest.fail)
@@ -122,10 +125,8 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(
     lines_of_a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, lines = Sent(), list[str]()
-    for name in ("wandb", "mlflow"):
-        monkeypatch.setitem(
-            trackers.MAKERS, name, lambda folder, config, fails=name == "wandb": Memory(sent, fails=fails)
-        )
+    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda folder, config: Memory(sent, fails=True))
+    monkeypatch.setitem(trackers.MAKERS, "mlflow", lambda folder, config: Memory(sent))
     found = opened(["wandb", "mlflow"], tmp_path, lines.append)
     found.catch_up(lines_of_a_run)
     found.close()

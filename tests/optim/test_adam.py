@@ -1,6 +1,7 @@
 """AdamW and LAMB: torch's formula, the same bits in slices, zeros where there is no gradient, and torch's own state."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], gra
 
 def test_adamw_is_torchs_but_for_rounding_and_loads_its_state() -> None:
     ours, theirs = weights(40, 30), weights(40, 30)
-    values = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}
+    values: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}
     reference = torch.optim.AdamW([theirs], betas=(0.8, 0.99), **values)
     optimizer = AdamW([ours], momentum=0.8, beta2=0.99, **values)
     for step in range(5):

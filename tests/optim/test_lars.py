@@ -1,6 +1,8 @@
 import copy
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -138,11 +140,12 @@ def test_shards_at_block_edges_end_with_the_bits_of_the_whole(
     ]
     seen: list[Tensor] = []
 
-    def whole_norms(tensors: object) -> Tensor:
-        seen.append(layer_norms(tensors))  # type: ignore[arg-type]
+    def whole_norms(tensors: Sequence[Tensor]) -> Tensor:
+        seen.append(layer_norms(tensors))
         return seen[-1]
 
-    hyper = {"lr": 3.0, "momentum": 0.9, "weight_decay": 1e-3, "trust": 0.02, "variant": variant, "peak_lr": 13.0}
+    hyper: dict[str, Any] = {"lr": 3.0, "momentum": 0.9, "weight_decay": 1e-3, "trust": 0.02}
+    hyper |= {"variant": variant, "peak_lr": 13.0}
     lars([param], [grad], [buffer], norms=whole_norms, **hyper)
     for shard in shards:
         lars(*([tensor] for tensor in shard), norms=lambda _: seen[0], **hyper)
@@ -204,12 +207,13 @@ def test_what_has_one_dimension_is_left_out_unless_its_group_names_a_trust(
     """Bit for bit what two groups give that are made by hand, one with a trust and one without."""
     generator = torch.Generator().manual_seed(seed)
     ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    hyper = {"lr": 3.0, "weight_decay": 1e-3, "variant": variant}
-    group = {"params": ours, "trust": 0.02} if named else {"params": ours}
+    hyper: dict[str, Any] = {"lr": 3.0, "weight_decay": 1e-3, "variant": variant}
+    group: dict[str, Any] = {"params": ours, "trust": 0.02} if named else {"params": ours}
     first = Lars([group], trust=0.02, trust_one_dimensional=everything, **hyper)
     scaled = [p for p in theirs if named or everything or p.dim() > 1]
     plain = [p for p in theirs if not (named or everything or p.dim() > 1)]
-    second = Lars([{"params": scaled, "trust": 0.02}, {"params": plain, "trust": None}], **hyper)
+    by_hand: list[dict[str, Any]] = [{"params": scaled, "trust": 0.02}, {"params": plain, "trust": None}]
+    second = Lars(by_hand, **hyper)
     for _ in range(2):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)
@@ -311,7 +315,7 @@ def test_closure_and_schedulers_of_torch_work() -> None:
     [{"variant": "lamb"}, {"trust": 0.0}, {"momentum": 1.0}, {"lr": -1.0}, {"weight_decay": math.nan},
      {"variant": "caffe", "eps": 1e-9}],
 )  # fmt: skip
-def test_a_users_mistake_is_named(wrong: dict[str, object]) -> None:
+def test_a_users_mistake_is_named(wrong: dict[str, Any]) -> None:
     key = [*wrong][-1]
     with refused(f"LARS with {key} = {wrong[key]}", f"{key} = "):
-        Lars([nn.Parameter(torch.ones(1))], **{"lr": 1.0, **wrong})  # type: ignore[arg-type]
+        Lars([nn.Parameter(torch.ones(1))], **{"lr": 1.0, **wrong})

@@ -1,5 +1,6 @@
 import itertools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torusgd.optim import BLOCK, Lars, Sgd
 from torusgd.optim.sgd import momentum_step
 
-HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
+HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 @settings(deadline=None, max_examples=30)

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
     mixed = equal.model_copy(update={"speeds": (1.0, 1.0, 0.5)})
     planned = workload("resnet50", "virtual_workers=12")
 
-    def compute(cluster: Cluster, shares: str) -> float:
+    def compute(cluster: Cluster, shares: Literal["speed", "even"]) -> float:
         recipe = load_recipe("resnet50", ["virtual_workers=12"]).recipe
         program = program_for(recipe, RuntimeOptions(workers=3, shares=shares), cluster, load_software("torusgd"))
         return forecast(planned, cluster, program, 3).steps[0].compute

@@ -1,6 +1,7 @@
 """Messages on a cluster: by hand, by what must hold for any cluster, and as a run's own all-reduces are priced."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ def cluster(**changes: object) -> Cluster:
     return Cluster.model_validate({**values, "devices_per_node": 4, **changes})
 
 
-def total(machine: Cluster, ranks: int, size: float, **communication: object) -> float:
+def total(machine: Cluster, ranks: int, size: float, **communication: Any) -> float:
     return sum(p.seconds for p in phases(machine, Communication.model_validate(communication), ranks, size))
 
 
@@ -60,11 +61,12 @@ def test_a_single_connection_may_not_fill_the_link() -> None:
 
 
 def test_taper_holds_back_what_leaves_a_rack() -> None:
-    tapered, large = cluster(rack_nodes=8, taper=0.25), {"size": 1e9, "algorithm": "halving-doubling"}
+    tapered = cluster(rack_nodes=8, taper=0.25)
+    large: dict[str, Any] = {"size": 1e9, "algorithm": "halving-doubling"}
     # Of a machine of one rack half the flows leave it in the longest round, of a large one all do.
     few, many = (total(tapered, ranks, **large) / total(cluster(), ranks, **large) for ranks in (32, 4096))
     assert 1 < few < many < 4
-    ring = {"size": 1e9, "algorithm": "ring"}  # one flow in eight nodes leaves
+    ring: dict[str, Any] = {"size": 1e9, "algorithm": "ring"}  # one flow in eight nodes leaves
     assert total(tapered, 512, **ring) == total(cluster(), 512, **ring)
 
 

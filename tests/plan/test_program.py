@@ -1,5 +1,7 @@
 """What is planned: a software profile with what the recipe and the runtime options say of it."""
 
+from typing import Any
+
 import pytest
 
 from tests.messages import refused
@@ -119,6 +121,7 @@ def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Work
     auto = RuntimeOptions(workers=16, allreduce="ring", model_parallel="auto")
     chosen = resolve_model_parallel(VGG, workload, auto, AWS, profile).model_parallel
     times = {ranks: seconds(ranks) for ranks in (1, 2, 4, 8, 16)}
+    assert isinstance(chosen, int)
     assert times[chosen] == min(times.values()) < 0.8 * times[1]
     blocks = VGG.model_copy(update={"column_blocks": 2})
     assert resolve_model_parallel(blocks, workload, auto, AWS, profile).model_parallel == 2
@@ -137,6 +140,6 @@ def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Work
         ({"model_parallel": 3}, "--model-parallel 3:"),
     ],
 )
-def test_what_does_not_fit_is_one_line(options: dict[str, object], about: str) -> None:
+def test_what_does_not_fit_is_one_line(options: dict[str, Any], about: str) -> None:
     with refused(f"a plan with {about}", about):
         program(**options)

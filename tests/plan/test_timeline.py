@@ -175,7 +175,7 @@ def test_a_measured_step_is_met_exactly() -> None:
     cost, software = known_cost("resnet50"), Software(name="x", source="", jitter=0.0)
     fitted = matched(software, cost, DEVICE, images=8, seconds=3.5, update=0.25, passes=4)
     step = step_time(cost, TWO, fitted, 1, 8, passes=4)
-    assert (step.compute, step.update) == (pytest.approx(3.5), pytest.approx(0.25))
+    assert (step.compute, step.update) == pytest.approx((3.5, 0.25))
     assert step_time(cost, TWO, fitted, 2, 8, passes=2).update == pytest.approx(0.25)
 
 

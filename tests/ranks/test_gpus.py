@@ -3,14 +3,14 @@
 import os
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
 from torusgd.comm import store_keys as keys
@@ -128,7 +128,7 @@ def join_on_the_same_gpu() -> tuple[int, list[str]]:
         raise Ended(code)
 
     os.environ.pop("LOCAL_RANK", None)
-    fakes = {
+    fakes: dict[str, Any] = {
         "device_count": lambda: 4,
         "set_device": lambda device: None,
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),

@@ -1,14 +1,16 @@
 """Heartbeats: who is late is named, with phase and stack; who makes progress never is, however slow."""
 
+import json
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 from tests.polling import until
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from torusgd.comm.base import LateRank
 from torusgd.ranks import liveness
@@ -23,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.store = 0.0, HashStore()
-        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = Watch(self.store, [0, 1], LIMITS)
         self.number = 0
 
@@ -33,7 +35,7 @@ class Clock:
         self.number += 1
         for rank, beat in enumerate(beats):
             if beat is not None:
-                record = liveness.json.dumps(liveness.asdict(replace(beat, number=self.number)))
+                record = json.dumps(asdict(replace(beat, number=self.number)))
                 self.store.set(f"beats/{rank}", record)
         return self.watch.look()
 
@@ -227,7 +229,7 @@ def test_a_blocked_call_of_the_main_thread_does_not_hold_up_the_beats(beating: C
     beating(0, LIMITS, store=store)
     blocked = Thread(target=store.wait, args=(["never"], timedelta(seconds=60)))
     blocked.start()
-    other = store.clone()
+    other = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
     watch, numbers = Watch(other, [0], LIMITS), set[int]()
 
     def has_beaten_five_times() -> bool:

@@ -129,6 +129,7 @@ def test_nothing_outlives_a_lab_whose_owner_is_killed(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, str(driver)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
+    assert owner.stdout is not None
     assert owner.stdout.readline() == "up\n"
     started = descendants_of(owner.pid)
     assert len(started) == 4  # the wire, the spawner, two ranks

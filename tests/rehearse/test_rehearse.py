@@ -100,12 +100,13 @@ def test_without_overlap_no_gradient_leaves_before_backward_ends(workload):
 
 def test_a_walk_by_hand() -> None:
     """Two messages of 3 s on one line; the second is waited for in the next step."""
-    script = [Wait("b"), Compute(1.0), Send("a", "sum", "gradients", 1.0), Wait("a"), Send("b", "gather", "weights", 1)]
+    first: list[Action] = [Wait("b"), Compute(1.0), Send("a", "sum", "gradients", 1.0)]
+    script = [*first, Wait("a"), Send("b", "gather", "weights", 1)]
     price = lambda message: (Phase("line", 3.0),)  # noqa: E731
     assert waited_seconds(script, price, pipelined=True) == pytest.approx(6.0)
-    hidden = [Compute(1.0), Wait("b"), Compute(9.0), Send("b", "gather", "weights", 1.0)]
+    hidden: list[Action] = [Compute(1.0), Wait("b"), Compute(9.0), Send("b", "gather", "weights", 1.0)]
     assert waited_seconds(hidden, price, pipelined=True) == pytest.approx(2.0)
-    axes = [Send("a", "sum", "gradients", 1.0), Send("b", "sum", "gradients", 1.0), Wait("a"), Wait("b")]
+    axes: list[Action] = [Send("a", "sum", "gradients", 1.0), Send("b", "sum", "gradients", 1.0), Wait("a"), Wait("b")]
     both = lambda message: (Phase("h", 2.0), Phase("v", 1.0))  # noqa: E731
     assert waited_seconds(axes, both, pipelined=True) == pytest.approx(5.0)
     assert waited_seconds(axes, both, pipelined=False) == pytest.approx(6.0)
@@ -138,7 +139,7 @@ def test_messages_shrink_but_never_vanish():
 
 
 def test_a_part_survives_its_file():
-    script = [Compute(0.5), Send("a", "sum", "gradients", 8.0, 2, 4), Wait("a")]
+    script: list[Action] = [Compute(0.5), Send("a", "sum", "gradients", 8.0, 2, 4), Wait("a")]
     part = json.loads(dump(script, 3, 2.0, 4.0, "ring", "int32"))
     assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]
 

@@ -8,7 +8,8 @@ from torusgd.report.charts import BOTTOM, COLUMNS, HEIGHT, LEFT, RIGHT, TOP, WID
 
 
 def numbers(path: str) -> list[tuple[float, float]]:
-    return [tuple(map(float, pair.split(","))) for pair in path.removeprefix("M").split("L")]  # type: ignore[misc]
+    points = (pair.split(",") for pair in path.removeprefix("M").split("L"))
+    return [(float(x), float(y)) for x, y in points]
 
 
 def test_a_line_fills_the_box_between_the_axes() -> None:

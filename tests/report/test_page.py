@@ -135,8 +135,8 @@ def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999, 10**400])
 @pytest.mark.parametrize("key", ["top1", "seconds", "predicted", "shares", "conditions", "lost_ranks", "world_size"])
-def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: object) -> None:
-    other = copied(run, tmp_path / "other", **{key: value})
+def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: Any) -> None:
+    other = copied(run, tmp_path / "other", None, **{key: value})
     Tags(run_page([read_run(other)], [None]))
 
 

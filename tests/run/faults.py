@@ -24,6 +24,7 @@ from torusgd.run import build
 from torusgd.rundir import checkpoint
 from torusgd.rundir.run_dir import RunDir
 from torusgd.step.step import TrainStep
+from torusgd.weights import save_weights
 
 FAULT, BLIND = "TORUSGD_FAULT", "TORUSGD_BLIND"
 DAY = 86_400.0
@@ -43,7 +44,7 @@ def in_gradient(step: TrainStep, mark: Path) -> None:
     def wrong(slot: int, gradient: Tensor) -> None:
         add(slot, flipped(gradient) if slot == 0 else gradient)
 
-    step.reducer.add = wrong  # type: ignore[method-assign]
+    _replace(step.reducer, "add", wrong)
 
 
 def in_weights(step: TrainStep, mark: Path) -> None:
@@ -61,7 +62,7 @@ def in_images(step: TrainStep, mark: Path) -> None:
         batch = take(*arguments)
         return Batch(flipped(batch.images), batch.targets, batch.positions, batch.replaced)
 
-    loader.take = wrong  # type: ignore[method-assign]
+    _replace(loader, "take", wrong)
 
 
 def clock_jumps(step: TrainStep, mark: Path) -> None:
@@ -80,12 +81,12 @@ def read_error(step: TrainStep, mark: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO), f"/data/{index}.png")
         return read(self, index)
 
-    Slow.read = broken  # type: ignore[method-assign]
+    _replace(Slow, "read", broken)
 
 
 def write_error(step: TrainStep, mark: Path) -> None:
     """The next file of a checkpoint can't be written, with EIO."""
-    write, left = checkpoint.save_weights, [1]
+    write, left = save_weights, [1]
 
     def broken(path: Path, *arguments: Any) -> None:
         if left[0]:
@@ -93,7 +94,7 @@ def write_error(step: TrainStep, mark: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         write(path, *arguments)
 
-    checkpoint.save_weights = broken
+    _replace(checkpoint, "save_weights", broken)
 
 
 FAULTS: dict[str, Callable[[TrainStep, Path], None]] = {
@@ -157,7 +158,7 @@ def prepare() -> None:
             FAULTS[told["kind"]](self, mark)
         return take_step(self, membership, entry)
 
-    TrainStep.run = struck  # type: ignore[method-assign]
+    _replace(TrainStep, "run", struck)
 
 
 class Struck(Slow):

@@ -78,15 +78,16 @@ def train_on_ranks(out: Path, recipe: Recipe, options: RuntimeOptions | None = N
 def around_steps(run: Run, call: Callable[..., Any]) -> None:
     """From now on each step of a run is `call(take, membership, entry)`, in which `take` takes it."""
     take = (run.trainer.ahead or run.trainer.step).run
-    run.trainer = replace(run.trainer, ahead=SimpleNamespace(run=partial(call, take)))  # type: ignore[arg-type]
+    steps: Any = SimpleNamespace(run=partial(call, take))
+    run.trainer = replace(run.trainer, ahead=steps)
 
 
-def command(*arguments: str | Path) -> list[str]:
+def command(*arguments: object) -> list[str]:
     """The command line of `torusgd` in this interpreter."""
     return [sys.executable, "-m", "torusgd", *map(str, arguments)]
 
 
-def train(out: Path, *arguments: str | Path, recipe: str = "digits", timeout: float = 240) -> dict[str, Any]:
+def train(out: Path, *arguments: object, recipe: str = "digits", timeout: float = 240) -> dict[str, Any]:
     """Runs `torusgd train` to its end; the summary."""
     done = subprocess.run(
         command("train", recipe, "--out", out, *arguments), capture_output=True, text=True, timeout=timeout, check=False

@@ -150,8 +150,8 @@ class TestInitialWeights:
         assert not torch.equal(ours["conv1.weight"], drawn["conv1.weight"])
 
     def test_a_body_of_another_network_is_refused(self, tmp_path: Path) -> None:
-        options = {"width": 5}
-        model = build_model(Model(name="digits-net", options=options), classes=10, channels=1, image_size=8, seed=5)
+        narrow = Model(name="digits-net", options={"width": 5})
+        model = build_model(narrow, classes=10, channels=1, image_size=8, seed=5)
         save_file(model.state_dict(), tmp_path / "w.safetensors")
         with pytest.raises(UserError, match=r"conv1\.weight"):
             train(tmp_path / "out", init=str(tmp_path / "w.safetensors"))

@@ -28,7 +28,7 @@ MINE = Fingerprint("r", 96, "d", "", "w", {"cpu": "Xeon", "threads": 1, "cpu_fla
 
 def compared(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[Any]:
     """What each case gives where the last rank's fingerprint and options are changed so."""
-    world, found = group_of(), []
+    world, found = group_of(), list[Any]()
     is_other = world.rank == world.size - 1
     for changes, options, mixed in cases:
         mine = replace(MINE, **changes) if is_other else MINE

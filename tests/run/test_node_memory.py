@@ -99,6 +99,7 @@ def test_without_room_the_run_goes_on_without_copies(
 
 def test_what_an_agent_that_has_ended_left_is_swept_and_what_lives_stays(shared: Path) -> None:
     own, here = module.start_of(os.getpid()), module._namespace()
+    assert own is not None
     dead, living, elsewhere = (
         shared / f"torusgd-{os.getuid()}-{namespace}-{os.getpid()}-{began}"
         for namespace, began in ((here, own - 1), (here, own), (f"{here}1", own - 1))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,14 +43,13 @@ class Unreadable:
     """Lets the n-th read of a training image fail, and those after it."""
 
     def __init__(self, good: int) -> None:
-        self.good, self.read = good, Slow.read
-        pipeline._PAUSES = ()
+        self.good, self._read = good, Slow.read
 
-    def __call__(self, source: Slow, index: int) -> Any:
+    def read(self, source: Slow, index: int) -> Any:
         self.good -= len(source) == 96
         if self.good < 0:
             raise OSError(5, "Input/output error", f"/data/{index}.png")
-        return self.read(source, index)
+        return self._read(source, index)
 
 
 def job(folder: Path, name: str, **options: Any) -> Job:
@@ -68,15 +68,12 @@ def _on_two_ranks(folder: Path) -> list[Any]:
 
     for update in ("replicated", "sharded"):
         told.append(run(update, StopAfter(7), update=update).run().signal)
-    read = Slow.read
     for name, good in (("measured", 0), ("later", 24)):
-        if world.rank == 1:
-            broken = Unreadable(good)
-            Slow.read = lambda source, index, read=broken: read(source, index)  # type: ignore[method-assign]
-        with pytest.raises(RunError) as caught:
+        broken = Unreadable(good).read if world.rank == 1 else Slow.read
+        reading = patch.object(Slow, "read", lambda source, index, read=broken: read(source, index))
+        with reading, patch.object(pipeline, "_PAUSES", ()), pytest.raises(RunError) as caught:
             run(name, StopFlag()).run()
         told.append((type(caught.value).__name__, str(caught.value)))
-        Slow.read = read  # type: ignore[method-assign]
     return told
 
 

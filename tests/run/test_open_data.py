@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torusgd.run.open_data import HostShare, LauncherArrays, MappedArrays
 
 def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> HostShare:
     """Of these ranks, which lie on these hosts and want what these letters stand for."""
-    open_data.hosts_of = lambda world: hosts  # type: ignore[attr-defined]
+    patch.object(open_data, "hosts_of", lambda group: hosts).start()  # in a process that ends with the test
     world = group_of()
     return HostShare(world, NoLiveness(), "the list of images", "here", keys[world.rank], keeps)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.run.runs import command, run_here, sets
 from torusgd.arithmetic import portable

@@ -69,7 +69,7 @@ def train_case(out: Path, name: str, **more: Any) -> dict[str, Any]:
 
 def train_cases(out: str, names: list[str], floats: bool) -> dict[str, Any]:
     """Sharded runs on each of several ranks; float sums, whose bits depend on who adds up what, only for a look."""
-    found = {name: train_case(Path(out), name, update="sharded") for name in names}
+    found: dict[str, Any] = {name: train_case(Path(out), name, update="sharded") for name in names}
     for wire, allreduce in FLOATS.items() if floats else ():
         told = [
             train(

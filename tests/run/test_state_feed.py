@@ -2,8 +2,8 @@
 
 import threading
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ class Sender:
         for _ in range(count):
             stats = take(self.trainer, self.state.step)
             self.state.count(stats)
-            event = partial(dict, step=self.state.step)
-            self.feeds.after_step(self.trainer.step.state, self.state, not stats.skipped, event)
+            event: dict[str, Any] = {"step": self.state.step}
+            self.feeds.after_step(self.trainer.step.state, self.state, not stats.skipped, event.copy)
 
 
 class Follower:

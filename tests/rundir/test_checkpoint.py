@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from tests.messages import refused
 from tests.run.runs import flip_a_byte
 
 from torusgd.errors import RunError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
 from torusgd.rundir import checkpoint as checkpoints
 from torusgd.rundir.checkpoint import (
     FILES,
@@ -31,7 +32,8 @@ from torusgd.rundir.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from torusgd.step.stats import StepTimes, StepTotals
+from torusgd.step.journal import synchronous
+from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
 
@@ -39,7 +41,7 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped byte": flip_a_byte,
     "a file cut short": cut_in_half,
     "a file that is gone": Path.unlink,
@@ -238,22 +240,9 @@ def test_what_is_not_finite_is_null_in_every_json_file() -> None:
     told = json_text({"loss": math.inf, "times": [math.nan, 0.5], "steps": (3, -math.inf)})
     assert json.loads(told, parse_constant=pytest.fail) == {"loss": None, "times": [None, 0.5], "steps": [3, None]}
     # With NCCL nobody can tell how long messages were under way; a run that is resumed doesn't know it either.
-    step = SimpleNamespace(start=0, batch=12)
+    step = Schedule(load_recipe("digits").recipe, 1437)[0]
     times = StepTimes(1.0, 0.1, 0.2, on_way_seconds=math.nan, update_seconds=0.1)
-    stats = SimpleNamespace(
-        step=step,
-        times=times,
-        loss=1.0,
-        replaced=0,
-        redone=0,
-        skipped=[],
-        audited=0,
-        balance=None,
-        taken_over=None,
-        left_out=0,
-        images_left_out=0,
-        underflow=0.0,
-    )
+    stats = StepStats(step, times, loss=1.0, entry=synchronous(0, 12))
     totals = StepTotals()
     totals.add(stats)
     resumed = StepTotals(**json.loads(json_text(asdict(totals))))

@@ -46,6 +46,16 @@ def taken_over() -> AbstractContextManager[object]:
     return pytest.raises(RunError, match=re.escape(f"{URL}: process {os.getpid()} on "))
 
 
+def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> None:
+    """Has a machine see the lock once as it was; the call takes all patches back."""
+
+    def newest() -> Any:
+        monkeypatch.undo()
+        return found
+
+    monkeypatch.setattr(lease, "newest", newest)
+
+
 def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
     lines: list[str] = []
     first, second = machine("a"), machine("b")
@@ -87,7 +97,7 @@ def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pyt
     first, second = machine("a"), machine("b")
     found = second.newest()
     first.acquire(lambda line: None)
-    monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
+    answer_once(monkeypatch, second, found)
     with first.renewed(print), in_use():
         second.acquire(lambda line: None)
 
@@ -101,7 +111,7 @@ def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
     with first.renewed(print):
         pass
     second.acquire(lambda line: None)  # deletes the first's
-    monkeypatch.setattr(slow, "newest", lambda: monkeypatch.undo() or found)
+    answer_once(monkeypatch, slow, found)
     with second.renewed(print), in_use():
         slow.acquire(lambda line: None)
     assert second.newest()[0] == 2
@@ -176,7 +186,12 @@ def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
     monkeypatch.setattr(module, "GIVE_BACK", 0.1)
     first, asks, answers, lines = machine("a"), threading.Event(), threading.Event(), list[str]()
     first.acquire(lines.append)
-    with first.renewed(lines.append, lambda: (asks.set(), answers.wait(240))):
+
+    def ask_and_wait() -> None:
+        asks.set()
+        answers.wait(240)
+
+    with first.renewed(lines.append, ask_and_wait):
         assert asks.wait(240)
     thread = next(thread for thread in threading.enumerate() if thread.name == "lease")
     assert lines == [f"{URL}: no answer for 0.1 s; the next run there waits 30 s for it"]

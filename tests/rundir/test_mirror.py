@@ -41,8 +41,9 @@ def machines(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with mirror.held(fresh):
             return mirror
 
-    machine.lines = lines  # type: ignore[attr-defined]
-    return machine
+    made: Any = machine
+    made.lines = lines
+    return made
 
 
 def advance(mirror: Mirror, step: int, keep: int = 2) -> None:

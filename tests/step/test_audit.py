@@ -22,6 +22,7 @@ from torusgd.gradients.integer_sum import IntegerGradientSum
 from torusgd.gradients.layout import plan_buckets
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.section import Duration
 from torusgd.run.build import Trainer
 from torusgd.run.job import Job
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
@@ -45,7 +46,7 @@ def flipped(values: Tensor, index: int, bit: int) -> Tensor:
 
 
 def in_gradient(trainer: Trainer) -> None:
-    reducer = trainer.step.reducer
+    reducer: Any = trainer.step.reducer
     add = reducer.add
     slot = max(range(len(reducer.names)), key=lambda n: reducer.layout.held[n].tensor.numel())
 
@@ -62,7 +63,7 @@ def in_weights(trainer: Trainer) -> None:
 
 
 def in_images(trainer: Trainer) -> None:
-    loader = trainer.data.loader
+    loader: Any = trainer.data.loader
     take = loader.take
 
     def wrong(*arguments: Any) -> Batch:
@@ -70,7 +71,7 @@ def in_images(trainer: Trainer) -> None:
         images = flipped(batch.images, int(batch.images.abs().argmax()), 22)
         return Batch(images, batch.targets, batch.positions, batch.replaced)
 
-    loader.take = wrong  # type: ignore[method-assign]
+    loader.take = wrong
 
 
 FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weights": in_weights, "images": in_images}
@@ -90,7 +91,7 @@ def steps_until_found(world: Group, given: Job, fault: str, first: int, steps: i
     return "", steps, True
 
 
-def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
+def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[tuple[int, str]]]:
     """For each kind of fault what the audit of everything says; and the weights without and with an audit."""
     world = group_of()
     everything = RuntimeOptions(audit=1.0)
@@ -155,7 +156,7 @@ def test_where_a_rank_is_lost_while_another_is_being_named_nobody_goes_on(messag
 def run_with_a_fault(out: str) -> str:
     """A whole run with a checkpoint every two steps, whose second rank computes wrongly from the fourth step on."""
     world = group_of()
-    run = run_of(job_of(options=RuntimeOptions(audit=1.0, checkpoint_every="2st"), out=Path(out)), world)
+    run = run_of(job_of(options=RuntimeOptions(audit=1.0, checkpoint_every=Duration(2, "st")), out=Path(out)), world)
 
     def faulty(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if entry.step == 3 and world.rank == CULPRIT:
@@ -186,8 +187,8 @@ def stopped_in_a_step() -> tuple[bool, int]:
     stop = (lambda: next(looks, True)) if world.rank == 1 else (lambda: False)
     trainer = trainer_of(job_of(options=RuntimeOptions(audit=1.0)), world, requests=Requests(stop, NoLiveness()))
     passes: list[str] = []
-    liveness = trainer.step.liveness
-    liveness.progress = lambda phase, step, unit: passes.append(phase)  # type: ignore[method-assign]
+    liveness: Any = trainer.step.liveness
+    liveness.progress = lambda phase, step, unit: passes.append(phase)
     trainer.step.reducer.sum.set_maxima(torch.ones(len(trainer.step.reducer.names)))
     return trainer.step.run(trainer.membership, synchronous(0, 4)) is None, passes.count("audit")
 

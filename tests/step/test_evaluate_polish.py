@@ -66,7 +66,7 @@ def small_net() -> nn.Sequential:
     )
 
 
-def float64_statistics(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def float64_statistics(model: nn.Sequential, batches: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The oracle: population mean and variance (E[var] + Var[mean]) of each layer's inputs, in float64."""
     model = copy.deepcopy(model).double().eval()
     seen: dict[nn.Module, list[torch.Tensor]] = {m: [] for m in model if isinstance(m, nn.BatchNorm2d)}
@@ -131,7 +131,7 @@ def test_extra_forward_passes_are_the_running_average_of_training() -> None:
         assert layer.running_mean is not None
         assert layer.running_var is not None
         for step in (batches[:2], batches[2:]):
-            own = []
+            means, variances = list[torch.Tensor](), list[torch.Tensor]()
             for batch in step:
                 alone = copy.deepcopy(expected).train()
                 alone[3].eval()
@@ -139,10 +139,12 @@ def test_extra_forward_passes_are_the_running_average_of_training() -> None:
                     if isinstance(each, nn.BatchNorm2d):
                         each.momentum = 1.0
                 alone(batch)
-                own.append(alone[list(expected).index(seen)])
-            mean = torch.stack([each.running_mean for each in own]).mean(dim=0)
-            var = torch.stack([each.running_var for each in own]).mean(dim=0)
-            seen.running_mean = 0.7 * seen.running_mean + 0.3 * mean
-            seen.running_var = 0.7 * seen.running_var + 0.3 * var
+                number = list(expected).index(seen)
+                means.append(alone.get_buffer(f"{number}.running_mean"))
+                variances.append(alone.get_buffer(f"{number}.running_var"))
+            assert seen.running_mean is not None
+            assert seen.running_var is not None
+            seen.running_mean = 0.7 * seen.running_mean + 0.3 * torch.stack(means).mean(dim=0)
+            seen.running_var = 0.7 * seen.running_var + 0.3 * torch.stack(variances).mean(dim=0)
         torch.testing.assert_close(layer.running_mean, seen.running_mean)
         torch.testing.assert_close(layer.running_var, seen.running_var)

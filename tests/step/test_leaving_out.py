@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,12 +169,12 @@ def asleep(out: Path) -> None:
             note.write_text(str(step.index))
         begin(self, step, worker, membership, late if is_struck else take)
 
-    PassThread.begin = struck  # type: ignore[method-assign]
-    train(out, "{form: cutoff, count: 4, warmup: 2}")
+    with patch.object(PassThread, "begin", struck):
+        train(out, "{form: cutoff, count: 4, warmup: 2}")
 
 
 def test_a_run_that_is_resumed_goes_on_from_journal_and_checkpoint(tmp_path: Path) -> None:
-    form = {"synchrony": "{form: cutoff, count: 4, warmup: 2}", "delays": DELAYS}
+    form: dict[str, Any] = {"synchrony": "{form: cutoff, count: 4, warmup: 2}", "delays": DELAYS}
     train(tmp_path / "run", **form, max_steps=5)
     (tmp_path / "run" / "summary.json").unlink()
     journal = tmp_path / "run" / "journal.txt"

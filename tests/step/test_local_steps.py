@@ -1,5 +1,6 @@
 """Local steps with an outer optimiser: the limit that is plain SGD, and one result on any number of ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def trained(*overrides: str) -> Trainer:
 def assert_close(one: Trainer, other: Trainer, tolerance: float) -> None:
     states = one.step.state.model.state_dict(), other.step.state.model.state_dict()
     for name, tensor in states[0].items():
-        torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=partial("{}: {}".format, name))
 
 
 def test_one_local_step_and_the_whole_mean_change_is_plain_sgd() -> None:

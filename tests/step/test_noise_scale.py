@@ -54,7 +54,7 @@ def long_trainer(world: Group | None = None, *overrides: str, options: RuntimeOp
 
 def figures(trainer: Trainer, first: int = 0, stop: int = 30) -> list[float]:
     found = [take(trainer, index).figures for index in range(first, stop)]
-    return [each["noise_scale"] for each in found if "noise_scale" in each]
+    return [float(each["noise_scale"]) for each in found if "noise_scale" in each]
 
 
 def figures_on_ranks() -> list[list[float]]:

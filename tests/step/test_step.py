@@ -1,5 +1,6 @@
 """One step: against a plain loop, and what happens on overflow, divergence, and an unread image."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
             loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
             (loss / recipe.virtual_workers).backward()
             for m in momenta:
+                assert m.running_mean is not None
+                assert m.running_var is not None
                 sums[m][0].add_(m.running_mean / recipe.virtual_workers)
                 sums[m][1].add_(m.running_var / recipe.virtual_workers)
         for m, (mean, var) in sums.items():
@@ -53,7 +56,7 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         sgd.step()
         ours.state.batch_norm.write_to_model(index + 1)
         for (name, p), q in zip(ours.state.model.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=partial("{}: {}".format, name))
         for mine, theirs in zip(ours.state.batch_norm.layers.values(), running, strict=True):
             torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)

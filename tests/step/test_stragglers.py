@@ -1,5 +1,6 @@
 """The slowest rank is named, with what made it slow."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -9,16 +10,19 @@ import torch
 from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.groups import group_of
-from torusgd.comm.monitor import DeviceClock
+from torusgd.comm.monitor import DeviceClock, Monitor
+from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.rank_times import EVERY, LinkProbe, Stragglers, slowest
 from torusgd.step.stats import StepClock
 
+NOTHING_SENT = ControlVector(Counts(), 0.0, torch.zeros(0), True, {})
 
-def reducer() -> SimpleNamespace:
+
+def reducer() -> Any:
     return SimpleNamespace(first_ready=lambda: 0.0, last_ready=lambda: 0.0, clock=DeviceClock(torch.device("cpu")))
 
 
-def view(step: int) -> SimpleNamespace:
+def view(step: int) -> Any:
     return SimpleNamespace(step=SimpleNamespace(index=step))
 
 
@@ -31,12 +35,12 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
     total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
     for rank, (data, compute, network) in enumerate(ranks):
         ready = reducer()
-        link = SimpleNamespace(seconds=links[rank], measure=lambda: None) if links else None
+        link: Any = SimpleNamespace(seconds=links[rank], measure=lambda: None) if links else None
         with clock_at(0.0):
-            lateness = Stragglers(rank, len(ranks), ready, lambda data=data: data, link)
+            lateness = Stragglers(rank, len(ranks), ready, partial(float, data), link)
         ready.first_ready = ready.last_ready = lambda end=data + compute: end
         with clock_at(data + compute + network):
-            lateness.before_accept(view(0), None)
+            lateness.before_accept(view(0), NOTHING_SENT)
         total += lateness.before_send(view(EVERY))
     return slowest(total, range(len(ranks)))
 
@@ -66,10 +70,10 @@ def test_the_slowest_rank_is_named_with_the_cause(
 def test_most_steps_carry_no_notes() -> None:
     lateness = Stragglers(0, 4, reducer(), lambda: 0.0)
     assert not lateness.before_send(view(EVERY)).numel()  # a run that goes on at this step has noted nothing yet
-    lateness.before_accept(view(0), None)
+    lateness.before_accept(view(0), NOTHING_SENT)
     assert [step for step in range(1, 3 * EVERY) if lateness.before_send(view(step)).numel()] == [EVERY, 2 * EVERY]
     alone = Stragglers(0, 1, reducer(), lambda: 0.0)
-    alone.before_accept(view(0), None)
+    alone.before_accept(view(0), NOTHING_SENT)
     assert not alone.before_send(view(EVERY)).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64), []) is None
 
@@ -90,7 +94,8 @@ def test_a_probe_that_is_closed_ends_on_all_ranks_with_what_was_requested(size: 
 
 
 def test_a_step_whose_passes_nobody_timed_says_nothing_of_a_rank_s_speed() -> None:
-    clock = StepClock(SimpleNamespace(wait_seconds=0.0), SimpleNamespace(waited=0.0, on_way=0.0))
+    loader: Any = SimpleNamespace(wait_seconds=0.0)
+    clock = StepClock(loader, Monitor())
     assert clock.speed() == 0.0
     clock.begin_work(lambda: 1.0)
     clock.end_work(lambda: 3.0, workers=2)

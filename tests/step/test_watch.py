@@ -82,5 +82,6 @@ def test_what_a_watcher_raises_ends_the_step_before_anything_changes() -> None:
 
 
 def test_a_step_can_not_be_changed_from_outside() -> None:
+    step: Any = trainer_of(job_of()).step
     with pytest.raises(AttributeError):
-        trainer_of(job_of()).step.requests = None  # type: ignore[misc,assignment]
+        step.requests = None

@@ -29,7 +29,8 @@ def train_with_a_late_rank(out: str) -> dict[str, Any]:
     recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
     options = RuntimeOptions(work_stealing=True, shares="even", drift_every=1)
     run = run_of(job_of(recipe=recipe, options=options, out=Path(out)), world)
-    passes, stealing = run.trainer.step.forward_backward, run.trainer.step.stealing
+    passes: Any = run.trainer.step.forward_backward
+    stealing = run.trainer.step.stealing
     assert stealing is not None
     claims, forward = stealing.claims, passes.forward
 
@@ -39,7 +40,7 @@ def train_with_a_late_rank(out: str) -> dict[str, Any]:
             until(lambda: claims._add(row, 0) >> 32 >= 3, "others have taken the rest", timeout=240)
         return forward(step, worker, *more)
 
-    passes.forward = late  # type: ignore[method-assign]
+    passes.forward = late
     return run.run().summary
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torusgd.synchrony.delays import delay_model
+from torusgd.synchrony.delays import DelayModel, delay_model
 from torusgd.synchrony.limits import (
     Limit,
     Limits,
@@ -71,7 +71,8 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     for step in range(3):
         assert rule.next(step).seconds == inf
         rule.observe(np.array([1.0, 1.0, 1.0, 9.0]), 9.0)
-    assert rule.next(3) == Limit(4, pytest.approx(1.0, abs=0.05))
+    assert rule.next(3) == Limit(4, rule.next(3).seconds)
+    assert rule.next(3).seconds == pytest.approx(1.0, abs=0.05)
     rule.observe(np.array([5.0, 5.0, np.nan, np.nan]), 5.0)
     assert rule.next(4) == rule.next(3)
 
@@ -87,16 +88,15 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
 )
 def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
-    steps = VirtualSteps(limits(3, **settings), 3, LateThird, compute=1.0)  # type: ignore[arg-type]
+    steps = VirtualSteps(limits(3, **settings), 3, LateThird(terms=(), seed=0), compute=1.0)
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
 
 
-class LateThird:
-    """In the place of a model of delays."""
+class LateThird(DelayModel):
+    """Delays of the third worker alone."""
 
-    @staticmethod
-    def table(workers: int, step: int, parts: int) -> Any:
+    def table(self, workers: int, step: int, parts: int) -> Any:
         return np.array([[0.0], [0.0], [3.0]])
 
 

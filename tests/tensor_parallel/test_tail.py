@@ -47,10 +47,11 @@ def test_blocks_share_the_memory_of_the_parameters() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3, bias=False))
     tail = column_tail(network, 3)
     block = tail.layers[0].blocks[1]
+    assert block.bias is not None
     block.weight.fill_(7.0)
     block.bias.fill_(5.0)
-    assert network[0].weight[2:4].eq(7).all()
-    assert network[0].bias[2:4].eq(5).all()
+    assert network.get_parameter("0.weight")[2:4].eq(7).all()
+    assert network.get_parameter("0.bias")[2:4].eq(5).all()
     assert tail.layers[1].blocks[0].bias is None
     assert not tail.layers[0].after[0].inplace
     assert network[1].inplace

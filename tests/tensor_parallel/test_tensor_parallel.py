@@ -11,7 +11,7 @@ from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
 from tests.run.runs import run_here
 from torch import nn
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from torusgd.comm import groups
 from torusgd.comm.groups import Group, group_of

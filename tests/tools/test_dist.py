@@ -75,9 +75,10 @@ def test_the_wheel_brings_all_that_it_needs(tmp_path: Path) -> None:
     wheel, _ = build(tmp_path)
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     python, torusgd = (tmp_path / "env" / "bin" / name for name in ("python", "torusgd"))
-    install = [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{wheel}[{EXTRAS}]"]
+    pip = [str(python), "-m", "pip"]
+    install = [*pip, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[{EXTRAS}]"]
     asked = subprocess.run(
-        [*map(str, install), "--dry-run", "--report", "-"], capture_output=True, text=True, timeout=600, check=False
+        [*install, "--dry-run", "--report", "-"], capture_output=True, text=True, timeout=600, check=False
     )
     if asked.returncode:
         pytest.skip(f"no index is in reach: {asked.stderr[-300:]}")
@@ -87,7 +88,7 @@ def test_the_wheel_brings_all_that_it_needs(tmp_path: Path) -> None:
     if not versions["torch"].endswith("+cpu"):
         pytest.skip("the index at hand has no build of torch for CPUs alone, and the other one takes GBs")
     run(*install, cwd=tmp_path, timeout=900)
-    run(python, "-m", "pip", "check", cwd=tmp_path)
+    run(*pip, "check", cwd=tmp_path)
     run(torusgd, "train", "digits", "--workers", "2", "--max-steps", "3", "--track", "tensorboard", cwd=tmp_path)
     run(torusgd, "report", "runs/digits", "--mistakes", cwd=tmp_path)
     run(torusgd, "export", "runs/digits", cwd=tmp_path, code=2)  # whose extra was not asked for

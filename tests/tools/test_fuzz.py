@@ -39,7 +39,10 @@ def test_the_campaign_sees_a_traceback_and_a_second_line_and_memory() -> None:
     def refuse() -> None:
         raise UserError("one\nline")
 
-    for name, use in {"defect": lambda: {}["x"], "refused": refuse, "fine": lambda: None}.items():
+    def defect() -> None:
+        raise KeyError("x")
+
+    for name, use in {"defect": defect, "refused": refuse, "fine": lambda: None}.items():
         fed(tally, name, use)
     assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
     assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"]]

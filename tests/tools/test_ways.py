@@ -136,10 +136,10 @@ def names_of(path: Path) -> set[str]:
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
-            is_function = isinstance(child, ast.FunctionDef)
-            if is_function or isinstance(child, ast.ClassDef):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 found.add(prefix + child.name)
-                visit(child, f"{prefix}{child.name}.<locals>." if is_function else f"{prefix}{child.name}.")
+                inside = ".<locals>." if isinstance(child, ast.FunctionDef) else "."
+                visit(child, prefix + child.name + inside)
             else:
                 visit(child, prefix)
 

@@ -84,7 +84,7 @@ def predict_left_out(rows: Sequence[Row], groups: Iterable[Sequence[Row]], facto
 
 def networks(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each network of each program that trained three networks or more."""
-    by_program = defaultdict(lambda: defaultdict(list))
+    by_program: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_program[row.software][row.model].append(row)
     return [group for _, found in sorted(by_program.items()) if len(found) > 2 for _, group in sorted(found.items())]

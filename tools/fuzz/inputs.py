@@ -7,6 +7,7 @@ import json
 import random
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,34 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import torusgd
-from torusgd.comm.tuning.profile import Profile
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.errors import UserError
 from torusgd.models import build_model
-from torusgd.observe.compare_plan import PlanComparison
 from torusgd.plan.cluster import load_cluster, load_software
-from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe, recipe_source
 from torusgd.recipe.schema import Model
-from torusgd.report.page import run_page
-from torusgd.report.read_run import read_run
 from torusgd.run.fingerprint import Fingerprint
-from torusgd.run.saving import RunState, resumed
+from torusgd.run.saving import RunState
 from torusgd.run.trained_weights import open_trained
-from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
+from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, write_checkpoint
 from torusgd.rundir.run_dir import dump_recipe
 
 from .mutations import WORDS, damaged, drawn, plain_values, with_size
 from .tally import Tally, fed
-from .uses import arrays_of, chosen, decoded, read_first, read_shards, run_command, scheduled
+from .uses import (
+    arrays_of,
+    chosen,
+    compared,
+    decoded,
+    gone_on,
+    predicted,
+    read_first,
+    read_shards,
+    run_command,
+    scheduled,
+    shown,
+)
 
 PACKAGE = Path(torusgd.__file__).parent
 FINGERPRINT = Fingerprint("recipe", 100, "", "", "", {})
@@ -95,7 +103,7 @@ class Fuzz:
             texts.append(json.dumps(tree).encode())
         for number, text in enumerate(texts):
             path = self.file(f"recipe-{number}.yaml", text)
-            yield path.name, lambda path=path: scheduled(str(path), [])
+            yield path.name, partial(scheduled, str(path), [])
 
     def overrides(self, count: int, rng: random.Random) -> Inputs:
         """Items of `--set` on the recipe digits."""
@@ -126,7 +134,7 @@ class Fuzz:
         values = [word.decode(errors="replace") for word in WORDS] + drawn(st.text(max_size=20), count // 2, self.seed)
         for _ in range(count):
             item = f"{rng.choice(keys)}={rng.choice(values)}"
-            yield item, lambda item=item: scheduled("digits", [item])
+            yield item, partial(scheduled, "digits", [item])
 
     def commands(self, count: int, rng: random.Random) -> Inputs:
         """Command lines that start no ranks: `train` is always given an --out that is a file."""
@@ -165,7 +173,7 @@ class Fuzz:
             at = rng.randrange(1, len(words))
             if "--out" not in (words[at], words[at - 1]):
                 words[at] = rng.choice(odd)
-            yield " ".join(words)[:80], lambda words=words: run_command(words)
+            yield " ".join(words)[:80], partial(run_command, words)
 
     def pictures(self, count: int, rng: random.Random) -> Inputs:
         """JPEG and PNG bytes: damaged, with other sizes in their headers, and with a scan many times over."""
@@ -189,7 +197,7 @@ class Fuzz:
                     data = with_size(rng, data)
                 case _:
                     data = damaged(rng, data)
-            yield f"picture {number} {mode} {kind}", lambda data=data: decoded(data)
+            yield f"picture {number} {mode} {kind}", partial(decoded, data)
 
     def arrays(self, count: int, rng: random.Random) -> Inputs:
         """.npz files and folders of .npy files."""
@@ -208,7 +216,7 @@ class Fuzz:
                     np.save(stream, array)
                     content = stream.getvalue()
                     self.file(f"{path.name}/{name}.npy", damaged(rng, content) if name == torn else content)
-            yield path.name, lambda path=path: read_first(data, path)
+            yield path.name, partial(read_first, data, path)
 
     def idx(self, count: int, rng: random.Random) -> Inputs:
         """Folders as MNIST's, one of the four files damaged."""
@@ -221,7 +229,7 @@ class Fuzz:
                 header = bytes((0, 0, 8, dims)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
                 content = header + array.astype(np.uint8).tobytes()
                 self.file(f"{path.name}/{stem}-idx{dims}-ubyte", damaged(rng, content) if each == torn else content)
-            yield path.name, lambda path=path: read_first(data, path)
+            yield path.name, partial(read_first, data, path)
 
     def shards(self, count: int, rng: random.Random) -> Inputs:
         """A tar file of two that is damaged before it is indexed, or after; an index; a list of files."""
@@ -253,7 +261,7 @@ class Fuzz:
                 self.file(f"{path.name}/a.jpg", picture.getvalue())
                 for split in ("train", "val"):
                     self.file(f"{path.name}/{split}.csv", damaged(rng, b"path,label\n" + b"a.jpg,cat\n" * 5))
-            yield f"{path.name} {torn}", lambda path=path, torn=torn: read_shards(path, torn)
+            yield f"{path.name} {torn}", partial(read_shards, path, torn)
 
     def checkpoints(self, count: int, rng: random.Random) -> Inputs:
         """Checkpoints with one file damaged, half of them with a manifest that says that all is well."""
@@ -274,15 +282,15 @@ class Fuzz:
             for name, each in changed.items():
                 self.file(f"checkpoint-{number}/{name}", each)
             path = self.folder / f"checkpoint-{number}"
-            yield f"{path.name} {torn}", lambda path=path: open_trained(path, None, None, None)
-            yield f"{path.name} {torn}", lambda path=path: resumed(read_checkpoint(path).progress, FINGERPRINT)
+            yield f"{path.name} {torn}", partial(open_trained, path, None, None, None)
+            yield f"{path.name} {torn}", partial(gone_on, path, FINGERPRINT)
 
     def tables(self, count: int, rng: random.Random) -> Inputs:
         """Tables of published results, cut to three rows."""
         head, *rows = (PACKAGE / "plan" / "published.csv").read_bytes().splitlines(keepends=True)
         for number in range(count):
             path = self.file(f"table-{number}.csv", damaged(rng, head + b"".join(rng.sample(rows, 3))))
-            yield path.name, lambda path=path: [predict_row(row) for row in read_rows(path)]
+            yield path.name, partial(predicted, path)
 
     def profiles(self, count: int, rng: random.Random) -> Inputs:
         """Network profiles, as `torusgd tune` writes them."""
@@ -303,7 +311,7 @@ class Fuzz:
         good = json.dumps({**tree, "timings": timings, "crowding": [{"ranks": 2, "slowdown": 1.5}]}, indent=1).encode()
         for number in range(count):
             path = self.file(f"profile-{number}.json", damaged(rng, good))
-            yield path.name, lambda path=path: chosen(Profile.load(path))
+            yield path.name, partial(chosen, path)
 
     def machines(self, count: int, rng: random.Random) -> Inputs:
         """Cluster and software files, in a plan."""
@@ -312,19 +320,19 @@ class Fuzz:
             good = rng.choice(sorted((PACKAGE / "plan" / folder).glob("*.yaml"))).read_bytes()
             path = self.file(f"machine-{number}.yaml", damaged(rng, good))
             load = load_cluster if folder == "clusters" else load_software
-            yield f"{path.name} {folder}", lambda path=path, load=load: load(str(path))
+            yield f"{path.name} {folder}", partial(load, str(path))
             if number % 10 == 0:
                 cluster = str(path) if folder == "clusters" else "abci"
                 words = ["plan", "digits", "--cluster", cluster, "--devices", "8"]
                 words += ["--software", str(path)] if folder == "software" else []
-                yield " ".join(words), lambda words=words: run_command(words)
+                yield " ".join(words), partial(run_command, words)
 
     def plans(self, count: int, rng: random.Random) -> Inputs:
         """Plans for `train --plan`."""
         good = json.dumps({"recipe": "digits", "devices": 8, "stages": [{"batch": 96, "seconds": 0.1}]}).encode()
         for number in range(count):
             path = self.file(f"plan-{number}.json", damaged(rng, good))
-            yield path.name, lambda path=path: PlanComparison.load(path).check("digits", {96}, 8)
+            yield path.name, partial(compared, path)
 
     def runs(self, count: int, rng: random.Random) -> Inputs:
         """Folders of runs, for the pages of `torusgd report`; two folders in three are damaged in one file."""
@@ -346,4 +354,4 @@ class Fuzz:
                 is_damaged = name == list(good)[number % 6] if number % 6 < len(good) else False
                 self.file(f"run-{number}/{name}", damaged(rng, data) if is_damaged else data)
             folder = self.folder / f"run-{number}"
-            yield folder.name, lambda folder=folder: run_page([read_run(folder)], [None])
+            yield folder.name, partial(shown, folder)

@@ -52,7 +52,11 @@ def drawn(strategy: st.SearchStrategy[Any], count: int, seed: int) -> list[Any]:
 
     @hypothesis_seed(seed)
     @settings(
-        max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HealthCheck
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
     def collect(value: Any) -> None:

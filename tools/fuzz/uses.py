@@ -15,9 +15,16 @@ from torusgd.data.registry import open_sources
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError
+from torusgd.observe.compare_plan import PlanComparison
+from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
+from torusgd.report.page import run_page
+from torusgd.report.read_run import read_run
+from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.saving import resumed
+from torusgd.rundir.checkpoint import read_checkpoint
 
 
 def scheduled(name: str, overrides: list[str]) -> None:
@@ -75,7 +82,29 @@ def read_shards(path: Path, torn: str) -> None:
                 source.read(index)
 
 
-def chosen(profile: Profile) -> None:
+def gone_on(path: Path, fingerprint: Fingerprint) -> None:
+    """A checkpoint from which a run goes on."""
+    resumed(read_checkpoint(path).progress, fingerprint)
+
+
+def predicted(path: Path) -> None:
+    """A table of published results beside its predictions."""
+    for row in read_rows(path):
+        predict_row(row)
+
+
+def compared(path: Path) -> None:
+    """A plan that `train --plan` compares with a run."""
+    PlanComparison.load(path).check("digits", {96}, 8)
+
+
+def shown(folder: Path) -> None:
+    """The page of a run."""
+    run_page([read_run(folder)], [None])
+
+
+def chosen(path: Path) -> None:
     """What `auto` makes of a profile."""
+    profile = Profile.load(path)
     for size in (1, 1 << 16, 1 << 26) if profile.timings else ():
         expect(profile, size)

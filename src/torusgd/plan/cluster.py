@@ -57,7 +57,7 @@ class Cluster(Section):
     device: Device
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
-    crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
+    crowding: dict[Count, Annotated[float, Field(ge=1)]] = Field(default_factory=dict)
     """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
     one number to the next, constant beyond the last"""
     speeds: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
