@@ -151,8 +151,14 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "polish.images": ([], "polish.images=16"),
     "polish.images_per_batch": ([], "polish.images_per_batch=6"),
 }
-# Overrides with which a run ends so: no GPU and no JPEGs are here, and too many images are torn, unless all may be.
-ENDS: dict[str, type[Exception]] = {"data.decoder=nvjpeg": UserError, "data.source=tests.run.sources:Torn": RunError}
+# Overrides with which a run ends so: no GPU and no JPEGs are here, too many images are torn, unless all may be, the
+# arithmetic has one version, and a mean has a value a channel.
+ENDS: dict[str, type[Exception]] = {
+    "data.decoder=nvjpeg": UserError,
+    "data.source=tests.run.sources:Torn": RunError,
+    "arithmetic=2": UserError,
+    "data.channels=3": UserError,
+}
 
 
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
