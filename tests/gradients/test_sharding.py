@@ -1,6 +1,8 @@
 """Norms of parameters that lie in column blocks and shards on several ranks: the bits of one rank that has them all."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,14 @@ def span_of(slot: Slot, rank: int, ranks: int, parallel: int) -> Span:
     return low, high
 
 
+def _add_tables(tables: list[Tensor], ranks: int, table: Tensor) -> None:
+    """The all-reduce of a rank's table: the sum, once each rank has brought its own."""
+    if len(tables) < ranks:
+        tables.append(table.clone())
+    else:
+        table.copy_(torch.stack(tables).sum(0))
+
+
 def norms_on_ranks(ranks: int, parallel: int, sharded: bool) -> list[tuple[list[str], Tensor]]:
     """Of each rank the parameters that it has elements of, and the norms of these and of their gradients."""
     calls, tables = [], list[Tensor]()
@@ -49,18 +59,14 @@ def norms_on_ranks(ranks: int, parallel: int, sharded: bool) -> list[tuple[list[
         weights, gradients = ([slot for slot in slots_of(drawn(seed), rank, parallel) if slot.held] for seed in (1, 2))
         layout = lay_out_slots(slots_of(drawn(1), rank, parallel), 4.0)
         spans = [span_of(slot, rank, ranks, parallel) for slot in weights] if sharded else None
+        ends = spans or [(0, slot.tensor.numel()) for slot in weights]
         owned, grads = (
-            [
-                slot.tensor.reshape(-1)[low:high]
-                for slot, (low, high) in zip(slots, spans or [(0, None)] * len(slots), strict=True)
-            ]
+            [slot.tensor.reshape(-1)[low:high] for slot, (low, high) in zip(slots, ends, strict=True)]
             for slots in (weights, gradients)
         )
         # What all ranks have brought is known once each has been called: so each is called twice.
-        norms = BlockNorms(
-            SimpleNamespace(layout=layout, owned=owned, spans=spans),
-            lambda table: tables.append(table.clone()) if len(tables) < ranks else table.copy_(sum(tables)),
-        )
+        reducer: Any = SimpleNamespace(layout=layout, owned=owned, spans=spans)
+        norms = BlockNorms(reducer, partial(_add_tables, tables, ranks))
         norms([*owned, *grads])
         calls.append(([slot.parameter for slot in weights], norms, [*owned, *grads]))
     return [(names, norms(tensors)) for names, norms, tensors in calls]
@@ -85,7 +91,8 @@ def test_the_norm_is_that_of_the_whole_parameter() -> None:
     slots = [Slot("w", "w", rows, layer=0) for rows in aligned] + [Slot("other", "other", other)]
     layout = lay_out_slots(slots, 4.0)
     owned = [slot.tensor for slot in layout.held]
-    norms = BlockNorms(SimpleNamespace(layout=layout, owned=owned, spans=None), lambda table: None)
+    reducer: Any = SimpleNamespace(layout=layout, owned=owned, spans=None)
+    norms = BlockNorms(reducer, lambda table: None)
     expected = torch.cat([layer_norms([whole]).expand(4), layer_norms([other])])
     assert torch.equal(norms([*aligned, other, *aligned, other]), expected.repeat(2))
 
@@ -94,7 +101,7 @@ def test_shards_keep_the_trust_of_the_parameters_that_they_are_of() -> None:
     """A shard is flat; whether LARS scales it depends on the dimensions of its parameter."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     whole = Lars(model.parameters(), lr=1.0, trust=0.5)
-    flat = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
+    flat: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
     sharded = over_tensors(whole, flat, layer_norms)
     for param, shard in flat.items():
         param.grad, shard.grad = torch.ones_like(param), torch.ones_like(shard)
