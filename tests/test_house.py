@@ -94,15 +94,9 @@ def test_rooms_files_and_functions_are_of_a_readable_size() -> None:
     assert not {room: lines for room, lines in rooms.items() if lines > LARGEST_ROOM * total}
     assert not {file: lines for file, source in sources().items() if (lines := len(source.splitlines())) > LARGEST_FILE}
     long = [(file, *found) for file, source in sources().items() for found in functions_of(source)]
-    assert not [each for each in long if each[2] > LONGEST_BODY and each[:2] not in STILL_LONG]
+    assert not [each for each in long if each[2] > LONGEST_BODY]
     wide = {file: len(found) for file, source in sources().items() if len(found := own_imports(source)) > MOST_IMPORTS}
     assert not wide
-
-
-STILL_LONG = {
-    ("step/step.py", "run"),
-    ("comm/fixed_point.py", "exact_all_reduce"),
-}
 
 
 def test_each_room_says_what_lives_there() -> None:
