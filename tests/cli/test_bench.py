@@ -55,6 +55,7 @@ def test_tune_writes_a_profile_and_bench_measures_auto_by_it(tmp_path: Path) -> 
     [
         (("bench", "allreduce", "--sizes", "4q"), "'4q'"),
         (("bench", "allreduce", "--workers", "1"), "several"),
+        (("bench", "allreduce", "--workers", "99999"), "99999: a measurement"),
         (("bench", "allreduce", "--json", "/nowhere/x.json"), "can't be written"),
         (("bench", "scaling", "digits", "--workers", "1"), "several ranks"),
         (("bench", "scaling", "digits", "--workers", "1:2"), "one number"),

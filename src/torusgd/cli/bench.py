@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
 _TIMEOUT = 60.0  # seconds without a heartbeat
+_RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 
 
 def allreduce(
@@ -154,7 +155,10 @@ def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments
     if options.workers_range is not None:
         raise UserError("--workers: a measurement takes one number of ranks")
     available = torch.cuda.device_count() if target == "cuda" else len(os.sched_getaffinity(0))
-    with Supervisor(options.workers or available, target, limits) as supervisor:
+    workers = options.workers or available
+    if workers > (most := available if target == "cuda" else _RANKS_A_CORE * available):
+        raise UserError(f"workers = {workers}: a measurement on this machine takes at most {most}")
+    with Supervisor(workers, target, limits) as supervisor:
         try:
             return supervisor.run(on_rank)[0]
         except RankFailed as error:
