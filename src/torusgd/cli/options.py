@@ -203,6 +203,7 @@ def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
         return command(**values, **made)
 
     # Typer reads the signature and, beside it, the annotations.
+    # Mypy knows no such attribute of a function; inspect.signature reads it.
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

@@ -187,7 +187,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"--plot {path}: write a picture as .svg or .png")
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise UserError("--plot: needs matplotlib; pip install matplotlib (the extra plot)") from error
 

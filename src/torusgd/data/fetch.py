@@ -193,6 +193,7 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
             raise ValueError(f"more than {_MOST_DEVKIT} bytes")
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             members = {member.name: member for member in archive if member.isreg()}
+            # extractfile gives None for what is no regular file only, and `members` has regular files alone.
             table, truth = (
                 archive.extractfile(next(members[name] for name in members if name.endswith(end))).read()  # type: ignore[union-attr]
                 for end in (_META, _TRUTH)

@@ -185,9 +185,8 @@ def _norm(args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _norm_backward(args: Any) -> list[Tensor | None]:
-    x, needed = args[1], args[-1]
-    results = (torch.empty_like(x), x.new_empty(x.shape[1]), x.new_empty(x.shape[1]))
-    return [result if is_needed else None for result, is_needed in zip(results, needed, strict=True)]
+    gradients, needed = _norm(args[1:]), args[-1]  # of the input, the weight and the bias: shaped as forward's results
+    return [gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)]
 
 
 # On the meta device torch decomposes batch norm into some thirty operators in Python: most of a trace's time.
