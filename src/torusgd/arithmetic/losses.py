@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .activations import softplus64
 from .contraction import matmul
-from .functions import elementwise, exp, log64, sigmoid
+from .functions import elementwise, exp, log64
 from .reductions import all_dims, grid_sum, over
 
 _MEAN, _SUM = 1, 2
@@ -112,8 +112,3 @@ def binary_cross_entropy(
         return losses
     total = grid_sum(losses, all_dims(losses))
     return (over(total, losses.numel()) if reduction == _MEAN else total).float()
-
-
-def binary_cross_entropy_gradient(gradient: Tensor, x: Tensor, target: Tensor) -> Tensor:
-    """g * (sigmoid(x) - t)."""
-    return (sigmoid(x) - target).mul_(gradient)

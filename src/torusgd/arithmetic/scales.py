@@ -15,8 +15,6 @@ from ..errors import UserError
 
 LARGEST = 16256
 """of an operand's integers: 127 * 128, so that the upper slice fits 8 bits"""
-GRID_BITS = 22
-"""below the power of two above amax, of the values in a sum"""
 
 _ONE = 1 << 23
 """of a float32 exponent"""
@@ -55,7 +53,7 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grid_offset(amax: Tensor) -> Tensor:
-    """c, for which (x + c) - c rounds values up to `amax` half to even to multiples of 2**(e - GRID_BITS).
+    """c, for which (x + c) - c rounds values up to `amax` half to even to multiples of 2**(e - 22).
 
     2**e is the smallest power of two above `amax`, at least 2**-126, and c = 1.5 * 2**(e + 1): c + x stays within one
     binade, whose spacing is that of the grid. From 2**126 on, and where `amax` is not finite, c is NaN.
