@@ -7,10 +7,11 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from types import FrameType
 
@@ -167,6 +168,14 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def remove_empty_cache() -> None:
+    """Removes, at the end of a process, the folder for compiled code that torch has made on import, if it is empty."""
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if os.path.dirname(cache) == tempfile.gettempdir():
+        with suppress(OSError):
+            os.rmdir(cache)
 
 
 def _take(handler: Handler) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.plan.measured import link, measured_run, network
 from tests.run.runs import command
 
-from torusgd.cli.scaling import compare
+from torusgd.cli.bench import compare
 from torusgd.comm.tuning.profile import Profile
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -8,7 +8,7 @@ from tests.messages import refused
 from tests.run.runs import events, run_here
 
 from torusgd.cli.train import show_result
-from torusgd.observe.compare_plan import PlanComparison
+from torusgd.observe.events import PlanComparison
 
 
 def plan(path: Path, **changes: object) -> Path:

@@ -16,9 +16,18 @@ from torusgd.gradients.reducer import parameter_slots
 from torusgd.models import MODELS
 from torusgd.models.plain import vgg_a
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
-from torusgd.plan.model_cost import Gradient, Kernels, ModelCost, known_cost
+from torusgd.plan.model_cost import (
+    Gradient,
+    Kernels,
+    ModelCost,
+    kernel_seconds,
+    known_cost,
+    matched,
+    memory_bytes,
+    pass_seconds,
+    update_seconds,
+)
 from torusgd.plan.program import program_for
-from torusgd.plan.roofline import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
 from torusgd.plan.step_script import Send, compose, cut_buckets
 from torusgd.plan.timeline import slowest, step_time, step_work
 from torusgd.recipe.load import load_recipe

@@ -15,7 +15,7 @@ from torusgd.data.registry import open_sources
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError
-from torusgd.observe.compare_plan import PlanComparison
+from torusgd.observe.events import PlanComparison
 from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe

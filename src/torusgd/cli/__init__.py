@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import RunError, UserError, end, write_exit
-from ..importing import remove_empty_cache
 from ..ranks.slurm import adopt_step
+from ..signals import remove_empty_cache
 from ..storage import check_scheme
-from . import bench, control, data, eval, export, plan, recipes, rehearse, scaling, simulate, train
+from . import bench, control, data, eval, export, plan, rehearse, simulate, train
 from .options import expand
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -26,7 +26,7 @@ ABOUT = "Train image classifiers with large mini-batches on many machines, witho
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 
 Commands = Mapping[str, "Callable[..., object] | Commands"]
-BENCH: Commands = {"allreduce": bench.allreduce, "scaling": scaling.scaling}
+BENCH: Commands = {"allreduce": bench.allreduce, "scaling": bench.scaling}
 DATA: Commands = {
     "fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info,
 }  # fmt: skip
@@ -34,7 +34,7 @@ COMMANDS: Commands = {
     "train": train.train, "join": train.join, "replay": train.replay,
     "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
-    "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": recipes.recipes,
+    "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": data.recipes,
     "tune": bench.tune, "bench": BENCH, "data": DATA,
 }  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}

@@ -1,16 +1,23 @@
-"""`torusgd bench allreduce` and `torusgd tune`: the network measured, on somebody's ranks or on some of our own."""
+"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan.
+
+A network is measured on somebody's ranks, or on some of our own.
+"""
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Exit
 
 from ..comm.algorithms import SCHEDULED
 from ..errors import UserError
 from ..text import byte_size, listed, parse_size
-from .options import NETWORK, OUTPUT, JsonFile, RuntimeFlags, option
+from .options import NETWORK, OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, option
 from .output import check_writable, console, table, write_file, write_json
 
 if TYPE_CHECKING:
@@ -19,11 +26,13 @@ if TYPE_CHECKING:
     from ..comm.tuning.bench import Record
     from ..comm.tuning.profile import Profile
     from ..recipe.runtime_options import RuntimeOptions
+    from ..recipe.schema import Recipe
     from ..signals import StopFlag
 
 _COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
+_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
 
 
 def allreduce(
@@ -180,3 +189,137 @@ def _measure(
     torch.set_num_threads(1)
     end_on_stop()
     return function(*arguments, world)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of ranks: measured, and as planned from the run with one rank and the measured network."""
+
+    ranks: int
+    step_seconds: float  # median of the steps but the first
+    images_per_second: float
+    efficiency: float  # images a second of a rank, relative to those of the run with one rank
+    planned_step_seconds: float
+    planned_efficiency: float
+    error: float  # relative error of the planned step against the measured one
+
+
+def scaling(
+    recipe: RecipeName,
+    runtime: RuntimeFlags,
+    data: DataPath = None,
+    overrides: Overrides = None,
+    steps: Annotated[int, option("--steps", "Train each run for this many steps.", OUTPUT, min=3)] = 30,
+    seconds: Annotated[
+        float, option("--seconds", "Measure the network for so long, unless --profile gives it.", min=1.0)
+    ] = 10.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""
+    from ..comm.tuning.profile import Profile
+    from ..launch.local import launch
+    from ..recipe.load import load_recipe
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..run.job import Job
+    from ..runtime import ranks_are_given, resolve_auto, resolve_device, resolve_workers
+
+    check_writable("--json", json_file)
+    if ranks_are_given():
+        raise UserError("bench scaling: starts 1, 2, 4 ... ranks itself; give the command without torchrun")
+    written, block = load_recipe(recipe, [*(overrides or []), *_SHORT])
+    options = runtime.over(block)
+    if options.workers_range is not None:
+        raise UserError("--workers: bench scaling takes one number, the most ranks")
+    device = resolve_device(options)
+    resolved = resolve_auto(written, device)
+    most = resolve_workers(options, device, resolved)
+    if most == 1:
+        raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
+    counts = rank_counts(most)
+    # A given grid is for the most ranks.
+    own = {n: options if n == most else options.without(["grid"]) for n in counts}
+    chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
+    if options.profile is not None:
+        profile = Profile.load(Path(options.profile))
+    else:
+        console().print(f"measuring the network of {most} ranks for about {seconds:g} s")
+        ranks = RuntimeOptions.model_validate({"workers": most, "device": device})
+        profile = Profile.parse(on_ranks(ranks, tune_on_rank, seconds, 1))
+    with TemporaryDirectory(prefix="torusgd-scaling-") as folder:
+        runs = {n: Path(folder) / str(n) for n in counts}
+        for number, n in enumerate(counts, 1):
+            console().print(f"\nrun {number} of {len(counts)}: ranks {n}, steps {steps}")
+            result = launch(Job(resolved, chosen[n], device, runs[n], data, None, steps), fresh=True)
+            if not result.summary:  # stopped by a signal
+                raise Exit(result.code)
+        points = compare(resolved, chosen, runs, profile, data)
+    show_points(points)
+    write_json(json_file, [asdict(point) for point in points])
+
+
+def rank_counts(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most` itself.
+
+    >>> rank_counts(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({*(2**power for power in range(most.bit_length())), most})
+
+
+def compare(
+    recipe: "Recipe", options: "dict[int, RuntimeOptions]", runs: dict[int, Path], profile: "Profile", data: Path | None
+) -> list[Point]:
+    """Measured and planned steps by number of ranks, of which the first is one.
+
+    `options` and `runs` (folders) are by number of ranks; `profile` is the network as measured.
+    """
+    from ..observe.events import PlanComparison
+    from ..plan.cluster import load_software, local_cluster
+    from ..plan.forecast import forecast, workload_of
+    from ..plan.program import measured_software, program_for, resolve_model_parallel
+
+    workload, software = workload_of(recipe, path=data), load_software("torusgd")
+    cluster = local_cluster(profile)
+    points: list[Point] = []
+    for n, run in runs.items():
+        resolved = resolve_model_parallel(recipe, workload, options[n], cluster, software)
+        program = measured_software(workload, cluster, program_for(recipe, resolved, cluster, software), runs[1])
+        planned = forecast(workload, cluster, program, n)
+        seconds = {batch: step.seconds for batch, step in zip(planned.batches, planned.steps, strict=True)}
+        beside = PlanComparison(run, recipe.name, n, seconds).beside(run / "events.jsonl")
+        rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
+        # The plan is scaled to the run with one rank, so that its rate is the planned one too.
+        alone = points[0].images_per_second if points else rate
+        points.append(
+            Point(
+                ranks=n,
+                step_seconds=beside["measured_step_seconds"],
+                images_per_second=rate,
+                efficiency=rate / (n * alone),
+                planned_step_seconds=beside["step_seconds"],
+                planned_efficiency=planned_rate / (n * alone),
+                error=beside["step_seconds_error"],
+            )
+        )
+    return points
+
+
+def show_points(points: Sequence[Point]) -> None:
+    """The table of a scaling curve."""
+    console().print(
+        "steps on this machine, median without the first; planned: from the run with one rank and the network"
+    )
+    rows = [
+        (
+            str(point.ranks),
+            f"{1e3 * point.step_seconds:.4g}",
+            f"{point.images_per_second:,.0f}",
+            f"{point.efficiency:.0%}",
+            f"{1e3 * point.planned_step_seconds:.4g}",
+            f"{point.planned_efficiency:.0%}",
+            f"{point.error:+.1%}",
+        )
+        for point in points
+    ]
+    headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
+    console().print(table(headings, rows))

@@ -1,4 +1,4 @@
-"""`torusgd data`: get public data sets, and look at any."""
+"""`torusgd data` and `torusgd recipes`: get public data sets, and look at any, and at recipes."""
 
 import logging
 from pathlib import Path
@@ -117,3 +117,24 @@ def info(
         for bad, reason in enumerate(undecodable(path), 1):  # noqa: B007 - counted
             typer.echo(f"undecodable: {reason}")
         typer.echo(f"undecodable images: {bad}")
+
+
+def recipes(
+    name: Annotated[str | None, Argument(help="Show this one with its source.")] = None,
+    keys: Annotated[
+        bool, option("--keys", "Print every key of a recipe, and what does not go with what, as Markdown.")
+    ] = False,
+) -> None:
+    """List the built-in recipes, show one with its source, or print every key."""
+    from ..recipe.load import load_recipe, recipe_names, recipe_source
+    from ..recipe.reference import reference
+
+    if keys:
+        typer.echo(reference(), nl=False)
+        return
+    if name is not None:
+        typer.echo(recipe_source(name), nl=False)
+        return
+    width = max(map(len, recipe_names()))
+    for each in recipe_names():
+        typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")

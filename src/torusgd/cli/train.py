@@ -71,7 +71,7 @@ def train(
         start_forkserver()
     from ..errors import warn
     from ..launch.local import Entrance
-    from ..observe.compare_plan import PlanComparison
+    from ..observe.events import PlanComparison
     from ..observe.trace import TracedSteps
     from ..ranks import slurm
     from ..ranks.join import parse_address

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..errors import UserError
 from ..hub import hub_name
-from ..importing import import_factory
 from ..recipe.data_schema import Data
-from ..recipe.load import load_recipe, recipe_names
+from ..recipe.load import import_factory, load_recipe, recipe_names
 from ..recipe.section import sides
 from ..rng import DATA_SAMPLE, keyed_integer
 from ..storage import url_of

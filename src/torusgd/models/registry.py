@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError, first_line, suggest
-from ..importing import import_factory
+from ..recipe.load import import_factory
 from ..recipe.schema import Model, Recipe
 from ..recipe.section import Sides, sides
 from ..rng import INIT, keyed_hash

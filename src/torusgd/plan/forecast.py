@@ -17,9 +17,8 @@ from ..models.registry import construct
 from ..recipe.schedule import Schedule, best_counts, even_counts
 from ..recipe.schema import Model, Recipe
 from .cluster import Cluster, Communication, Software
-from .model_cost import ModelCost, read_model
+from .model_cost import ModelCost, memory_bytes, pass_seconds, read_model
 from .network import phases
-from .roofline import memory_bytes, pass_seconds
 from .timeline import StepTime, step_time
 
 IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000

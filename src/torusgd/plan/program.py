@@ -26,7 +26,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from .cluster import Buckets, Cluster, Software, load_software
 from .forecast import Workload, longest_share, with_communication
-from .roofline import matched
+from .model_cost import matched
 from .timeline import step_time
 
 _PORTABLE_SLOWDOWN = 2.5

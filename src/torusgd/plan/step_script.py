@@ -13,9 +13,8 @@ import numpy as np
 from ..comm.tuning.profile import Profile
 from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
-from .model_cost import Array, Gradient, Layer, ModelCost
+from .model_cost import Array, Gradient, Layer, ModelCost, Pass, update_seconds
 from .network import Kind
-from .roofline import Pass, update_seconds
 
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)

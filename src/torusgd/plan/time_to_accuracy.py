@@ -25,7 +25,7 @@ from ..recipe.section import Duration
 from ..text import byte_size
 from .cluster import Cluster, Software
 from .forecast import HIGH, LOW, PlannedStage, RunTime, Workload, run_time, widened
-from .roofline import memory_bytes
+from .model_cost import memory_bytes
 from .search import knee_of
 
 TARGET = 0.759

@@ -11,9 +11,8 @@ from statistics import NormalDist
 from ..comm.tuning.profile import hidden as hidden_seconds
 from ..tensor_parallel.volume import hybrid_volume
 from .cluster import Cluster, Communication, Software
-from .model_cost import Layer, ModelCost
+from .model_cost import Layer, ModelCost, Pass, pass_seconds, update_seconds
 from .network import Phase, group_phases, phases
-from .roofline import Pass, pass_seconds, update_seconds
 from .step_script import CONTENTS, Action, Compute, Send, Wait, activation_bytes, compose, split_layers
 
 Price = Callable[[Send], Sequence[Phase]]

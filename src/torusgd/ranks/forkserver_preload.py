@@ -6,7 +6,7 @@ import multiprocessing.forkserver
 import os
 from contextlib import suppress
 
-from ..importing import remove_empty_cache
+from ..signals import remove_empty_cache
 
 _PROCESS = os.getpid()
 

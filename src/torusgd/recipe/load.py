@@ -1,9 +1,12 @@
-"""Built-in recipes, and how a recipe is read: a name or a YAML file, overrides, validation in one line."""
+"""Built-in recipes, and how a recipe is read: a name or a YAML file, overrides, validation, code of a user's own."""
 
+import importlib
 import json
 import logging
+import os
 import re
-from collections.abc import Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -198,6 +201,33 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             options = tree["model"].pop("options", None)
             if options:
                 _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, listed(options))
+
+
+def import_factory(path: str, *, key: str) -> Callable[..., Any]:
+    """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`.
+
+    UserError if the module can't be found, or has no such callable; an error inside the module passes through.
+
+    >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
+    2
+    """
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise UserError(f"{key}: write a factory of your own as package.module:factory, got {path!r}")
+    # Modules in the current folder are found too, after all installed ones: a console script, unlike `python -m`, does
+    # not look there.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{key}: can't import {module_name} ({error}); run where its folder is, or set PYTHONPATH"
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UserError(f"{key}: {module_name} has no callable {name!r} ({module.__file__})")
+    return factory
 
 
 def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> list[str]:

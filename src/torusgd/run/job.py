@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, PositiveInt
 
-from ..observe.compare_plan import PlanComparison
+from ..observe.events import PlanComparison
 from ..observe.trace import TracedSteps, check_trace
 from ..recipe.compatibility import Setup, check
 from ..recipe.load import validate
