@@ -1,12 +1,13 @@
 """Portable arithmetic once more, in plain NumPy, from docs/methods/portable-arithmetic.md alone.
 
-It imports nothing of the package and nothing of torch. `Arithmetic` has every number and rounding as a field, so that a
-test can change one and see that the weights change. `train` trains a small residual network; all arrays are float32
-unless a line says otherwise, and a name of a line of the document stands where its formula does.
+It imports nothing of the package and nothing of torch. `Arithmetic` has every number, rounding and choice of axes as a
+field, so that a test can change one and see that the weights change. Arrays are float32 unless a line says otherwise,
+and a name of a line of the document stands where its formula does. `second_training` trains by it.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,16 @@ def horner(x: Array, coefficients: tuple[float, ...]) -> Array:
     return value + coefficients[0]
 
 
-def half_up(x: Array) -> Array:
-    """What `rne` is not: a mutation of the rounding."""
-    return np.floor(x + x.dtype.type(0.5))
-
-
 @dataclass(frozen=True)
 class Arithmetic:
+    """Every number of the document's arithmetic; the numbers of a run are `second_training.Numbers`."""
+
     largest: int = 16256
-    most_scale: int = 127
-    grid_bits: int = 22
     rne: Callable[[Array], Array] = np.rint
+    grid_bits: int = 22
     log2_e: float = 1.4426950408889634
     ln_2: float = 0.6931471805599453
+    root_half_bits: int = 0x3FE6A09E667F3BCD
     exp2: tuple[float, ...] = (
         0.6931471805599453, 0.24022650922288763, 0.05550410883910522, 0.009618056678521874,
         0.0013333502384966778, 0.00015461444699635, 1.5297324125640444e-05,
@@ -51,68 +49,68 @@ class Arithmetic:
         2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0.00367342844, 0.00134934322,
         0.000100950558, -0.000200214257,
     )  # fmt: skip
+    tail_from: float = 5.0
+    root_2: float = 1.4142135623730951
     draw_word: int = 23
-    images_share_a_scale: bool = False
-    """a mutation: one amax for all images"""
-    shape: dict[str, int] = field(default_factory=lambda: {"width": 8, "classes": 10})
+    golden: int = 0x9E3779B97F4A7C15
+    mix1: int = 0xBF58476D1CE4E5B9
+    mix2: int = 0x94D049BB133111EB
+    # The axes over which an amax is taken, by operand and role.
+    of_image: tuple[int, ...] = (1, 2, 3)
+    of_output_channel: tuple[int, ...] = (1, 2, 3)
+    of_input_channel: tuple[int, ...] = (0, 2, 3)
+    of_gradient_channel: tuple[int, ...] = (0, 2, 3)
+    of_pixel_channel: tuple[int, ...] = (0, 2, 3)
+    of_row: tuple[int, ...] = (1,)
+    of_column: tuple[int, ...] = (0,)
 
-    # Scales and contractions
+    # Scales and contractions. Integers are float64: the sums of their products stay below 2**53, so no one rounds.
 
     def integers(self, x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-        """q as int64, and 2**-s as float64, of length 1 along `axes`."""
+        """q and 2**-s, float64, the latter of length 1 along `axes`."""
         amax = np.abs(x).max(axis=axes, keepdims=True).astype(f64)
-        # The largest s of those that fit, found by trying: 2**s is exact, and so is its product with amax.
-        with np.errstate(divide="ignore"):
-            guess = np.where(amax > 0, 14 - np.floor(np.log2(amax)).astype(np.int64), self.most_scale)
-        s = np.minimum(guess, self.most_scale).astype(np.int64)
+        s = np.minimum(14 - np.frexp(amax)[1], 127)
         while (over := self.rne(np.ldexp(amax, s)) > self.largest).any():
             s = np.where(over, s - 1, s)
-        return self.rne(np.ldexp(x.astype(f64), s)).astype(np.int64), np.ldexp(1.0, -s)
+        s = np.where(amax == 0, 127, s)
+        return self.rne(np.ldexp(x.astype(f64), s)), np.ldexp(1.0, -s)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        (left, rows), (right, columns) = self.integers(a, (1,)), self.integers(b, (0,))
-        return ((left @ right).astype(f64) * rows * columns).astype(f32)
-
-    def windows(self, x: Array, kernel: int, stride: int, padding: int) -> Array:
-        """[N, H', W', C, kernel, kernel] of integers [N, C, H, W]."""
-        padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
-        found = sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride]
-        return found.transpose(0, 2, 3, 1, 4, 5)
-
-    def images(self, x: Array) -> tuple[Array, Array]:
-        return self.integers(x, (0, 1, 2, 3) if self.images_share_a_scale else (1, 2, 3))
+        (left, rows), (right, columns) = self.integers(a, self.of_row), self.integers(b, self.of_column)
+        return (left @ right * rows * columns).astype(f32)
 
     def convolution(self, x: Array, w: Array, stride: int, padding: int) -> Array:
-        (pixels, of_image), (weights, of_channel) = self.images(x), self.integers(w, (1, 2, 3))
-        windows = self.windows(pixels, w.shape[2], stride, padding)
-        total = np.einsum("nhwckl,ockl->nohw", windows, weights)
-        return (total.astype(f64) * of_channel.reshape(1, -1, 1, 1) * of_image).astype(f32)
+        pixels, of_image = self.integers(x, self.of_image)
+        weights, of_channel = self.integers(w, self.of_output_channel)
+        windows = windows_of(pixels, w.shape[2], stride, padding)
+        total = windows.reshape(*windows.shape[:3], -1) @ weights.reshape(len(w), -1).T
+        return (total.transpose(0, 3, 1, 2) * of_channel.reshape(1, -1, 1, 1) * of_image).astype(f32)
 
     def input_gradient(self, g: Array, w: Array, size: int, stride: int, padding: int) -> Array:
-        (gradients, of_image), (weights, of_channel) = self.images(g), self.integers(w, (0, 2, 3))
-        n, _, rows, columns = g.shape
-        total = np.zeros((n, w.shape[1], size + 2 * padding, size + 2 * padding), np.int64)
+        gradients, of_image = self.integers(g, self.of_image)
+        weights, of_channel = self.integers(w, self.of_input_channel)
+        total = np.zeros((len(g), w.shape[1], size + 2 * padding, size + 2 * padding))
+        rows, columns = (slice(stride * (n - 1) + 1) for n in g.shape[2:])
         for y in range(w.shape[2]):
             for x in range(w.shape[3]):
-                part = np.einsum("nohw,oc->nchw", gradients, weights[:, :, y, x])
-                total[:, :, y : y + stride * rows : stride, x : x + stride * columns : stride][
-                    ..., :rows, :columns
-                ] += part
+                part = np.tensordot(gradients, weights[:, :, y, x], (1, 0)).transpose(0, 3, 1, 2)
+                total[:, :, y:, x:][:, :, rows, columns][:, :, ::stride, ::stride] += part
         inside = total[:, :, padding : padding + size, padding : padding + size]
-        return (inside.astype(f64) * of_channel * of_image).astype(f32)
+        return (inside * of_channel * of_image).astype(f32)
 
     def weight_gradient(self, g: Array, x: Array, kernel: int, stride: int, padding: int) -> Array:
-        (gradients, of_output), (pixels, of_input) = self.integers(g, (0, 2, 3)), self.integers(x, (0, 2, 3))
-        total = np.einsum("nhwckl,nohw->ockl", self.windows(pixels, kernel, stride, padding), gradients)
-        return (total.astype(f64) * of_output.reshape(-1, 1, 1, 1) * of_input).astype(f32)
+        gradients, of_output = self.integers(g, self.of_gradient_channel)
+        pixels, of_input = self.integers(x, self.of_pixel_channel)
+        total = np.tensordot(gradients, windows_of(pixels, kernel, stride, padding), ((0, 2, 3), (0, 1, 2)))
+        return (total * of_output.reshape(-1, 1, 1, 1) * of_input).astype(f32)
 
     # Sums over a grid
 
     def gridsum(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """float64; each term is at most 2**24 steps of the grid, so that the sum of up to 2**29 of them is exact."""
         amax = np.abs(x).max(axis=axes, keepdims=True)
         exponent = np.maximum(np.frexp(amax)[1], -126)
         c = np.ldexp(f32(1.5), exponent + 23 - self.grid_bits).astype(f32)
-        assert ((x + c) - c).dtype == f32
         return ((x + c) - c).astype(f64).sum(axis=axes)
 
     def mean(self, x: Array, axes: tuple[int, ...]) -> Array:
@@ -128,28 +126,29 @@ class Arithmetic:
 
     def log64(self, x: Array) -> Array:
         bits = np.ascontiguousarray(x, f64).view(np.int64)
-        k = (bits - 0x3FE6A09E667F3BCD) >> 52
+        k = (bits - self.root_half_bits) >> 52
         m = (bits - (k << 52)).view(f64)
         z = (m - 1.0) / (m + 1.0)
         return horner(z * z, self.atanh) * z + k.astype(f64) * self.ln_2
 
     # Norms
 
-    def batch_norm(self, x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
-        def wide(v: Array) -> Array:
-            return v.reshape(1, -1, 1, 1)
-
-        axes = (0, 2, 3)
-        d = x - wide(self.mean(x, axes))
-        r = f32(1) / np.sqrt(self.mean(d * d, axes) + f32(1e-5))
-        return d * wide(r * weight) + wide(bias), (wide(r), d * wide(r), wide(weight))
+    def batch_norm(self, x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """The output; what the gradient needs; the mean, the gridsum of squares (float64) and their count."""
+        axes, n = (0, 2, 3), np.array(x.size // x.shape[1])
+        middle = self.mean(x, axes)
+        d = x - wide(middle)
+        squares = self.gridsum(d * d, axes)
+        r = f32(1) / np.sqrt((squares / n).astype(f32) + f32(1e-5))
+        return d * wide(r * weight) + wide(bias), (r, d * wide(r), weight), (middle, squares, n)
 
     def batch_norm_gradient(self, g: Array, saved: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        """Of the input, the weight and the bias."""
         r, h, weight = saved
         axes, n = (0, 2, 3), g.size // g.shape[1]
         bias, stretch = self.gridsum(g, axes), self.gridsum(g * h, axes)
-        shift, slope = ((total / n).astype(f32).reshape(1, -1, 1, 1) for total in (bias, stretch))
-        return ((g - shift) - h * slope) * (r * weight), stretch.astype(f32), bias.astype(f32)
+        shift, slope = (wide((total / n).astype(f32)) for total in (bias, stretch))
+        return ((g - shift) - h * slope) * wide(r * weight), stretch.astype(f32), bias.astype(f32)
 
     # Draws
 
@@ -157,81 +156,66 @@ class Arithmetic:
         state = np.zeros((), np.uint64)
         with np.errstate(over="ignore"):
             for word in words:
-                x = (state ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-                x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                x = (state ^ np.asarray(word).astype(np.uint64)) + np.uint64(self.golden)
+                x = (x ^ (x >> np.uint64(30))) * np.uint64(self.mix1)
+                x = (x ^ (x >> np.uint64(27))) * np.uint64(self.mix2)
                 state = x ^ (x >> np.uint64(31))
         return state
 
-    def normal(self, twister: np.random.RandomState, shape: tuple[int, ...], std: float) -> Array:
+    def uniform(self, *words: Any) -> Array:
+        """float64."""
+        return (self.keyed_hash(*words) >> np.uint64(11)).astype(f64) * 2.0**-53
+
+    def twister(self, seed: int) -> np.random.RandomState:
+        return np.random.RandomState(seed % 2**32)
+
+    def draws(self, twister: np.random.RandomState, shape: tuple[int, ...]) -> Array:
+        """u of a call, float64."""
         first, second = (int(word) for word in twister.randint(0, 2**32, 2, np.uint32))
         bits = (first * 2**32 + second) % 2**63
-        draws = self.keyed_hash(self.draw_word, bits, np.arange(np.prod(shape))) >> np.uint64(11)
-        v = (draws.astype(f64) * 2.0**-53 + 2.0**-54) * 2 - 1
+        return self.uniform(self.draw_word, bits, np.arange(np.prod(shape))).reshape(shape)
+
+    def normal(self, twister: np.random.RandomState, shape: tuple[int, ...], std: float) -> Array:
+        v = (self.draws(twister, shape) + 2.0**-54) * 2 - 1
         w = -self.log64((1 - v) * (v + 1))
-        root = np.sqrt(w)
-        inverse = np.where(w < 5, horner(w - 2.5, self.centre), horner(root - 3, self.tail)) * v
-        return (inverse * 1.4142135623730951 * std + 0.0).astype(f32).reshape(shape)
+        tail = horner(np.sqrt(w) - 3, self.tail)
+        return (np.where(w < self.tail_from, horner(w - 2.5, self.centre), tail) * v * self.root_2 * std).astype(f32)
+
+    def dropped(self, twister: np.random.RandomState, shape: tuple[int, ...], share: float) -> Array:
+        """The factors of dropout."""
+        return (self.draws(twister, shape) < 1 - share).astype(f32) / f32(1 - share)
+
+    # Exact sums
+
+    def exact_sum(self, values: list[Array], top: int, limbs: int) -> Array:
+        """float64, of arrays of one shape: exact, read from limbs of 40 bits."""
+        lowest = top - 40 * (limbs - 1)
+        flat = [value.astype(f64).ravel() for value in values]
+        found = [self._read(sum(truncated(x[i], lowest) for x in flat), lowest, limbs) for i in range(len(flat[0]))]
+        return np.array(found).reshape(values[0].shape)
+
+    def _read(self, total: int, lowest: int, limbs: int) -> float:
+        digits = []
+        for _ in range(limbs - 1):
+            total, digit = divmod(total, 2**40)
+            digits.append(digit)
+        result = 0.0
+        for number, digit in enumerate([total, *reversed(digits)]):
+            result += float(digit) * 2.0 ** (lowest + 40 * (limbs - 1 - number))
+        return result
 
 
-def train(images: Array, labels: Array, steps: int, arithmetic: Arithmetic | None = None) -> dict[str, Array]:
-    """The weights of the network after some steps, each on all images.
-
-    conv1 3x3, norm1, ReLU; conv2 3x3 with stride 2, norm2, and beside it shortcut 1x1 with stride 2, added, ReLU;
-    the mean over pixels; a linear layer; cross-entropy with label smoothing 0.1; SGD with momentum 0.9, weight decay
-    1e-4 and a rate of 0.1. The weights are drawn in that order, N(0, 0.2) and the linear layer's N(0, 0.1).
-    """
-    a = arithmetic or Arithmetic()
-    width, classes = a.shape["width"], a.shape["classes"]
-    twister = np.random.RandomState(1)
-    w = {
-        "conv1": a.normal(twister, (width, 1, 3, 3), 0.2),
-        "conv2": a.normal(twister, (width, width, 3, 3), 0.2),
-        "shortcut": a.normal(twister, (width, width, 1, 1), 0.2),
-        "linear": a.normal(twister, (classes, width), 0.1),
-        "bias": np.zeros(classes, f32),
-    }
-    w |= {f"norm{n}.weight": np.ones(width, f32) for n in (1, 2)}
-    w |= {f"norm{n}.bias": np.zeros(width, f32) for n in (1, 2)}
-    momentum: dict[str, Array] = {}
-    for _ in range(steps):
-        for name, gradient in gradients(a, w, images, labels).items():
-            decayed = gradient + w[name] * f32(1e-4)
-            momentum[name] = momentum[name] * f32(0.9) + decayed if name in momentum else decayed
-            w[name] = w[name] + momentum[name] * f32(-0.1)
-    return w
+def truncated(x: float, lowest: int) -> int:
+    """x in units of 2**lowest, towards zero."""
+    return int(math.ldexp(float(x), -lowest))
 
 
-def gradients(a: Arithmetic, w: dict[str, Array], images: Array, labels: Array) -> dict[str, Array]:
-    n, size, classes = len(images), images.shape[2], len(w["bias"])
-    zero = f32(0)
-    first, saved1 = a.batch_norm(a.convolution(images, w["conv1"], 1, 1), w["norm1.weight"], w["norm1.bias"])
-    x1 = np.maximum(first, zero)
-    second, saved2 = a.batch_norm(a.convolution(x1, w["conv2"], 2, 1), w["norm2.weight"], w["norm2.bias"])
-    x2 = np.maximum(second + a.convolution(x1, w["shortcut"], 2, 0), zero)
-    pixels = x2.shape[2] * x2.shape[3]
-    features = a.mean(x2, (2, 3))
-    logits = a.matmul(features, w["linear"].T) + w["bias"]
-    d = logits - logits.max(1, keepdims=True)
-    total = a.gridsum(a.exp(d), (1,))[:, None]
-    y = (d.astype(f64) - a.log64(total)).astype(f32)
+def wide(values: Array) -> Array:
+    return values.reshape(1, -1, 1, 1)
 
-    # The loss is 0.9 * (-mean of y[label]) + 0.01 * (-sum of y / n): of label smoothing 0.1 and 10 classes.
-    g = np.zeros_like(y) - f32(0.1 / classes) / f32(n)
-    at_label = np.zeros_like(y)
-    at_label[np.arange(n), labels] = -f32(1 - 0.1) / f32(n)
-    g = g + at_label
-    g = g - a.exp(y) * a.gridsum(g, (1,)).astype(f32)[:, None]
 
-    found = {"linear": a.matmul(g.T, features), "bias": a.gridsum(g, (0,)).astype(f32)}
-    g = a.matmul(g, w["linear"])[:, :, None, None] / f32(pixels)
-    g = np.where(x2 > 0, np.broadcast_to(g, x2.shape), zero)
-    found["shortcut"] = a.weight_gradient(g, x1, 1, 2, 0)
-    through_shortcut = a.input_gradient(g, w["shortcut"], size, 2, 0)
-    g, found["norm2.weight"], found["norm2.bias"] = a.batch_norm_gradient(g, saved2)
-    found["conv2"] = a.weight_gradient(g, x1, 3, 2, 1)
-    g = through_shortcut + a.input_gradient(g, w["conv2"], size, 2, 1)
-    g = np.where(x1 > 0, g, zero)
-    g, found["norm1.weight"], found["norm1.bias"] = a.batch_norm_gradient(g, saved1)
-    found["conv1"] = a.weight_gradient(g, images, 3, 1, 1)
-    return found
+def windows_of(x: Array, kernel: int, stride: int, padding: int) -> Array:
+    """[N, H', W', C, kernel, kernel] of images [N, C, H, W]."""
+    padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
+    found = sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride]
+    return found.transpose(0, 2, 3, 1, 4, 5)

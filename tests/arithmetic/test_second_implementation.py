@@ -1,105 +1,217 @@
-"""The specification says it all: NumPy, from the document alone, trains a network to the same weights, bit for bit."""
+"""The specification says it all: NumPy, from the document alone, trains `digits` to the same weights, bit for bit."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.arithmetic.second_implementation import Arithmetic, half_up, train
-from torch import Tensor, nn
-from torch.nn import functional as F
+from tests.arithmetic.second_implementation import Arithmetic
+from tests.arithmetic.second_training import Numbers, Training, read_recipe
+from tests.run.runs import run_here
+from tests.run.test_portable import GOLDEN, STEPS
+from torch import Tensor
 
-from torusgd.arithmetic import portable
+import torusgd
+from torusgd.arithmetic import contraction, convolution, draws, functions, normalization, reductions, scales
+from torusgd.data import arrays, augment, order
+from torusgd.gradients import integer_sum
+from torusgd.models import registry
+from torusgd.optim import norms
+from torusgd.step import forward_backward
 
-WIDTH, CLASSES, IMAGES = 8, 10, 16
+ROOT = Path(__file__).parents[2]
+RECIPE = Path(torusgd.__file__).parent / "recipe/digits-portable.yaml"
+HASHES = {
+    1: "329ff89b14b2b393db95374388e8ea4bcfa9defb3db96e299bd6494f0ea6f830",
+    2: "5f67cc6673ab5c130fc6aa4f952ec9526f9d2f309ff4b8a758c12c0f2c9e8874",
+    5: "6fe663f8c3025bee395f8b733260d522aab974ec87992bdd1c8eae2e6c80f906",
+    STEPS: GOLDEN,
+    20: "4d65b2fceacfd0bead0989cf586ccd15a80cba7b98ed820cce826099b336af7c",
+}
+"""of `digits-portable` after some steps, by both"""
 
-
-class Net(nn.Module):
-    """The network of `second_implementation.train`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(1, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
-        self.conv2, self.norm2 = nn.Conv2d(WIDTH, WIDTH, 3, 2, 1, bias=False), nn.BatchNorm2d(WIDTH)
-        self.shortcut, self.linear = nn.Conv2d(WIDTH, WIDTH, 1, 2, bias=False), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = F.relu(self.norm2(self.conv2(x)) + self.shortcut(x))
-        return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
-
-
-def data() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Images of multiples of 1/16, as those of `digits` are."""
-    numbers = np.arange(IMAGES * 64, dtype=np.int64)
-    pixels = (numbers * numbers * 7 + numbers // 5) % 17
-    return (pixels.astype(np.float32) / np.float32(16)).reshape(IMAGES, 1, 8, 8), np.arange(IMAGES) % CLASSES
-
-
-def trained(steps: tuple[int, ...]) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
-    """The package's weights after some steps, by the names of the second implementation."""
-    images, labels = (torch.from_numpy(array) for array in data())
-    found = {}
-    with portable():
-        net = Net()
-        torch.manual_seed(1)
-        for layer, std in ((net.conv1, 0.2), (net.conv2, 0.2), (net.shortcut, 0.2), (net.linear, 0.1)):
-            nn.init.normal_(layer.weight, std=std)
-        nn.init.zeros_(net.linear.bias)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, foreach=False)
-        for step in range(1, max(steps) + 1):
-            loss = F.cross_entropy(net(images), labels, label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step in steps:
-                named = {name.removesuffix(".weight"): p for name, p in net.named_parameters() if "norm" not in name}
-                named = {name.replace("linear.bias", "bias"): p for name, p in named.items()}
-                named |= {name: p for name, p in net.named_parameters() if "norm" in name}
-                found[step] = {name: p.detach().numpy().copy() for name, p in named.items()}
-    return found
+SHORT = (
+    "virtual_workers=2",
+    "stages=[{until: 24sa, images_per_worker: 4},"
+    " {until: 220sa, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
+    "rate={lr: 4.0, warmup: {length: 20sa, shape: linear, start: 0.1}, decay: {shape: polynomial, power: 2.0}}",
+    "data.train_images=150",
+    "data.eval_images=4",
+    "polish={images_per_batch: 48, images: 100}",
+)
+"""two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps"""
 
 
-def same(a: dict[str, np.ndarray[Any, Any]], b: dict[str, np.ndarray[Any, Any]]) -> bool:
-    assert a.keys() == b.keys()
-    return all(np.array_equal(a[name], b[name]) for name in a)
+def test_numpy_has_the_hashes_of_digits_portable() -> None:
+    run, found = Training(read_recipe(RECIPE)), {}
+    for step in range(1, max(HASHES) + 1):
+        run.step()
+        if step in HASHES:
+            found[step] = run.sha256()
+    assert found == HASHES
+    assert HASHES[20] in (ROOT / "README.md").read_text()
 
 
-def test_the_same_weights_after_steps_1_2_5_and_20() -> None:
-    for step, weights in trained((1, 2, 5, 20)).items():
-        assert same(weights, train(*data(), step)), step
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", HASHES)
+def test_a_run_has_the_hashes_of_digits_portable(tmp_path: Path, steps: int) -> None:
+    assert by_the_package(tmp_path, steps, "data.eval_images=60") == HASHES[steps]
 
 
-def bent(numbers: tuple[float, ...], place: int) -> tuple[float, ...]:
-    """One coefficient off: a low one by 1e-6 of itself, a high one by half, which float32 can see."""
-    return tuple(
-        number * (1 + (1e-6 if place < 2 else 0.5)) if n == place else number for n, number in enumerate(numbers)
-    )
+@pytest.mark.slow
+def test_numpy_trains_digits_portable_to_its_end() -> None:
+    run = Training(read_recipe(RECIPE))
+    while run.steps < len(run.schedule):
+        run.step()
+    assert run.sha256().startswith("958e06b4")  # of docs/methods/portable-arithmetic.md
 
 
-PLAIN = Arithmetic()
-MUTANTS: dict[str, Arithmetic] = {
-    "largest": replace(PLAIN, largest=16128),
-    "largest up": replace(PLAIN, largest=16384),
-    "scale at its end": replace(PLAIN, most_scale=12),
-    "finer grid": replace(PLAIN, grid_bits=21),
-    "rounding": replace(PLAIN, rne=half_up),
-    "scale of all images": replace(PLAIN, images_share_a_scale=True),
-    "draws": replace(PLAIN, draw_word=24),
-    "log2 e": replace(PLAIN, log2_e=PLAIN.log2_e * (1 + 1e-7)),
-    "ln 2": replace(PLAIN, ln_2=PLAIN.ln_2 * (1 + 1e-7)),
-    **{f"exp2 {n}": replace(PLAIN, exp2=bent(PLAIN.exp2, n)) for n in range(7)},
-    **{f"atanh {n}": replace(PLAIN, atanh=bent(PLAIN.atanh, n)) for n in range(5)},
-    **{f"centre {n}": replace(PLAIN, centre=bent(PLAIN.centre, n)) for n in range(9)},
+def by_the_package(out: Path, steps: int, *changes: str) -> str:
+    summary, _ = run_here(out, *changes, recipe="digits-portable", tiny=False, max_steps=steps)
+    return str(summary["weights_sha256"])
+
+
+def by_numpy(steps: int, *changes: str, numbers: Numbers | None = None) -> str:
+    run = Training(read_recipe(RECIPE, *changes), numbers)
+    for _ in range(steps):
+        run.step()
+    return run.sha256()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_a_short_run_has_the_same_weights_by_both(tmp_path: Path, steps: int) -> None:
+    assert by_the_package(tmp_path, steps, *SHORT) == by_numpy(steps, *SHORT)
+
+
+def test_running_statistics_are_the_same_by_both(tmp_path: Path) -> None:
+    changes = (*SHORT, "polish=null")
+    assert by_the_package(tmp_path, 3, *changes) == by_numpy(3, *changes)
+
+
+# Constants: the document's, NumPy's and the package's are one, and any other one changes the weights.
+
+DOCUMENT = (ROOT / "docs/methods/portable-arithmetic.md").read_text()
+TABLES = {
+    "EXP2": ("exp2", functions.EXP2),
+    "ATANH": ("atanh", functions.ATANH),
+    "CENTRE": ("centre", draws._CENTRE),
+    "TAIL": ("tail", draws._TAIL),
+    "ERF": (None, functions.ERF),
+    "SINE": (None, functions.SINE),
+    "COSINE": (None, functions.COSINE),
 }
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray[Any, Any]]:
-    return trained((3,))[3]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_polynomial_has_the_documents_coefficients(name: str) -> None:
+    row = re.search(rf"^\| {name} \| (.*) \|$", DOCUMENT, re.MULTILINE)
+    assert row is not None
+    numpys, packages = TABLES[name]
+    assert tuple(map(float, row[1].split(", "))) == packages
+    assert numpys is None or getattr(Arithmetic(), numpys) == packages
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_one_changed_constant_or_rounding_is_found(name: str, expected: dict[str, np.ndarray[Any, Any]]) -> None:
-    assert not same(expected, train(*data(), 3, MUTANTS[name]))
+def half_up(x: Any) -> Any:
+    """What `rne` is not."""
+    return np.floor(x + x.dtype.type(0.5))
+
+
+def half_up_of_tensors(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    scale, inverse = scales.scales(scales.amax_over(x, dims))
+    return torch.floor(x * scale + 0.5), inverse
+
+
+def bent(numbers: tuple[float, ...], place: int) -> tuple[float, ...]:
+    """One coefficient off: a low one by 1e-6 of itself, higher ones by as much as float32 can see."""
+    off = 1e-6 if place < 2 else 0.5 if place < 6 else 5.0
+    return tuple(number * (1 + off) if n == place else number for n, number in enumerate(numbers))
+
+
+ALL = (0, 1, 2, 3)
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "largest": ("largest", 16128),
+    "rne": ("rne", half_up),
+    "grid_bits": ("grid_bits", 21),
+    "log2_e": ("log2_e", Arithmetic().log2_e * (1 + 1e-7)),
+    "ln_2": ("ln_2", Arithmetic().ln_2 * (1 + 1e-7)),
+    "root_half_bits": ("root_half_bits", Arithmetic().root_half_bits + 2**50),
+    "tail_from": ("tail_from", 4.9),
+    "root_2": ("root_2", Arithmetic().root_2 * (1 + 1e-7)),
+    **{word: (word, getattr(Arithmetic(), word) + 1) for word in ("draw_word", "golden", "mix1", "mix2")},
+    **{f"of_{what}": (f"of_{what}", ALL) for what in ("image", "output_channel", "input_channel",
+                                                      "gradient_channel", "pixel_channel")},
+    "of_row": ("of_row", (0, 1)),
+    "of_column": ("of_column", (0, 1)),
+    **{f"{name} {n}": (name, bent(getattr(Arithmetic(), name), n))
+       for name in ("exp2", "atanh", "centre", "tail") for n in range(len(getattr(Arithmetic(), name)))},
+    **{word: (word, getattr(Numbers(), word) + 100) for word in ("order", "augment", "dropout", "split", "initial")},
+    "held_out": ("held_out", 300),
+    "headroom": ("headroom", 4.0),
+    "most": ("most", 2**30),
+    "block": ("block", 1 << 20),
+    "narrow": ("narrow", (14, 2)),
+    "full": ("full", (85, 3)),
+}  # fmt: skip
+
+
+def test_every_number_of_numpys_has_a_mutant() -> None:
+    every = {each.name for each in (*fields(Arithmetic), *fields(Numbers))} - {"arithmetic"}
+    assert {name for name, _ in MUTANTS.values()} == every
+
+
+def steps_for(mutant: str) -> int:
+    """At first no layer with more than one block has a gradient."""
+    return 8 if mutant == "block" else 2
+
+
+@cache
+def unchanged(steps: int, *changes: str) -> str:
+    return by_numpy(steps, *SHORT, *changes)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
+    name, value = MUTANTS[mutant]
+    plain, changes = Numbers(), ("polish=null",) if name == "narrow" else ()
+    if name in {each.name for each in fields(Arithmetic)}:
+        numbers = replace(plain, arithmetic=replace(plain.arithmetic, **{name: value}))
+    else:
+        numbers = replace(plain, **{name: value})
+    steps = steps_for(mutant)
+    assert by_numpy(steps, *SHORT, *changes, numbers=numbers) != unchanged(steps, *changes)
+
+
+def of_all_channels(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return contraction.quantised(x, ALL if dims == (0, 2, 3) else dims)
+
+
+PLACES: dict[str, list[tuple[Any, str, Any]]] = {
+    "largest": [(scales, "_CARRY", scales._CARRY + (1 << 17))],
+    "rounding": [(convolution, "quantised", half_up_of_tensors), (contraction, "quantised", half_up_of_tensors)],
+    "channels": [(convolution, "quantised", of_all_channels)],
+    "grid": [(reductions, "grid_offset", lambda amax: scales.grid_offset(amax) * 2)],
+    "quotient": [(normalization, "quotient", lambda total, count: torch.div(total.float(), float(count)))],
+    "log2_e": [(functions, "LOG2_E", functions.LOG2_E * (1 + 1e-7))],
+    "ln_2": [(functions, "LN_2", functions.LN_2 * (1 + 1e-7))],
+    "draws": [(draws, "_DRAW", 24)],
+    "weights": [(registry, "INIT", 107)],
+    "order": [(order, "ORDER", 101)],
+    "moves": [(augment, "AUGMENT", 102)],
+    "dropout": [(forward_backward, "DROPOUT", 103)],
+    "split": [(arrays, "SPLIT", 106)],
+    "headroom": [(integer_sum, "HEADROOM", 4.0)],
+    "block": [(norms, "BLOCK", 1 << 20)],
+}
+
+
+@pytest.mark.parametrize("mutant", PLACES)
+def test_one_change_in_the_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    for place, name, value in PLACES[mutant]:
+        assert getattr(place, name) != value
+        monkeypatch.setattr(place, name, value)
+    steps = steps_for(mutant)
+    assert by_the_package(tmp_path, steps, *SHORT) != unchanged(steps)
