@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torusgd.ranks.forkserver import PRELOAD
 from torusgd.ranks.rank import serve_store
 
 TIMEOUT = timedelta(seconds=240)
@@ -20,12 +21,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 def start_forkserver() -> None:
     """Starts the process that ranks are forked from, before a test of the launcher starts its own for all of them.
 
-    DistributedDataParallel imports torch._dynamo, which takes seconds; the last is all that a run needs. What ranks
-    print goes nowhere.
+    DistributedDataParallel imports torch._dynamo, which takes seconds. What ranks print goes nowhere.
     """
-    multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook", "torusgd.ranks.forkserver_preload"]
-    )
+    of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
+    multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     multiprocessing.forkserver.ensure_running()

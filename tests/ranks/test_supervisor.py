@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -203,3 +205,23 @@ def test_nothing_of_a_run_with_groups_of_all_kinds_listens_beyond_loopback() -> 
 
 def test_a_slow_rank_that_makes_progress_is_waited_for(attempts: Attempts) -> None:
     assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]
+
+
+FORK = """
+import sys
+from multiprocessing import get_context
+from torusgd.ranks.forkserver import start_forkserver
+
+start_forkserver()
+code = "import sys; sys.exit('torusgd.run.run' in sys.modules)"
+process = get_context("forkserver").Process(target=exec, args=(code,))
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() -> None:
+    """Each would take seconds for it otherwise."""
+    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.strip() == "1", ran.stderr

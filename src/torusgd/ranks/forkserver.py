@@ -10,6 +10,8 @@ import time
 from ..errors import UserError
 from ..signals import held_back
 
+# By name, since this folder knows nothing of training: all that a run's ranks need, and what begins once it is there.
+PRELOAD = ("torusgd.run.survival", "torusgd.ranks.forkserver_preload")
 # Seconds for the kernel to report the end of a process whose pipes are closed.
 _END_SECONDS = 2.0
 
@@ -20,7 +22,7 @@ def start_forkserver() -> None:
     Raises:
         UserError: The temporary folder holds no socket: its name is too long, or it can't be written.
     """
-    multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
+    multiprocessing.set_forkserver_preload([*PRELOAD])
     # Stop signals are held back in it, and in each rank until it takes them, so that a Ctrl-C, which reaches all
     # processes of a terminal, ends none of them half-way.
     with held_back():

@@ -1,4 +1,4 @@
-"""What the process that ranks are forked from imports: all that ranks need, so that none of them takes the time."""
+"""What the process that ranks are forked from does once it has imported all that they need (`forkserver.PRELOAD`)."""
 
 import atexit
 import gc
