@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from torusgd.cuda import triton_sums, triton_weights
+from torusgd.cuda.flat_weights import Update
 from torusgd.cuda.sums import Verdict
 from torusgd.optim.lars import VARIANTS
 
@@ -59,7 +60,8 @@ def launch_all() -> None:
         triton_weights.look_up(images.byte(), torch.zeros(3, 256), images)
     values = torch.zeros(1, 5, dtype=torch.float64)
     for rule, momentum in (("sgd", 0.9), ("nesterov", 0.9), *((variant, 0.9) for variant in VARIANTS), ("sgd", 0.0)):
-        triton_weights.update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)
+        given = Update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)
+        triton_weights.update(given)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs the extra triton")
 
 from torusgd.comm.exact_sum import NARROW
 from torusgd.cuda import flat_weights, sums, triton_sums, triton_weights
-from torusgd.cuda.flat_weights import FlatUpdate
+from torusgd.cuda.flat_weights import FlatUpdate, Update
 from torusgd.cuda.sums import Verdict
 from torusgd.data import to_device
 from torusgd.gradients.integer_sum import LIMITS
@@ -195,10 +195,9 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = 0.9) ->
     flat = FlatUpdate(optimizer, tensors, after=lambda: None)
     for seed in (1, 2):
         flat.write_values()
-        triton_weights.update(
-            flat.weights, flat.momenta, drawn(seed), torch.tensor([going]), flat._values, flat._offsets,
-            *flat.constants(),
-        )  # fmt: skip
+        memory, constants = (flat.weights, flat.momenta), flat.constants()
+        given = Update(*memory, drawn(seed), torch.tensor([going]), flat._values, flat._offsets, *constants)
+        triton_weights.update(given)
     return tensors, [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
 
 

@@ -19,6 +19,7 @@ from tests.cuda.trainers import SGD, left, make_trainer, take
 from triton.runtime.interpreter import GridExecutor
 
 from torusgd.cuda import triton_sums, triton_weights
+from torusgd.cuda.flat_weights import Update
 from torusgd.cuda.sums import Verdict
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,10 @@ SUMS: dict[str, Callable[..., Any]] = {
     "verdict": lambda *given: triton_sums.verdict(Verdict(*given)),
     "mean": triton_sums.mean,
 }
-UPDATE: dict[str, Callable[..., Any]] = {"update": triton_weights.update, "copy_weights": triton_weights.copy_weights}
+UPDATE: dict[str, Callable[..., Any]] = {
+    "update": lambda *given: triton_weights.update(Update(*given)),
+    "copy_weights": triton_weights.copy_weights,
+}
 ELEMENTS_OF_A_THREAD = 32
 """4,096 of a block over 128 threads"""
 

@@ -19,6 +19,7 @@ integers are the same.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +92,8 @@ class FlatUpdate:
         """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero; may be captured."""
         gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
         assert len(gradients) == len(self._tensors), "every tensor has its mean gradient"
-        operators.update(
-            self.weights, self.momenta, gradients, going, self._values, self._offsets, *self.constants()
-        )  # fmt: skip
+        given = Update(self.weights, self.momenta, gradients, going, self._values, self._offsets, *self.constants())
+        operators.update(*vars(given).values())
         self._after()
 
     def _runs(self, flat: Tensor) -> list[Tensor]:
@@ -112,49 +112,46 @@ def offsets_of(numels: Sequence[int]) -> list[int]:
     return offsets
 
 
-def update(
-    weights: Tensor,
-    momenta: Tensor,
-    gradients: Sequence[Tensor],
-    going: Tensor,
-    values: Tensor,
-    offsets: Sequence[int],
-    momentum: float,
-    rule: str,
-    peak: float,
-) -> None:
-    """One update of tensors in flat memory by torch's own operators, or none.
+@dataclass(frozen=True)
+class Update:
+    """What `update` reads and writes, in the order of the operator's arguments."""
 
-    Args:
-        weights: float32, flat.
-        momenta: float32, flat, alike.
-        gradients: float32, of each tensor.
-        going: float32 [1]; zero: nothing changes.
-        values: float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards.
-        offsets: Of each tensor in the flat memory.
-        momentum: Of all.
-        rule: `sgd`, `nesterov`, or a variant of LARS.
-        peak: Highest rate of the schedule, for LARS.
-    """
-    new_weights, new_momenta = weights.clone(), momenta.clone()
+    weights: Tensor
+    """float32, flat, written"""
+    momenta: Tensor
+    """float32, flat, alike, written"""
+    gradients: Sequence[Tensor]
+    """float32, of each tensor"""
+    going: Tensor
+    """float32 [1]; zero: nothing changes"""
+    values: Tensor
+    """float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards"""
+    offsets: Sequence[int]
+    """offsets of the tensors in the flat memory"""
+    momentum: float
+    rule: str
+    """`sgd`, `nesterov`, or a variant of LARS"""
+    peak: float
+    """highest rate of the schedule, for LARS"""
+
+
+def update(u: Update) -> None:
+    """One update of tensors in flat memory by torch's own operators, or none."""
+    new_weights, new_momenta = u.weights.clone(), u.momenta.clone()
     alike: dict[tuple[float, ...], list[int]] = {}
-    for number, row in enumerate(values.tolist()):
+    for number, row in enumerate(u.values.tolist()):
         alike.setdefault(tuple(row), []).append(number)
     for (lr, decay, trust, _, eps), mine in alike.items():
-        runs = [slice(offsets[i], offsets[i] + gradients[i].numel()) for i in mine]
+        runs = [slice(u.offsets[i], u.offsets[i] + u.gradients[i].numel()) for i in mine]
         params, buffers = [new_weights[run] for run in runs], [new_momenta[run] for run in runs]
-        grads = [gradients[i].reshape(-1) for i in mine]
-        if rule in VARIANTS:
-            lars(
-                params, grads, buffers, lr=lr, momentum=momentum, weight_decay=decay, trust=trust or None, eps=eps,
-                variant=rule, peak_lr=peak,
-            )  # fmt: skip
+        grads, rates = [u.gradients[i].reshape(-1) for i in mine], {"lr": lr, "momentum": u.momentum}
+        if u.rule in VARIANTS:
+            how = {"trust": trust or None, "eps": eps, "variant": u.rule, "peak_lr": u.peak}
+            lars(params, grads, buffers, **rates, weight_decay=decay, **how)
         else:
-            momentum_step(
-                params, grads, buffers, lr=lr, momentum=momentum, weight_decay=decay, nesterov=rule == _NESTEROV
-            )
-    weights.copy_(torch.where(going > 0, new_weights, weights))
-    momenta.copy_(torch.where(going > 0, new_momenta, momenta))
+            momentum_step(params, grads, buffers, **rates, weight_decay=decay, nesterov=u.rule == _NESTEROV)
+    u.weights.copy_(torch.where(u.going > 0, new_weights, u.weights))
+    u.momenta.copy_(torch.where(u.going > 0, new_momenta, u.momenta))
 
 
 # layers whose weights autocast casts, and that do nothing else with them
@@ -202,10 +199,5 @@ def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(copies), list(weights))
 
 
-register(
-    "update(Tensor(a!) weights, Tensor(b!) momenta, Tensor[] gradients, Tensor going, Tensor(c!) values, "
-    "int[] offsets, float momentum, str rule, float peak) -> ()",
-    update,
-    "triton_weights",
-)
-register("copy_weights(Tensor[] weights, Tensor(a!)[] copies) -> ()", copy_weights, "triton_weights")
+register(update, "triton_weights", writes={"weights", "momenta", "values"})
+register(copy_weights, "triton_weights", writes={"copies"})

@@ -267,11 +267,8 @@ class PassParts:
 class GraphedNetwork:
     """Passes through a whole network, captured for each shape of the images; a `ForwardBackward`.
 
-    Args:
-        parts: Of a pass.
-        streams: Take the passes in turn.
-        overlaps: All-reduces may leave during the last pass; the same on every rank.
-        ready: For that, the events of this rank's last passes; None: its all-reduces leave after them.
+    The `streams` take the passes in turn. With `overlaps`, the same on every rank, all-reduces may leave during the
+    last pass, where `ready` has the events of this rank's last passes; None: its all-reduces leave after them.
     """
 
     in_step = False
@@ -444,4 +441,4 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "triton_weights")
+register(look_up, "triton_weights", writes={"out"})

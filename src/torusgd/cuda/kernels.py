@@ -1,7 +1,7 @@
 """Operators of torch.ops.torusgd, and what their Triton kernels share: tables of addresses and of blocks.
 
 An operator has a form made of torch's own operators, which runs on a CPU, and one to three Triton kernels, which run on
-a GPU (`register`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
+a GPU (`operator`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
 and each of its programs takes one block of one tensor, by a table of blocks.
 
 Tables go to the GPU from pinned memory, so that the host never waits. While a CUDA graph is captured nothing can be
@@ -9,15 +9,17 @@ copied from the host, and whatever is allocated lies in memory that the graph us
 is made during a capture therefore lies in memory that was taken before it, and is filled after it (`Tables`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from dataclasses import is_dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch.library import Library, infer_schema
 
 LIBRARY = Library("torusgd", "FRAGMENT")
 operators = torch.ops.torusgd
@@ -26,31 +28,29 @@ operators = torch.ops.torusgd
 _MOST_ENTRIES = 1 << 17
 
 
-def register(
-    schema: str, function: Callable[..., Any], kernels: str, arguments: Callable[..., Any] | None = None
-) -> None:
-    """Makes an operator of a function.
+def register(function: Callable[..., None], kernels: str, writes: Collection[str]) -> None:
+    """Makes an operator of a function, with its name; if it takes one dataclass, the operator takes the fields.
 
     Args:
-        schema: Of the operator, its name first.
-        function: Its form made of torch's own operators.
-        kernels: The module of this folder that has a function of the operator's name for CUDA tensors.
-        arguments: A dataclass that both functions take; None: they take the operator's arguments one by one.
+        function: The operator's form made of torch's own operators.
+        kernels: The module of this folder that has a function of that name for CUDA tensors.
+        writes: Names of the arguments that it changes.
     """
-    name = schema.partition("(")[0]
+    name, signature = function.__name__, inspect.signature(function)
+    record = next(iter(signature.parameters.values())).annotation
+    is_packed = is_dataclass(record)
 
-    def packed(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return given if arguments is None else (arguments(*given),)
+    def prototype(*given: Any) -> None:
+        raise AssertionError(f"{name}: only its signature counts")
 
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, lambda *given: function(*packed(given)), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, lambda *given: _kernel(kernels, name)(*packed(given)), "CUDA")
+    prototype.__signature__ = inspect.signature(record) if is_packed else signature  # type: ignore[attr-defined]
 
+    def call(function: Callable[..., None], given: tuple[Any, ...]) -> None:
+        function(record(*given)) if is_packed else function(*given)
 
-@cache
-def _kernel(module: str, name: str) -> Callable[..., Any]:
-    kernel: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
-    return kernel
+    LIBRARY.define(name + infer_schema(prototype, mutates_args=writes))
+    LIBRARY.impl(name, lambda *given: call(function, given), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, lambda *given: call(getattr(import_module(f"{__package__}.{kernels}"), name), given), "CUDA")
 
 
 class Tables:

@@ -15,7 +15,7 @@ a CUDA graph. The forms here are made of torch's own operators; `triton_sums` ha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class DeviceGradientSum(IntegerGradientSum):
             momenta=momenta,
             report=report,
         )
-        operators.verdict(*(getattr(given, field.name) for field in fields(given)))
+        operators.verdict(*vars(given).values())
 
     def write_mean(self, out: Sequence[Tensor], loss_scale: float) -> None:
         """Writes the mean (float32) of every slot without the loss scale, after `decide`."""
@@ -285,27 +285,8 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
     return torch.cat([*bounds, *bad, total_lost(lost)])
 
 
-register(
-    "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()",
-    add_gradients,
-    "triton_sums",
-)
-register(
-    "add_bounds(Tensor(a!) found, Tensor scales, Tensor(b!) message, int length, float shift, float cap) -> ()",
-    add_bounds,
-    "triton_sums",
-)
-register(
-    "add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss, bool is_first) -> ()",
-    add_statistics,
-    "triton_sums",
-)
-register(
-    "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, int limit, "
-    "int elements, Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, "
-    "Tensor momenta, Tensor(f!) report) -> ()",
-    verdict,
-    "triton_sums",
-    arguments=Verdict,
-)
-register("mean(Tensor[] sums, Tensor sizes, Tensor factors, float scale, Tensor(a!)[] out) -> ()", mean, "triton_sums")
+register(add_gradients, "triton_sums", writes={"message", "found"})
+register(add_bounds, "triton_sums", writes={"message", "found"})
+register(add_statistics, "triton_sums", writes={"sums"})
+register(verdict, "triton_sums", writes={"going", "bounds", "scales", "factors", "running", "report"})
+register(mean, "triton_sums", writes={"out"})

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..optim import norms as definition
 from ..optim.lars import VARIANTS
+from .flat_weights import Update
 from .kernels import blocks_of, cached_table
 from .triton_sums import BFLOAT16, layout_of, offset_in_memory
 from .triton_sums import BLOCK as COPY_BLOCK
@@ -171,26 +172,16 @@ def _look_up(pixels, table, out, values, channels, points, IS_LAST: tl.constexpr
     tl.store(out + at, found, mask=is_here)
 
 
-def update(
-    weights: Tensor,
-    momenta: Tensor,
-    gradients: Sequence[Tensor],
-    going: Tensor,
-    values: Tensor,
-    offsets: Sequence[int],
-    momentum: float,
-    rule: str,
-    peak: float,
-) -> None:
+def update(u: Update) -> None:
     """The kernels of `flat_weights.update`; with LARS the layers' rates replace those of the groups in `values`."""
-    device = weights.device
+    device = u.weights.device
     addresses = [
-        (weights.data_ptr() + _BYTES * offset, momenta.data_ptr() + _BYTES * offset, gradient.data_ptr())
-        for offset, gradient in zip(offsets, gradients, strict=True)
+        (u.weights.data_ptr() + _BYTES * offset, u.momenta.data_ptr() + _BYTES * offset, gradient.data_ptr())
+        for offset, gradient in zip(u.offsets, u.gradients, strict=True)
     ]
-    numels = tuple(gradient.numel() for gradient in gradients)
+    numels = tuple(gradient.numel() for gradient in u.gradients)
     blocks = blocks_of(numels, BLOCK.value, device)
-    row = VARIANTS.get(rule)
+    row = VARIANTS.get(u.rule)
     if row is not None:
         pairs = [(weight, 0, layer) for layer, (weight, _, _) in enumerate(addresses)]
         pairs += [
@@ -200,17 +191,17 @@ def update(
         both = blocks_of(numels * 2, BLOCK.value, device)
         norms = torch.empty(len(both), device=device)
         _block_norms[(len(both),)](
-            cached_table(tuple(pairs), device), both, values, norms, DECAYED=row.decayed_gradient,
+            cached_table(tuple(pairs), device), both, u.values, norms, DECAYED=row.decayed_gradient,
             enable_fp_fusion=False,
         )  # fmt: skip
         _rates[(len(numels),)](
-            values, _runs_of_blocks(numels, device), norms, len(blocks), THRESHOLD=row.eps_is_threshold,
+            u.values, _runs_of_blocks(numels, device), norms, len(blocks), THRESHOLD=row.eps_is_threshold,
             ZERO_IS_PLAIN=row.zero_gradient_is_plain, CLIP=row.clip, enable_fp_fusion=False,
         )  # fmt: skip
     _momentum[(len(blocks),)](
-        cached_table(tuple(addresses), device), blocks, values, going, momentum, IS_LARS=row is not None,
-        RATE_INSIDE=row is not None and row.rate_in_buffer, NESTEROV=rule == "nesterov",
-        HAS_MOMENTUM=row is not None or momentum > 0, enable_fp_fusion=False,
+        cached_table(tuple(addresses), device), blocks, u.values, u.going, u.momentum, IS_LARS=row is not None,
+        RATE_INSIDE=row is not None and row.rate_in_buffer, NESTEROV=u.rule == "nesterov",
+        HAS_MOMENTUM=row is not None or u.momentum > 0, enable_fp_fusion=False,
     )  # fmt: skip
 
 
