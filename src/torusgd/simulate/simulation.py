@@ -1,23 +1,264 @@
-"""A simulated run from its description to errors over virtual time and the hash of its weights."""
+"""A simulated run, from its description to errors over virtual time and the hash of its weights.
+
+The forms of relaxed synchrony are loops over virtual time, each with plain SGD, and generators of moments: the weights
+after an update, the virtual time, and how many gradients went in so far. Batches are numbered as a synchronous run
+shares out its stream: the k-th gradient of worker i of P is of batch k P + i.
+
+| form | source |
+| --- | --- |
+| `barrier` | BSP, SSP, ASP; PSP: Wang, Catterall and Mortier, arXiv 1709.07772 |
+| `threshold` | DropCompute: Giladi et al., arXiv 2306.10598 |
+| `leaving_out` | backup workers: Chen et al., arXiv 1604.00981; cutoff: Teng and Wood, arXiv 1803.04209 |
+| `local` | local SGD: Stich, ICLR 2019; with an outer optimiser DiLoCo: Douillard et al., arXiv 2311.08105 |
+| `gossip` | Jin, Yuan, Iandola and Keutzer, arXiv 1611.04581 |
+| `elastic` | EASGD: Zhang, Choromanska and LeCun, NeurIPS 2015 |
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, groupby
 from pathlib import Path
 
-from ..data import Pipeline, open_sources
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from ..data import Pipeline, StreamOrder, open_sources
 from ..errors import UserError
+from ..models import model_of
+from ..optim.sgd import Sgd
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Outer, Recipe, Synchrony
-from ..synchrony.barriers import Barrier, barrier
-from ..synchrony.delays import delay_model
-from ..synchrony.limits import Limits, each_alone
+from ..rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
+from ..synchrony import barriers
+from ..synchrony.barriers import Barrier, passages
+from ..synchrony.delays import DelayModel, delay_model
+from ..synchrony.limits import Limits, VirtualSteps, each_alone
 from ..text import listed
 from ..weights import weights_sha256
-from . import forms
-from .forms import Moment, Passes, Workers
+
+_CHUNK = 500
+# Batches of _CHUNK training images from which batch norm takes its statistics in evaluations.
+_STATISTICS = 4
+
+
+class Passes:
+    """Gradients and accuracy of a recipe's network as functions of its weights, float32 [weights].
+
+    The workers of a simulation have different weights at the same moment, so the network is only where a pass puts
+    those that it is given. A gradient is over the first stage's images of a virtual worker, or of one local step.
+    """
+
+    def __init__(self, recipe: Recipe, train: Pipeline, held_out: Pipeline) -> None:
+        self._recipe, self._train = recipe, train
+        self._order = StreamOrder(len(train.source), recipe.seed)
+        self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
+        self._model = model_of(recipe, len(train.source.classes))
+        self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
+        self.initial = parameters_to_vector(self._model.parameters()).detach().clone()
+        known = min(_CHUNK * _STATISTICS, len(train.source))
+        self._known = train.training_batch(np.arange(known), np.zeros(known, dtype=np.int64), augment=False)
+        self._held_out = held_out.validation_batch(np.arange(len(held_out.source)))
+
+    def gradient(self, weights: Tensor, number: int) -> Tensor:
+        """The mean gradient over the stream's batch of that number."""
+        indices, epochs = self._order.at(number * self.images, self.images)
+        batch = self._train.training_batch(indices, epochs, augment=self._recipe.stages[0].augment)
+        self._put(weights)
+        self._model.train()
+        seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
+        logits = self._model(batch.images)
+        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(self._model.parameters()))])
+
+    @torch.no_grad()
+    def error(self, weights: Tensor) -> float:
+        """The fraction of held-out images that are classified wrongly."""
+        self._put(weights)
+        self._model.train()
+        # Workers see different images with different weights, so there are no running statistics that were theirs all:
+        # batch norm takes those of fixed training images with the weights that are judged.
+        momenta = [layer.momentum for layer in self._norms]
+        for layer in self._norms:
+            layer.reset_running_stats()
+            layer.momentum = None  # a plain average over the passes that follow
+        for images in self._known.images.split(_CHUNK):
+            self._model(images)
+        for layer, momentum in zip(self._norms, momenta, strict=True):
+            layer.momentum = momentum
+        self._model.eval()
+        found = torch.cat([self._model(images).argmax(dim=1) for images in self._held_out.images.split(_CHUNK)])
+        return float((found != self._held_out.targets).double().mean())
+
+    def tensors(self, weights: Tensor) -> dict[str, Tensor]:
+        self._put(weights)
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def _put(self, weights: Tensor) -> None:
+        # Views of the vector, not copies; nothing writes through them.
+        vector_to_parameters(weights, self._model.parameters())
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who computes, at which rate, and how long it takes: `compute` virtual seconds a gradient, and its delay."""
+
+    passes: Passes
+    count: int
+    delays: DelayModel
+    compute: float
+    lr: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state after an update, at a virtual time in seconds."""
+
+    time: float
+    gradients: int
+    """number of gradients in the weights so far"""
+    weights: Callable[[], Tensor]
+    """maker of the weights to evaluate now, float32 [weights]; valid until the next moment is taken"""
+
+
+def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
+    """Workers push gradients to one server's weights as they pass their barriers, then compute from the new weights.
+
+    A gradient weighs 1/P, so that P of them of the same weights are one synchronous step.
+    """
+    weights = workers.passes.initial.clone()
+    pushed: dict[int, Tensor] = {}
+    gradients = 0
+    for passage in passages(workers.count, rule, workers.delays, workers.compute, workers.seed):
+        arrived = [pushed.pop(worker) for worker in passage.workers if worker in pushed]
+        if arrived:
+            gradients += len(arrived)
+            weights.sub_(sum(arrived[1:], start=arrived[0]) / workers.count, alpha=workers.lr)
+            yield Moment(passage.time, gradients, weights.clone)
+        for worker, step in zip(passage.workers, passage.steps, strict=True):
+            pushed[worker] = _gradient(workers, weights, worker, step)
+
+
+def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
+    """Synchronous steps of `parts` micro-batches a worker; those that end after `tau` seconds are left out.
+
+    The step is the mean over what arrived, and takes tau seconds if anything was left out. A step in which nothing
+    arrives changes nothing.
+    """
+    weights = workers.passes.initial.clone()
+    time, gradients = 0.0, 0
+    for step in count():
+        ends = np.cumsum(workers.compute + workers.delays.table(workers.count, step, parts), axis=1)
+        time += min(tau, float(ends.max()))
+        first = step * workers.count * parts
+        arrived = [workers.passes.gradient(weights, first + int(part)) for part in np.flatnonzero(ends <= tau)]
+        if arrived:
+            gradients += len(arrived)
+            weights.sub_(_mean(arrived), alpha=workers.lr)
+        yield Moment(time, gradients, weights.clone)
+
+
+def leaving_out(workers: Workers, limits: Limits) -> Iterator[Moment]:
+    """Synchronous steps that take the mean over the workers that finish before a step is closed."""
+    weights = workers.passes.initial.clone()
+    steps = VirtualSteps(limits, workers.count, workers.delays, workers.compute)
+    time, gradients = 0.0, 0
+    for step in count():
+        taken = steps.at(step)
+        time += taken.seconds
+        arrived = [_gradient(workers, weights, worker, step) for worker in taken.workers]
+        gradients += len(arrived)
+        weights.sub_(_mean(arrived), alpha=workers.lr)
+        yield Moment(time, gradients, weights.clone)
+
+
+def local(workers: Workers, steps: int, outer: Outer) -> Iterator[Moment]:
+    """Each worker takes `steps` steps by itself; then the mean of their changes is a gradient for an outer SGD.
+
+    A round takes as long as the slowest worker's steps together.
+    """
+    weights = workers.passes.initial.clone().requires_grad_()
+    optimizer = Sgd([weights], lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
+    time, everyone = 0.0, np.arange(workers.count)
+    for first in count(step=steps):
+        changes = []
+        for worker in range(workers.count):
+            own = weights.detach().clone()
+            for step in range(first, first + steps):
+                own.sub_(_gradient(workers, own, worker, step), alpha=workers.lr)
+            changes.append(weights.detach() - own)
+        taken = workers.compute + workers.delays.at(everyone[:, None], np.arange(first, first + steps), 0)
+        time += float(taken.sum(axis=1).max())
+        weights.grad = _mean(changes)
+        optimizer.step()
+        yield Moment(time, (first + steps) * workers.count, weights.detach().clone)
+
+
+def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
+    """Each worker steps on weights of its own and then, by chance, takes the mean of them and another worker's.
+
+    Nobody waits for anybody. The mean of all workers' weights is what is evaluated.
+    """
+    own = [workers.passes.initial.clone() for _ in range(workers.count)]
+    gradients = 0
+    for time, ended in _ends(workers):
+        for worker, step in ended:
+            own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
+        gradients += len(ended)
+        # Workers that end at one moment take means of the weights after all their steps, or their order would matter.
+        stepped = list(own)
+        for worker, step in ended:
+            if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
+                other = int(keyed_integer(workers.count - 1, PEER, workers.seed, worker, step, 1))
+                own[worker] = (stepped[worker] + stepped[other + (other >= worker)]) / 2
+        yield Moment(time, gradients, lambda: _mean(own))
+
+
+def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
+    """Each worker steps on weights x of its own, which a spring ties to a centre c.
+
+    Every so many steps: d = (beta / P) (x - c), then c += d, x -= d, beside the step whose gradient is of the x before.
+    Nobody waits. The centre is what is evaluated.
+    """
+    centre = workers.passes.initial.clone()
+    own = [centre.clone() for _ in range(workers.count)]
+    gradients = 0
+    for time, ended in _ends(workers):
+        for worker, step in ended:
+            # The gradient is of the weights before the pull.
+            gradient = _gradient(workers, own[worker], worker, step)
+            if step % every == 0:
+                pull = (own[worker] - centre) * (beta / workers.count)
+                centre += pull
+                own[worker] -= pull
+            own[worker].sub_(gradient, alpha=workers.lr)
+        gradients += len(ended)
+        yield Moment(time, gradients, centre.clone)
+
+
+def _ends(workers: Workers) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Where nobody waits: the moments at which steps end, with the (worker, step) that do, steps from 0."""
+    free = passages(workers.count, Barrier(math.inf), workers.delays, workers.compute, workers.seed)
+    for time, group in groupby(free, key=lambda passage: passage.time):
+        ended = [(each.workers[0], each.steps[0] - 1) for each in group if each.steps[0] > 0]
+        if ended:
+            yield time, ended
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return sum(tensors[1:], start=tensors[0]) / len(tensors)
+
+
+def _gradient(workers: Workers, weights: Tensor, worker: int, step: int) -> Tensor:
+    return workers.passes.gradient(weights, step * workers.count + worker)
+
 
 FORMS = {
     "bsp": "everybody waits for all",
@@ -126,14 +367,14 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
         "asynchronous": Barrier(math.inf),
     }
     if form.form in rules:
-        return partial(forms.barrier, rule=rules[form.form])
+        return partial(barrier, rule=rules[form.form])
     if form.probability is not None:
-        return partial(forms.gossip, chance=form.probability)
+        return partial(gossip, chance=form.probability)
     if form.pull_every is not None:
-        return partial(forms.elastic, every=form.pull_every, beta=ELASTIC_BETA)
+        return partial(elastic, every=form.pull_every, beta=ELASTIC_BETA)
     if form.local_steps is not None:
-        return partial(forms.local, steps=form.local_steps, outer=form.outer)
-    return lambda workers: forms.leaving_out(workers, _limits(form, workers))
+        return partial(local, steps=form.local_steps, outer=form.outer)
+    return lambda workers: leaving_out(workers, _limits(form, workers))
 
 
 def _limits(form: Synchrony, workers: Workers) -> Limits:
@@ -150,12 +391,12 @@ def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:
     """What a form does with workers, from its text; UserError if it is none."""
     name, _, value = form.partition(":")
     if form in ("bsp", "asp") or name in ("ssp", "pbsp", "pssp"):
-        return partial(forms.barrier, rule=barrier(form))
+        return partial(barrier, rule=barriers.barrier(form))
     with suppress(ValueError):  # of a number that is none, and of a value that the recipe's key doesn't take
         if name == "threshold":
             parts, _, seconds = value.partition("x")
             if int(parts) > 0 and float(seconds) > 0:
-                return partial(forms.threshold, parts=int(parts), tau=float(seconds))
+                return partial(threshold, parts=int(parts), tau=float(seconds))
         elif name in _KEYS:
             key, kind = _KEYS[name]
             outer = {"outer": OUTER[name]} if name in OUTER else {}
