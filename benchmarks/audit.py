@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.ranks.generations import meet_within
 from torusgd.ranks.rank import serve_store
 from torusgd.recipe.load import load_recipe
@@ -51,7 +51,7 @@ def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     world = meet_within(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
     recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
     jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
-    trainers = [build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness()) for job in jobs]
+    trainers = [build(job, open_data(job, world.device, Liveness()), world, Liveness()) for job in jobs]
     wall: list[list[float]] = [[] for _ in SHARES]
     work: list[list[float]] = [[] for _ in SHARES]
     audited: list[list[float]] = [[] for _ in SHARES]

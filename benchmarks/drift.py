@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.ranks.generations import meet_within
@@ -65,7 +65,7 @@ def run_case(world: Group, name: str, pixels: int, channels: int, images: int, r
     ]
     recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
     job = Job(recipe, RuntimeOptions(), "cpu", Path())
-    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness())
+    trainer = build(job, open_data(job, world.device, Liveness()), world, Liveness())
     view = StepView(trainer.step.schedule[0], trainer.membership, recompute=lambda worker: IntegerHash(world.device))
     every = steps_between(images)
     step_seconds, fingerprint_seconds = [], []

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, put_section, section
 from step_overhead import Ready
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone
 from torusgd.data.pipeline import Batch
 from torusgd.launch.local import launch
@@ -164,7 +164,7 @@ def our_step(
     """The trainer's own step, put together as `torusgd train` does, but for the loader; `options` of the runtime."""
     recipe = make_recipe(args, images, *changes, workers=workers)
     job = Job(recipe, RuntimeOptions(**options), args.device, Path())
-    world, liveness = alone(args.target), NoLiveness()
+    world, liveness = alone(args.target), Liveness()
     data = replace(open_data(job, world.device, liveness), loader=Ready(images_of(args, images)))
     trainer = build(job, data, world, liveness)
     take = (trainer.ahead or trainer.step).run

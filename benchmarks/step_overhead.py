@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone
 from torusgd.data.loader import Loader, Share
 from torusgd.data.pipeline import Batch
@@ -97,7 +97,7 @@ def our_step(
     """The trainer's own step, put together as `torusgd train` does, but for the loader and maybe the noise scale."""
     nowhere = Path()  # a step writes nothing
     job = Job(make_recipe(case, reduction, workers), RuntimeOptions(), "cpu", nowhere)
-    world, liveness = alone(), NoLiveness()
+    world, liveness = alone(), Liveness()
     data = replace(open_data(job, world.device, liveness), loader=Ready(batch))
     trainer = build(job, data, world, liveness)
     watchers = [each for each in trainer.step.watchers if noise_scale or not isinstance(each, NoiseScale)]

@@ -13,7 +13,7 @@ from tests.polling import until
 
 from torusgd.comm import monitor as monitor_module
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import CommTimeout, LateRank, NoLiveness, Work
+from torusgd.comm.base import CommTimeout, LateRank, Liveness, Work
 from torusgd.comm.groups import group_of
 from torusgd.comm.monitor import DeviceClock, Monitor, hidden_share
 
@@ -55,7 +55,7 @@ def test_the_way_ends_when_the_sum_is_there_with_every_engine():
     run_ranks(2, sum_early_and_wait_late, ["native", "ring"])
 
 
-class Calls(NoLiveness):
+class Calls(Liveness):
     """A liveness that finds rank 1 late from the second time that it is asked."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
         else:
             world.receive(torch.zeros(1), 0, tag=9).wait()
             work = monitor.over(allreduce).start(torch.ones(10))
-        monitor.liveness = NoLiveness()
+        monitor.liveness = Liveness()
         work.wait()
     return seen
 
@@ -134,7 +134,7 @@ def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pyte
     answers = iter([[], [], [lost]])
     liveness: Any = SimpleNamespace(late=lambda: next(answers))
     late, never = cast(Any, Event(3)), cast(Any, Event(inf))
-    monitor_module._wait_in_slices(monitor_module._Copied(late), NoLiveness(), inf)
+    monitor_module._wait_in_slices(monitor_module._Copied(late), Liveness(), inf)
     with pytest.raises(CommTimeout) as error:
         monitor_module._wait_in_slices(monitor_module._Copied(never), liveness, inf)
     assert error.value.late == (lost,)

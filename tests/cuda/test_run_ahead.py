@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone, group_of
 from torusgd.cuda.form import check_gpu
 from torusgd.cuda.graphs import GraphedNetwork
@@ -206,7 +206,7 @@ def test_on_ranks_the_bits_are_those_of_one_and_the_record_never_moves() -> None
 
 def test_a_checkpoint_that_is_due_during_a_launched_step_is_of_its_weights() -> None:
     """The step is launched, refused, and taken again; its passes copy no weights beside one another."""
-    gpu, liveness = FakeGpu(), NoLiveness()
+    gpu, liveness = FakeGpu(), Liveness()
     with gpu.streams(2):
         trainer = make_trainer(True, SGD, "precision=bfloat16")
         requests = Requests(never, liveness, looks=range(STEPS), save_due=lambda steps: steps == 5)
@@ -262,7 +262,7 @@ def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: p
 
     monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
     recipe = load_recipe("digits", [*TINY, change]).recipe.resolve(precision="float32", memory_format="contiguous")
-    data = open_data(Job(recipe, RuntimeOptions(), "cuda", Path("nowhere")), torch.device("cuda", 0), NoLiveness())
+    data = open_data(Job(recipe, RuntimeOptions(), "cuda", Path("nowhere")), torch.device("cuda", 0), Liveness())
     data.close()
     assert isinstance(data.training, BytePipeline) == ("flip" in change)
     assert data.training.allocate is data.held_out.allocate is allocate_pinned

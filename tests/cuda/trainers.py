@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tests.run.runs import TINY
 
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group, alone
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
@@ -45,7 +45,7 @@ def make_trainer(
     """A trainer whose weights nobody looks at before its end."""
     changed = load_recipe("digits", [*TINY, LONG, "rate={lr: 0.05}", *overrides]).recipe
     recipe = changed.resolve(precision="float32", memory_format="contiguous")
-    world, liveness = world or alone(), NoLiveness()
+    world, liveness = world or alone(), Liveness()
     options = (options or RuntimeOptions()).model_copy(update={"cuda_graphs": cuda_graphs})
     job = Job(recipe, options, world.device.type, Path("nowhere"))
     data = open_data(job, world.device, liveness)

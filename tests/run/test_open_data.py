@@ -10,7 +10,7 @@ import pytest
 
 from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import group_of
 from torusgd.data.file_lists import Arrays, Progress
 from torusgd.data.pictures import PictureFiles, open_folder
@@ -24,7 +24,7 @@ def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> Ho
     """Of these ranks, which lie on these hosts and want what these letters stand for."""
     patch.object(open_data, "hosts_of", lambda group: hosts).start()  # in a process that ends with the test
     world = group_of()
-    return HostShare(world, NoLiveness(), "the list of images", "here", keys[world.rank], keeps)
+    return HostShare(world, Liveness(), "the list of images", "here", keys[world.rank], keeps)
 
 
 def seen(source: PictureFiles, other: PictureFiles) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.run.runs import TINY
 from tests.step.trainers import job_of, take, trainer_of
 from torusgd.comm import groups
-from torusgd.comm.base import NoLiveness
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -57,12 +57,12 @@ class Follower:
         recipe = load_recipe("digits", [*TINY, LONG, *overrides]).recipe
         recipe = recipe.resolve(precision=recipe.precision.replace("auto", "float32"), memory_format="contiguous")
         job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
-        retained = nothing_yet(job, groups.alone(), NoLiveness(), (0,))
+        retained = nothing_yet(job, groups.alone(), Liveness(), (0,))
         network = draw_network(job, retained.data, torch.device("cpu"))
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.fill_(float("nan"))  # nothing of its own may be left
-        self._follower = StateFollower(job, replace(retained, network=network), NoLiveness())
+        self._follower = StateFollower(job, replace(retained, network=network), Liveness())
         self._store = store
         self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
         self.group: Group | None = None

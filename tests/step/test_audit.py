@@ -13,7 +13,7 @@ from tests.step.trainers import job_of, recipe_of, run_of, take, take_all, train
 from torch import Tensor
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import ConnectionLost, Done, NoLiveness
+from torusgd.comm.base import ConnectionLost, Done, Liveness
 from torusgd.comm.groups import Group, group_of
 from torusgd.data.pipeline import Batch
 from torusgd.errors import CorruptionError
@@ -185,7 +185,7 @@ def stopped_in_a_step() -> tuple[bool, int]:
     world = group_of()
     looks = iter([False, True])  # the second rank has begun one of its two virtual workers
     stop = (lambda: next(looks, True)) if world.rank == 1 else (lambda: False)
-    trainer = trainer_of(job_of(options=RuntimeOptions(audit=1.0)), world, requests=Requests(stop, NoLiveness()))
+    trainer = trainer_of(job_of(options=RuntimeOptions(audit=1.0)), world, requests=Requests(stop, Liveness()))
     passes: list[str] = []
     liveness: Any = trainer.step.liveness
     liveness.progress = lambda phase, step, unit: passes.append(phase)

@@ -15,7 +15,7 @@ from tests.run.runs import around_steps
 from tests.step.trainers import Sent, job_of, run_of, trainer_of
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import ConnectionLost, NoLiveness
+from torusgd.comm.base import ConnectionLost, Liveness
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.errors import CorruptionError
 from torusgd.gradients.layout import Slot
@@ -141,7 +141,7 @@ def go_on(out: Path, case: str) -> str:
     except ConnectionLost:
         retained = first.keep()
     if case == "joined" and world.rank == 2:
-        retained = nothing_yet(job, world, NoLiveness(), range(3))
+        retained = nothing_yet(job, world, Liveness(), range(3))
     if case == "ahead" and world.rank > 0:
         retained = replace(retained, state=before[0].state, tensors=before[0].tensors)
     if (case, world.rank) in (("ahead", 0), ("flipped", 2)):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tests.run.runs import TINY
 
-from torusgd.comm.base import Done, NoLiveness
+from torusgd.comm.base import Done, Liveness
 from torusgd.comm.groups import Group, group_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -37,7 +37,7 @@ def job_of(
 
 
 def trainer_of(job: Job, world: Group | None = None, **more: Any) -> Trainer:
-    world, liveness = world or group_of(), NoLiveness()
+    world, liveness = world or group_of(), Liveness()
     return build(job, open_data(job, world.device, liveness), world, liveness, **more)
 
 

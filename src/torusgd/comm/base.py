@@ -1,8 +1,7 @@
 """What an all-reduce is to its users: `start` it on a tensor, `wait` for it later; what a wait raises, and who is late.
 
 How long a message may take depends on what the other ranks are doing, which a message can't tell: its age is no
-measure. So waits ask a `Liveness`, which knows what each rank did last. `NoLiveness` knows nothing and leaves every
-wait to the timeout of its group.
+measure. So waits ask a `Liveness` what each rank did last.
 """
 
 import time
@@ -42,8 +41,9 @@ class LateRank:
         return f"rank {self.rank}{host}{phase}{step}: {self.why}"
 
 
-class Liveness(Protocol):
-    """What all ranks are doing. `ranks.liveness` knows it by heartbeats; the methods here know nothing."""
+class Liveness:
+    """What all ranks are doing. `ranks.liveness.Heartbeat` knows it; this one knows of no late rank, so that every wait
+    ends by the timeout of its group."""
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -67,16 +67,6 @@ class Liveness(Protocol):
     def lacks_ranks(self) -> bool:
         """Whether these ranks are fewer than the run wants, so that they wait for others before the next step."""
         return False
-
-
-class NoLiveness(Liveness):
-    """Knows of no late rank, ever: waits end by the timeout of their group."""
-
-    def progress(self, phase: str, step: int, unit: int) -> None:
-        """Does nothing."""
-
-    def outside(self, what: str, where: str) -> None:
-        """Does nothing."""
 
 
 class CommError(RuntimeError):

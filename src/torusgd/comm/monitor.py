@@ -14,7 +14,7 @@ from math import inf, nan
 import torch
 from torch.profiler import record_function
 
-from .base import AllReduce, CommTimeout, Done, Liveness, NoLiveness, Work
+from .base import AllReduce, CommTimeout, Done, Liveness, Work
 
 SLICE = 0.25
 """seconds between two looks of a wait at who is late"""
@@ -27,7 +27,7 @@ class Monitor:
     """
 
     def __init__(self, liveness: Liveness | None = None) -> None:
-        self.liveness = liveness or NoLiveness()
+        self.liveness = liveness or Liveness()
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
         self.waited = 0.0
