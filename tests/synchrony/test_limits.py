@@ -116,7 +116,7 @@ def test_gain_of_the_automatic_threshold(ranks: int, gain: int, step: float) -> 
     chosen = choose_threshold(times(ranks, 0, LOOKED_AT))
     assert chosen.seconds == pytest.approx(16, abs=1)
     coming = times(ranks, LOOKED_AT, LOOKED_AT + 40000 // ranks)
-    found = threshold_at(chosen.seconds, coming)
+    found = threshold_at(chosen.seconds, np.cumsum(coming, axis=2))
     assert abs(100 * found.gain - gain) <= 1
     assert 0.13 < found.dropped < 0.17
     assert coming.sum(axis=2).max(axis=1).mean() == pytest.approx(step, abs=0.25)

@@ -5,7 +5,6 @@ al. (arXiv 1602.06709) call them part-reduce and part-broadcast. The shards are 
 algorithm leaves after its first phases; on a torus, after the reduce-scatters of both axes.
 """
 
-import json
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -90,6 +89,9 @@ class AlgorithmAllReduce:
         self.connection.close()
 
 
+AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
+
+
 def create(
     name: str = "auto",
     *,
@@ -99,7 +101,7 @@ def create(
     device: torch.device | str = "cpu",
     timeout: float | None = None,
     streams: int = 1,
-) -> AlgorithmAllReduce | NativeAllReduce:
+) -> AnyAllReduce:
     """The all-reduce of that name over `group` (None: all ranks). Every rank of the group calls it.
 
     Args:
@@ -168,11 +170,11 @@ def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algori
     # `expect`'s choice for any number of bytes, with rank 0's decisions on every rank.
     # Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
     # the first rank decides, and the others only compare sizes.
-    decisions = ""
+    decisions = None
     if connection.group.rank == 0:
         plans = [expect(profile, size)[0] for size in _SIZES]
-        decisions = json.dumps([plan and asdict(plan) for plan in plans])
-    received = json.loads(connection.group.broadcast_text(decisions))
+        decisions = [plan and asdict(plan) for plan in plans]
+    received = connection.group.broadcast_json(decisions)
     plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in received]
     return lambda size: plans[max(0, bisect_right(_SIZES, size) - 1)]
 
@@ -215,9 +217,7 @@ class ShardCollectives:
     (0, 10)
     """
 
-    def __init__(
-        self, allreduce: AlgorithmAllReduce | NativeAllReduce, watch: Callable[[Work, float], Work] | None = None
-    ) -> None:
+    def __init__(self, allreduce: AnyAllReduce, watch: Callable[[Work, float], Work] | None = None) -> None:
         self._watch = watch or (lambda work, left: work)
         self._allreduce, self._group = allreduce, allreduce.group
         self.rank, self.size = self._group.rank, self._group.size

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import UserError
-from .allreduce import AlgorithmAllReduce, NativeAllReduce
+from .allreduce import AnyAllReduce
 from .groups import Group, group_of
 
 BLOCK = 4096
@@ -45,7 +45,7 @@ _AT_ONCE = 1 << 17
 def exact_all_reduce(
     addends: Tensor | Sequence[Tensor],
     group: Group | ProcessGroup | None = None,
-    allreduce: AlgorithmAllReduce | NativeAllReduce | None = None,
+    allreduce: AnyAllReduce | None = None,
 ) -> Tensor:
     """The sum of all addends of all ranks, with the same bits however they are spread over ranks and in any order.
 

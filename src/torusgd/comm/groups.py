@@ -10,6 +10,7 @@ under way, whatever communicator it belongs to (`LaunchOrder`).
 """
 
 import itertools
+import json
 import re
 import threading
 import time
@@ -32,7 +33,7 @@ from . import store_keys as keys
 from .base import CommError, CommTimeout, ConnectionLost, Done, Work
 
 Messages = Sequence[tuple[torch.Tensor, int]]
-"""tensors, each to or from the member at a place of the group"""
+"""tensors, each to or from the member of this index in the group"""
 
 # a message tag that no sender uses
 _ABORT_TAG = (1 << 31) - 1
@@ -160,14 +161,14 @@ def launch_order(device: torch.device) -> LaunchOrder:
 
 
 class Group:
-    """The ranks of one communicator, this rank's place among them, and collectives on tensors of CPU or GPU.
+    """The ranks of one communicator, this rank's index among them, and collectives on tensors of CPU or GPU.
 
     Collectives are called by every member in the same order. Whatever waits raises CommTimeout or ConnectionLost.
 
     Args:
         process_group: torch's group; None for a rank alone.
         ranks: Of each member its rank in the run, in group order.
-        rank: This process' place in the group.
+        rank: This process' index in the group.
         device: Where the tensors of gradients live. CPU tensors are exchanged by Gloo whatever the device.
         store: Where subgroups meet; a group without one can't be split.
         timeout: Seconds after which a collective without an answer fails.
@@ -209,7 +210,7 @@ class Group:
         return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Gives every member the tensor of the member at place `source`, in place."""
+        """Gives every member the tensor of the member of index `source`, in place."""
         self.start_broadcast(tensor, source).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
@@ -229,6 +230,10 @@ class Group:
         if int(length):
             self.broadcast(data, source)
         return bytes(data.cpu().numpy()).decode()
+
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """The value of the member of that index, as JSON gives it back; the other members' are not looked at."""
+        return json.loads(self.broadcast_text(json.dumps(value) if self.rank == source else "", source))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all members (of one shape), in group order."""
@@ -256,11 +261,11 @@ class Group:
         return self._begin([received, sent], lambda: begin(received, sent, received_splits, sent_splits, options))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-        """Begins to send to the member at place `peer`."""
+        """Begins to send to the member of index `peer`."""
         return self._begin_message(peer, lambda: self._torch.send([tensor], peer, tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-        """Begins to receive from the member at place `peer`."""
+        """Begins to receive from the member of index `peer`."""
         return self._begin_message(peer, lambda: self._torch.recv([tensor], peer, tag))
 
     def start_exchange(self, sends: Messages, receives: Messages, tag: int = 0) -> list[Work]:
@@ -296,20 +301,20 @@ class Group:
     def partition(
         self, sets: Sequence[Sequence[int]], timeout: float | None = None, device: torch.device | None = None
     ) -> "Group":
-        """The group of that set of places which holds this member, with connections of its own.
+        """The group of that set of members which holds this one, with connections of its own.
 
         Every member of this group calls it with the same disjoint sets, and with nothing on its way. A member that is
         in none of them, or in one alone, gets a group of itself.
 
         Args:
-            sets: Places of this group; the order in a set is that of the new group.
+            sets: Indices in this group; the order in a set is that of the new group.
             timeout: Of the new group, seconds; None: as here.
             device: Of the new group, such as the CPU for one that needs no NCCL; None: as here.
         """
         number, device = next(self._splits), self.device if device is None else device
         nccl = self.has_nccl and device.type == "cuda"
-        color = next((color for color, places in enumerate(sets) if self.rank in places and len(places) > 1), None)
-        parent = self._nccl if nccl and self._owned and any(len(places) > 1 for places in sets) else None
+        color = next((color for color, members in enumerate(sets) if self.rank in members and len(members) > 1), None)
+        parent = self._nccl if nccl and self._owned and any(len(members) > 1 for members in sets) else None
         if parent is not None:
             torch.cuda.synchronize(device)  # ncclCommSplit takes a communicator that has nothing under way
             if color is None:  # every member of the parent takes part in a split
@@ -318,8 +323,8 @@ class Group:
             return alone(device, self.ranks[self.rank])
         assert self.store is not None, "a group without a store can't be split"
         part = build(
-            PrefixStore(keys.SUBGROUP.format(number=number, places="-".join(map(str, sets[color]))), self.store),
-            [self.ranks[place] for place in sets[color]],
+            PrefixStore(keys.SUBGROUP.format(number=number, members="-".join(map(str, sets[color]))), self.store),
+            [self.ranks[index] for index in sets[color]],
             self.ranks[self.rank],
             device=device,
             timeout=self.timeout if timeout is None else timeout,
@@ -440,20 +445,20 @@ def build(
     nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
-    place, begin = list(ranks).index(rank), time.perf_counter()
+    index, begin = list(ranks).index(rank), time.perf_counter()
     try:
         if is_given_up is None:
-            group = connected(store, ranks, place, device, timeout, nccl, split)
+            group = connected(store, ranks, index, device, timeout, nccl, split)
         else:
             own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-            connect = partial(connected, own, ranks, place, device, timeout, nccl, split)
+            connect = partial(connected, own, ranks, index, device, timeout, nccl, split)
             group = _unless(is_given_up, connect)
     except RuntimeError as error:
         if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - _SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
         raise _comm_error(error, "the store or a rank", begin, timeout) from error
     meeting = PrefixStore(keys.SUBGROUPS, store)
-    return Group(group, ranks, place, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
+    return Group(group, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:

@@ -18,7 +18,6 @@ As DistributedDataParallel does, a run may rebuild its buckets after the first s
 in which gradients arrived, here in sizes with which the last gradient is summed earliest, by measured times.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -131,7 +130,7 @@ class Reducer:
         if state is not None:
             self.sum.load_state(state)
         self._missing = [0] * len(layout.buckets)
-        self.spans: list[Span] | None = self._own_spans() if self.is_sharded else None
+        self.spans: list[Span] | None = [*self._own_spans()] if self.is_sharded else None
         """of each held slot the elements whose mean this rank gets; None: all"""
         self.owned: list[Tensor] = [slot.tensor for slot in layout.held]
         """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
@@ -149,12 +148,10 @@ class Reducer:
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
         return FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction], wide=wide)
 
-    def _own_spans(self) -> list[Span]:
-        spans: list[Span] = []
+    def _own_spans(self) -> Iterator[Span]:
         for index, bucket in enumerate(self.layout.buckets):
             shards = self.shards(index)
-            spans += bucket.spans(*shards.span(shards.rank, bucket.length, bucket.cuts))
-        return spans
+            yield from bucket.spans(*shards.span(shards.rank, bucket.length, bucket.cuts))
 
     def shards(self, bucket: int) -> ShardCollectives:
         """What cuts a bucket into the shards of the ranks that hold it."""
@@ -411,14 +408,14 @@ class BucketRebuild:
         offset = len(layout.held) - len(self._slots)
         before = [b.moved(-offset) for b in layout.buckets[len(columns) :]]
         numels = [layout.held[slot].tensor.numel() for slot in self._slots]
-        decided = ""
+        decided = None
         # Rank 0 decides for all: ranks that each computed it could differ in the last bit of a time, and then in the
         # messages that they expect.
         if self._world.rank == 0:
             best = best_buckets(profile, numels, times)
             late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
-            decided = json.dumps([[b.stop - b.first for b in best], late, early])
-        counts, late, early = json.loads(self._world.broadcast_text(decided))
+            decided = [b.stop - b.first for b in best], late, early
+        counts, late, early = self._world.broadcast_json(decided)
         buckets = group(counts, numels)
         moved = (*columns, *(b.moved(offset) for b in buckets))
         self._reducer.use_layout(ParameterLayout(layout.slots, moved))

@@ -192,11 +192,8 @@ class Update:
 def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: Norms) -> Optimizer:
     """An optimizer of the same class, with the same groups and values, and with no state, over other tensors.
 
-    Args:
-        optimizer: Left alone.
-        tensors: For each tensor that it updates the one in its place, such as a shard, maybe an empty one, so that all
-            ranks' groups are of one length.
-        norms: For `Lars` and `Lamb`: of whole parameters.
+    `tensors` has for each tensor of the optimizer's, which is left alone, the one in its place, such as a shard, maybe
+    an empty one, so that all ranks' groups are of one length. `norms` are those of whole parameters.
     """
     other = copy.copy(optimizer)
     other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]
@@ -313,9 +310,7 @@ class _Run(NamedTuple):
 class BlockNorms:
     """Norms of whole parameters, for an optimizer (`Lars(norms=...)`) over `Reducer.owned`.
 
-    Args:
-        reducer: Its layout has the slots that this rank updates.
-        complete: Function that sums an int32 tensor, in place, over ranks that together own every block once.
+    `complete` sums an int32 tensor, in place, over ranks that together own every block once.
     """
 
     def __init__(self, reducer: Reducer, complete: Callable[[Tensor], object]) -> None:

@@ -49,13 +49,8 @@ CONNECT_SECONDS = 10.0
 
 
 def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers: int | None) -> int:
-    """Brings ranks to a run elsewhere, until it ends or they do; the command's exit code.
-
-    Args:
-        address: At which its launcher listens.
-        token: Of the run.
-        data: The data set on this machine; None: the one that the recipe names.
-        workers: Ranks; None: as many as there are cores here.
+    """Brings ranks (None: as many as there are cores) to a run whose launcher listens at an address, until it or they
+    end; the command's exit code. `data` is the data set on this machine; None: the one that the recipe names.
 
     Raises:
         UserError: The address, the token or the data are wrong, or this machine can't take part.
@@ -83,9 +78,9 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
             lists = LauncherArrays()
             open_sources(job.recipe.data, job.data, job.recipe.seed, lists)
             job = replace(job, lists=tuple(lists.paths))
-            store = StorePort(partial(_connect, address, token, STORE))
-            held.callback(store.close)
-            own_ranks = _Ranks(job, store.port, interface)
+            store = serve_link(partial(_connect, address, token, STORE))
+            held.callback(hang_up, store)
+            own_ranks = _Ranks(job, store.getsockname()[1], interface)
             held.callback(own_ranks.kill)
             warn(f"joins {job.recipe.name} at {where} with {workers} ranks")
             channel.send(ready=True)
@@ -94,29 +89,22 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
             raise RunError(f"the run at {where} is gone: {error}; the ranks here have ended") from None
 
 
-class StorePort:
-    """A port on loopback whose connections are passed on to the launcher's store; `connect` gives one to it."""
+def serve_link(connect: Callable[[], socket.socket]) -> socket.socket:
+    """Listens on loopback; each connection is passed on to the launcher's store, to which `connect` gives another."""
+    listening = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
 
-    def __init__(self, connect: Callable[[], socket.socket]) -> None:
-        self._connect = connect
-        self._socket = socket.socket()
-        self._socket.bind((LOOPBACK, 0))
-        self._socket.listen(socket.SOMAXCONN)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True, name="torusgd-store-port").start()
-
-    def close(self) -> None:
-        hang_up(self._socket)
-
-    def _accept(self) -> None:
-        for near, _ in accepted(self._socket):
-            threading.Thread(target=self._join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
-
-    def _join_up(self, near: socket.socket) -> None:
+    def join_up(near: socket.socket) -> None:
         try:
-            pass_on(near, self._connect())
+            pass_on(near, connect())
         except (UserError, RunError):  # the rank finds its connection closed
             hang_up(near)
+
+    def accept() -> None:
+        for near, _ in accepted(listening):
+            threading.Thread(target=join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
+
+    threading.Thread(target=accept, daemon=True, name="torusgd-store-port").start()
+    return listening
 
 
 class _Ranks:

@@ -69,7 +69,7 @@ def run_joined(
     Args:
         function: See `RankFunction`.
         device: `cpu` or `cuda` (see `gpus.own_gpu`).
-        limits: See `Limits`.
+        limits: Seconds after which ranks are given up.
         remedy: Added to the line about a lost rank.
         ranks_per_gpu: Consecutive ranks that share a GPU.
 
@@ -92,7 +92,8 @@ def run_joined(
     stop = StopFlag()
     stop.install()  # from here on there may be something to save
     try:
-        result = function(world, stop, _restarts(), member.heartbeat)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        result = function(world, stop, restarts, member.heartbeat)
         world.barrier()
     except (Exception, SystemExit) as error:
         member.end(Failure.of(error, rank))
@@ -157,7 +158,10 @@ class _Member:
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
         # With it the store would go, in which the others are about to agree; torchrun's agent has one that stays.
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._outlast(lost)
+            watch = self.heartbeat.watch
+            assert isinstance(watch, Watch), "rank 0 calls the roll"
+            while set(watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
+                time.sleep(_POLL_SECONDS)
         self.heartbeat.close()
         return cause.kind.exit_code
 
@@ -175,12 +179,6 @@ class _Member:
                 return replace(failure, text=f"rank {', '.join(map(str, lost))} was lost"), lost
             time.sleep(_POLL_SECONDS)
         return replace(failure, text=f"the ranks lost each other: {failure.text}"), []
-
-    def _outlast(self, lost: list[int]) -> None:
-        watch = self.heartbeat.watch
-        assert isinstance(watch, Watch), "rank 0 calls the roll"
-        while set(watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
-            time.sleep(_POLL_SECONDS)
 
     def _end_in_a_thread(self, late: list[LateRank]) -> None:
         failure = Failure(FailureKind.RANK_LOST, self._rank, socket.gethostname(), "; ".join(map(str, late)))
@@ -264,7 +262,7 @@ def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, l
                 answer = {"summary": finished(job)}
             except (UserError, RunError) as error:
                 answer = {"failure": Failure.of(error, 0).dump()}
-        answer = json.loads(world.broadcast_text(json.dumps(answer)))
+        answer = world.broadcast_json(answer)
         if "failure" in answer:
             Failure.parse(answer["failure"]).throw()
         summary = answer["summary"]
@@ -278,10 +276,6 @@ def _agents(world: Group) -> set[int]:
     digest = hashlib.sha256(f"{socket.gethostname()} {agent}".encode()).digest()
     number = int.from_bytes(digest[:7], "big") if agent else 0
     return {int(each) for each in world.all_gather(torch.tensor([number], device=world.small_device))} - {0}
-
-
-def _restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _print(line: str) -> None:

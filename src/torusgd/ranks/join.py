@@ -331,9 +331,9 @@ class RemoteRank:
         self._read.close()
         self._write.close()
 
-    def ended(self, code: int, why: str = "") -> None:
+    def ended(self, code: int) -> None:
         """Its agent reports its end, or is gone itself."""
-        self.note(code, why)
+        self.note(code)
         self.wake()
 
     def note(self, code: int, why: str = "") -> None:
@@ -403,13 +403,8 @@ class JoinedNode:
 class Listener:
     """Accepts machines that know the token, gives them the job, and connects their ranks to the common store.
 
-    Args:
-        address: One of this machine's, and a port; 0: any that is free; UserError if it can't be had.
-        token: Of the run.
-        store_port: Of the ranks' common store, on loopback.
-        job: What they train, plain JSON.
-        silent: Seconds without a message after which a machine counts as lost.
-        report: Gets a line for people.
+    The `address` is one of this machine's with a port (0: any that is free); UserError if it can't be had. The store is
+    at `store_port` on loopback; after `silent` seconds without a message a machine counts as lost.
     """
 
     def __init__(
@@ -427,13 +422,11 @@ class Listener:
         self._nodes: list[JoinedNode] = []
         self._pending = threading.Semaphore(MOST_STRANGERS)
         self._reported, self._unreported = -STRANGER_SECONDS, 0
-        self._socket = socket.socket()
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address)
+            self._socket = socket.create_server(address)
         except OSError as error:
-            raise UserError(f"--listen {as_text(address)}: {error.strerror}; choose another port") from None
-        self._socket.listen()
+            why = os.strerror(error.errno or 0)
+            raise UserError(f"--listen {as_text(address)}: {why}; choose another port") from None
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
-from ..comm.base import LateRank
+from ..comm.base import LateRank, Liveness
 from .generations import Generations
 
 # Seconds from one beat to the next, and from one look at the others' beats to the next.
@@ -270,7 +270,7 @@ def _has_ended(beat: Beat | None) -> bool:
     return beat is not None and beat.ended
 
 
-class Heartbeat:
+class Heartbeat(Liveness):
     """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it shows.
 
     Args:
@@ -282,7 +282,7 @@ class Heartbeat:
             is blocked in a wait that looks at nothing.
         report: Called from the thread with a line for people, such as what all ranks wait for.
         follows: The rank that calls the roll; None: this one, or the launcher.
-        generations: That the main thread follows; None: the ranks never change.
+        generations: Followed by the main thread; None: the ranks never change.
     """
 
     def __init__(

@@ -81,9 +81,7 @@ def start_rank(spec: RankSpec) -> BaseProcess:
 def serve_store() -> TCPStore:
     """A store for processes of this machine, on loopback."""
     # The store takes over a socket that is bound already: a port that was only looked up could be taken meanwhile.
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen(socket.SOMAXCONN)
+    listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -74,11 +74,6 @@ class RankEntry:
         """The machine that has joined with it; None: it is on this one."""
         return self.process.node if isinstance(self.process, RemoteRank) else None
 
-    @property
-    def is_remote(self) -> bool:
-        """It is on another machine."""
-        return self.node is not None
-
 
 @dataclass(frozen=True)
 class Exit:
@@ -89,8 +84,7 @@ class Exit:
     """minus the signal's number if a signal ended it"""
     how: str
     """for people"""
-    remote: RemoteRank | None = None
-    """process on another machine"""
+    is_remote: bool = False
     is_orphan: bool = False
     """the fork server was ended, and the rank with it"""
 
@@ -106,12 +100,7 @@ class RankFailed(Exception):
 class Supervisor:
     """Starts `size` ranks on this machine and watches them; leaving it as a context kills those that still run.
 
-    Args:
-        size: Number of ranks.
-        device: `cpu` or `cuda` (rank i has GPU i, or i // ranks_per_gpu).
-        limits: See `Limits`.
-        ranks_per_gpu: Consecutive ranks that share a GPU.
-        report: Called with a line for people while ranks run.
+    The `device` is `cpu`, or `cuda`: rank i has GPU i // ranks_per_gpu. `report` is called with lines for people.
     """
 
     def __init__(
@@ -221,7 +210,7 @@ class Supervisor:
     def _start(self, part: Part, function: RankFunction) -> int:
         """Starts the process of another rank on this machine; its number."""
         number = len(self._table)
-        local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.is_remote})
+        local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.node})
         interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
         spec = RankSpec(
             number, self.size, self.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function,
@@ -235,7 +224,7 @@ class Supervisor:
         """The ranks with this part, in the order of their group."""
         found = [rank for rank in self._table.values() if rank.part is part]
         # Ranks of this machine are first: the first of all writes the run's folder, which is here.
-        return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
+        return [rank.number for rank in sorted(found, key=lambda rank: (rank.node is not None, rank.number))]
 
     @property
     def _members(self) -> list[int]:
@@ -277,7 +266,7 @@ class Supervisor:
                 self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
                 self._report(f"{ranks_do(leaving, 'leave')}; {self._next()}")
-            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._members))
+            self.size = max(1, requested - sum(self._table[rank].node is not None for rank in self._members))
             for _ in range(requested - len(members)):
                 self._start(Part.JOINS, function)
             self._joining_since = time.monotonic()
@@ -338,7 +327,7 @@ class Supervisor:
         members = self._members
         left = [rank for rank in members if self._table[rank].runs and rank not in lost]
         lost_members = [rank for rank in members if rank not in left]
-        is_elsewhere = all(self._table[rank].is_remote for rank in left)
+        is_elsewhere = all(self._table[rank].node for rank in left)
         if len(left) + is_elsewhere < self._quorum.fewest or failure.kind is not FailureKind.RANK_LOST:
             return None
         self._turn([*lost, *lost_members], Part.GONE)
@@ -358,7 +347,7 @@ class Supervisor:
         It is one that is about to join, or else a new one. If no others are left either it `needs_state`, which it
         has once it is ready.
         """
-        here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
+        here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].node]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
         if here and (self._generations.are_ready(here[:1]) or not needs_state):
             rank = here[0]
@@ -393,12 +382,11 @@ class Supervisor:
         ready = connection.wait([*running], seconds)
         exits = []
         for sentinel, rank in running.items() if ready else ():
-            remote = rank.process if isinstance(rank.process, RemoteRank) else None
             # A lost machine's ranks have all ended before the first of them is reported.
-            if sentinel in ready or (remote is not None and remote.exitcode is not None):
+            if sentinel in ready or (rank.node is not None and rank.process.exitcode is not None):
                 rank.process.join()
                 rank.runs = False
-                exits.append(_exit_of(rank, remote))
+                exits.append(_exit_of(rank))
         return exits
 
     def _end_within(self, seconds: float) -> None:
@@ -412,7 +400,7 @@ class Supervisor:
         # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
         if exit.code < 0 or exit.is_orphan:
             return True
-        return exit.remote is not None and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
+        return exit.is_remote and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
 
     def _has_result(self, rank: int) -> bool:
         return self._store.check([keys.RESULT.format(rank=rank)])
@@ -443,10 +431,10 @@ class Supervisor:
         return Failure(kind, rank, socket.gethostname(), text)
 
 
-def _exit_of(rank: RankEntry, remote: RemoteRank | None) -> Exit:
+def _exit_of(rank: RankEntry) -> Exit:
     code = rank.process.exitcode or 0
-    if remote is not None:
-        return Exit(rank.number, code, remote.why, remote)
+    if isinstance(rank.process, RemoteRank):
+        return Exit(rank.number, code, rank.process.why, is_remote=True)
     is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended()
     how = "ended with the fork server" if is_orphan else how_it_ended(code)
     return Exit(rank.number, code, how, is_orphan=is_orphan)

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
+from ..comm.allreduce import AlgorithmAllReduce, AnyAllReduce, ShardCollectives, create
 from ..comm.base import Work
 from ..comm.connection import connect
 from ..comm.groups import Group, group_of
 from ..plan.step_script import Action, Compute, Send, Wait
-
-AllReduce = AlgorithmAllReduce | NativeAllReduce
 
 
 def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
@@ -42,8 +40,8 @@ class Player:
         self,
         actions: list[Action],
         shrink: float,
-        allreduce: AllReduce,
-        grouped: Callable[[int, int], AllReduce],
+        allreduce: AnyAllReduce,
+        grouped: Callable[[int, int], AnyAllReduce],
         dtype: torch.dtype,
     ) -> None:
         self._actions = actions
@@ -85,7 +83,7 @@ class Player:
             work.wait()
 
 
-def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None) -> AllReduce:
+def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
     if name in ("auto", "native"):
         return create(name, group=group)
 
@@ -123,7 +121,7 @@ def main(part: Path) -> None:
     opened = [allreduce]
 
     @cache
-    def grouped(members: int, apart: int) -> AllReduce:
+    def grouped(members: int, apart: int) -> AnyAllReduce:
         opened.append(_open(flat, shrink, _neighbours(ranks, members, apart)))
         return opened[-1]
 

@@ -12,7 +12,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -24,8 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _TUNSETIFF = 0x400454CA
-_IFF_TUN, _IFF_NO_PI, _IFF_UP = 0x1, 0x1000, 0x1
-_SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFMTU, _SIOCSIFTXQLEN = 0x8914, 0x8916, 0x891C, 0x8922, 0x8943
+_IFF_TUN, _IFF_NO_PI = 0x1, 0x1000
 _DEVICE = "/dev/net/tun"
 INTERFACE = "tun0"
 
@@ -68,21 +66,15 @@ def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     # struct ifreq: a name of 16 bytes, then the flags.
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
-    mask = socket.inet_ntoa(struct.pack(">I", (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, mask)):
-            inet = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
-            fcntl.ioctl(control, request, struct.pack("16s16s8x", INTERFACE.encode(), inet))
-        for request, number in ((_SIOCSIFMTU, mtu), (_SIOCSIFTXQLEN, 10_000)):
-            fcntl.ioctl(control, request, struct.pack("16si20x", INTERFACE.encode(), number))
-        for name in (INTERFACE, "lo"):
-            fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), _IFF_UP))
     # tbf: the kernel counts the packets that wait for the rate against each socket, and lets it queue a few only, as
     # before a network card. Without it sockets put whole windows into the device, acknowledgements queue behind them,
     # the round trip grows to seconds, and TCP takes that for losses.
     # rto_min: on slow links acknowledgements wait for seconds behind data, and no packet is ever lost here.
     subnet = ip_interface(f"{address}/{prefix}").network
     for command in (
+        f"ip address add {address}/{prefix} dev {INTERFACE}",
+        f"ip link set {INTERFACE} mtu {mtu} txqueuelen 10000 up",
+        "ip link set lo up",
         f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb",
         f"ip route replace {subnet} dev {INTERFACE} proto kernel scope link src {address} rto_min 30s",
     ):

@@ -3,11 +3,10 @@
 images      `open_data`       what a virtual worker computes with
 network     `network_parts`   the weights that the seed gives, their update, forward and backward passes
 sums        `summing`         all-reduce and reducer: from a gradient to the sum over ranks
-watchers    `watchers`        what looks at a step
-step        `build`           joins them
+step        `build`           joins them, with the watchers of the step
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,11 +18,14 @@ from ..comm.monitor import Monitor
 from ..gradients.reducer import BucketRebuild, hook_parameters
 from ..observe.trace import StepTrace
 from ..recipe.schedule import Schedule
+from ..step.audit import Audit
 from ..step.control_vector import ControlMessage
-from ..step.drift import DriftWatch
+from ..step.drift import DriftWatch, steps_between
 from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
+from ..step.noise_scale import NoiseScale
+from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
@@ -33,7 +35,6 @@ from .job import Job, check_job, images_at
 from .network_parts import Network, draw_network, fingerprint_on_rank, passes_of, state_of, thread_of
 from .open_data import Data
 from .summing import Sums, explanations, sums_of
-from .watchers import drift_of, watches_of
 
 if TYPE_CHECKING:
     from ..cuda.form import GpuForm
@@ -81,18 +82,11 @@ def build(
     fingerprint: Fingerprint | None = None,
     network: Network | None = None,
 ) -> Trainer:
-    """A run's parts on this rank; every rank calls it, since groups are made.
+    """A run's parts on this rank; every rank calls it, since groups are made. UserError if the job can't be run.
 
-    Args:
-        job: What to run; UserError if that can't be.
-        data: Of the job.
-        world: All ranks.
-        liveness: Learns of this rank's progress, and names late ranks to those who wait for messages.
-        requests: Of this rank: to stop, to save; None: there are none.
-        watchers: Look at each step, besides those of the options.
-        generation: Of `world`: times that ranks have met anew.
-        fingerprint: Of the job, if this rank has found it before, since it costs hashes of data and weights.
-        network: Of the job, likewise; its weights may be any.
+    `watchers` look at each step besides those of the options; `generation` counts the times that the ranks of `world`
+    have met anew. `fingerprint` costs hashes of data and weights, so a rank that has found it gives it again, and the
+    `network` too, whose weights may be any.
     """
     recipe, options = job.recipe, job.options
     schedule = Schedule(recipe, len(data.training.source))
@@ -106,8 +100,8 @@ def build(
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
     requests = requests or Requests(lambda: False, liveness)
     state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
-    drift = drift_of(job, world, state)
-    watched = [drift, *watches_of(job, world, sums, state, clock, schedule), *watchers]
+    drift = _drift_of(job, world, state)
+    watched = [drift, *_watches_of(job, world, sums, state, clock, schedule), *watchers]
     state = replace(state, watchers=tuple(watched))
     step = _step(job, data, schedule, network, world, liveness, sums, state, clock, requests, form)
     profile = sums.allreduce.profile if options.buckets == "auto" and form is None else None
@@ -165,6 +159,32 @@ def _step(
         stealing=work_stealing(job.options, world),
         pass_thread=thread_of(job, network, state, world),
     )
+
+
+def _drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
+    """What compares the ranks' weights."""
+    every = job.options.drift_every
+    if every is None:
+        fewest = min(stage.images_per_worker for stage in job.recipe.stages)
+        every = steps_between(job.recipe.virtual_workers * fewest // world.size)
+    others = [state.batch_norm.running, *([state.average.values] if state.average else [])]
+    return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)
+
+
+def _watches_of(
+    job: Job, world: Group, sums: Sums, state: StepState, clock: StepClock, schedule: Schedule
+) -> Iterator[StepWatch]:
+    """The audit, the noise scale, and what compares the ranks' speed; every rank calls it, since groups are made."""
+    recipe, workers = job.recipe, job.recipe.virtual_workers
+    yield Audit(job.options.audit, recipe.seed, world, sums.watched)
+    probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
+    yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
+    if follows_speed(job.options, recipe):
+        yield SpeedWatch(world.rank, world.size, lambda: clock.speed)
+    # A column block's gradient is that of several virtual workers, and local steps hand over changes of weights.
+    if workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
+        norm, precision, to_host = state.update.gradient_norm, state.precision, clock.monitor.to_host
+        yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
 
 
 def _gpu_form(job: Job, world: Group) -> "GpuForm | None":

@@ -4,7 +4,6 @@ Ranks agree on it whenever they meet: when a run begins, and when ranks were los
 reductions the weights are those of a run that nothing has happened to, whatever they go on from.
 """
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -276,7 +275,7 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
         except (UserError, RunError) as error:
             message = {"problem": str(error), "is_mistake": isinstance(error, UserError)}
     # One message for both: the others must learn of a problem before this rank ends.
-    message = json.loads(world.broadcast_text(json.dumps(message), choice.source))
+    message = world.broadcast_json(message, choice.source)
     if "problem" in message:
         raise (UserError if message["is_mistake"] else RunError)(message["problem"])
     state = RunState.from_dict(message["state"])
@@ -298,12 +297,8 @@ def _found(
     """What the chosen rank sends: a state, the tensors that others lack, and where it was found."""
     if not choice.holders:
         assert beginning is not None, "no rank holds a state"
-        state, tensors = beginning.read(choice.is_copy)
-        return (
-            state,
-            tensors,
-            f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint",
-        )
+        origin = f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint"
+        return *beginning.read(choice.is_copy), origin
     assert retained.state is not None, "it holds it"
     if len(choice.holders) < len(world.ranks):
         return retained.state, retained.tensors, ""

@@ -48,8 +48,7 @@ class LauncherArrays:
 class MappedArrays:
     """A `Once` of a rank alone, which maps what its launcher has made, and waits for no other rank.
 
-    Args:
-        paths: Of the launcher's `LauncherArrays`, or of another rank's; beyond them the arrays are made here.
+    `paths` are of the launcher's `LauncherArrays`, or of another rank's; beyond them the arrays are made here.
     """
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
@@ -63,16 +62,11 @@ class MappedArrays:
 
 
 class HostShare:
-    """A `Once` of a run's ranks, each of which calls it.
+    """A `Once` of a run's ranks, each of which calls it, and waits for `what` at a place `where`, both for people.
 
-    Args:
-        world: All ranks.
-        liveness: Learns of progress, and for what this rank waits.
-        what: For which it waits, such as "the list of images".
-        where: Where it is, for people.
-        key: Says which arrays. Ranks that want others, such as those of another folder, make their own; that they
-            should not is for the comparison of the ranks to find.
-        keeps: Processes that a rank starts later find the arrays in `paths`, as long as the rank that made them lives.
+    The `key` says which arrays. Ranks that want others, such as those of another folder, make their own; that they
+    should not is for the comparison of the ranks to find. With `keeps` processes that a rank starts later find the
+    arrays in `paths`, as long as the rank that made them lives.
     """
 
     def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..comm.base import CommError, Liveness, NoLiveness
+from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
 from ..errors import CorruptionError, RunError, UserError
 from ..observe.events import Telemetry, evaluation_event
@@ -22,6 +22,7 @@ from ..recipe.section import Duration
 from ..signals import StopFlag
 from ..step.deadlines import as_seconds, deadlines_of
 from ..step.evaluate import Evaluation, evaluate
+from ..step.images import ReplacedImages
 from ..step.journal import Journal, journal_of
 from ..step.polish import polish_by_recipe
 from ..step.stats import StepStats
@@ -33,7 +34,6 @@ from .newest_state import Agreed, Beginning, Retained, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
 from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
-from .watchers import ReplacedImages
 
 T = TypeVar("T")
 
@@ -61,17 +61,11 @@ class End(Enum):
 
 
 class Run:
-    """One rank's part in a run, as long as its ranks do not change.
+    """One rank's part in a run, as long as its ranks do not change; UserError if the job can't be run.
 
-    Args:
-        job: What to run; UserError if that can't be.
-        world: All ranks.
-        stop: Read once a step.
-        restarts: Times that the launcher has started the ranks again.
-        liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
-        retained: What this rank has of the same run with other ranks; None: it begins.
-        generations: Of a rank that others may join; None: none do.
-        memory: Of this node, where copies of the state outlive its ranks; None: nobody starts ranks again.
+    `stop` is read once a step, `restarts` counts the launcher's starts after the first. `retained` is what this rank
+    has of the same run with other ranks (None: it begins), `generations` is given where others may join, and in the
+    `memory` of this node copies of the state outlive its ranks (None: nobody starts ranks again).
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class Run:
         generations: Generations | None = None,
         memory: NodeMemory | None = None,
     ) -> None:
-        self.liveness = liveness or NoLiveness()
+        self.liveness = liveness or Liveness()
         self.retained = retained = retained or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self._generations, self.memory, self.schedule = generations, memory, retained.schedule
@@ -192,9 +186,7 @@ class Run:
     def _train(self, saved: int, is_due: bool) -> End:
         """Steps, evaluations and checkpoints; if it stops before the end a checkpoint is written.
 
-        Args:
-            saved: The step of the last one.
-            is_due: One of the state as it is must be written at once.
+        `saved` is the step of the last checkpoint; with `is_due` one of the state as it is must be written at once.
         """
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.begin(saved)
@@ -423,14 +415,8 @@ class Run:
 
 
 def _wait_for_ranks(world: Group, liveness: Liveness, step: int, stop_is_requested: Callable[[], bool]) -> bool:
-    """Waits, on all ranks of a run that has fewer than it wants, for others; False once a stop was requested.
-
-    Returns:
-        Whether others have come, or are to leave: the ranks meet anew.
-
-    Raises:
-        CommError: Some more are lost.
-    """
+    """Waits, on all ranks of a run that has fewer than it wants, for others: whether they have come, or some are to
+    leave, so that the ranks meet anew; False once a stop was requested. CommError if some more are lost."""
     for number in count():
         liveness.progress("wait for ranks", step, number)
         # By a vote, since ranks that left this loop after another number of turns would wait for each other.

@@ -123,10 +123,10 @@ def tensors_of(checkpoint: Checkpoint) -> Tensors:
 
 
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the rank at place `source` on every rank, one after the other; every rank calls it."""
+    """The tensors of the rank of index `source` on every rank, one after the other; every rank calls it."""
     # One at a time, and taken at once, so that no rank holds more than it needs.
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    for name, (dtype, shape) in json.loads(world.broadcast_text(json.dumps(shapes), source)).items():
+    for name, (dtype, shape) in world.broadcast_json(shapes, source).items():
         if world.rank == source:
             tensor = tensors[name].to(world.device).contiguous()
         else:
@@ -154,7 +154,7 @@ def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
     # If the disk does not answer, the next write says what is wrong.
     saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0
     # The same on all ranks, since all compare their weights before one is written.
-    return int(world.broadcast_text(str(saved)))
+    return int(world.broadcast_json(saved))
 
 
 class Saver:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
+from ..comm.allreduce import AnyAllReduce, ShardCollectives, create
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
@@ -17,8 +17,6 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..tensor_parallel.tail import ParallelTail, column_tail
 from ..tensor_parallel.volume import choose_parallel
-
-AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
 
 @dataclass(frozen=True)

@@ -91,15 +91,10 @@ def check_initial(init: str, recipe: Recipe) -> None:
 
 
 def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callable[[], Collection[str]]) -> Fit:
-    """What a network takes of initial weights: the body must fit, the head may be for another number of classes.
+    """What a network, tensors by name, takes of initial weights: the body must fit, the head may be for other classes.
 
-    Args:
-        initial: The weights.
-        network: Its tensors by name.
-        head_of: Names of the tensors that depend on the number of classes; called if not all fit.
-
-    Raises:
-        UserError: A tensor of the body is missing or of another shape, or there is one that the network doesn't have.
+    `head_of` gives the names of the tensors that depend on the number of classes; it is called if not all fit.
+    UserError if a tensor of the body is missing or of another shape, or there is one that the network doesn't have.
     """
     # The whole network is drawn first and the body is put over it. So a new head stays as the recipe's seed drew it,
     # wherever the body comes from.

@@ -1,6 +1,6 @@
-"""The images of this rank's virtual workers, read ahead in the order in which the steps need them."""
+"""The images of this rank's virtual workers, read ahead in the order in which the steps need them; bad ones counted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from torch.profiler import record_function
@@ -10,8 +10,9 @@ from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import DiskError, RunError, is_transient
 from ..recipe.schedule import Schedule, Step
+from .control_vector import ControlVector
 from .membership import Membership
-from .watch import StepWatch
+from .watch import StepView, StepWatch
 
 
 class ImageReader:
@@ -70,3 +71,22 @@ class ImageReader:
 
 def _share(step: Step, worker: int) -> Share:
     return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)
+
+
+class ReplacedImages(StepWatch):
+    """Ends a run in which more than the fraction `limit` of the images can't be decoded.
+
+    An epoch has `train_images`; `replaced` gives how many were replaced in all steps so far.
+    """
+
+    def __init__(self, limit: float, train_images: int, replaced: Callable[[], int]) -> None:
+        self._limit, self._train_images, self._replaced = limit, train_images, replaced
+
+    def check(self, view: StepView, control: ControlVector) -> None:
+        step, replaced = view.step, self._replaced() + control.counts.replaced
+        # Against at least one epoch, so that one bad image among the first few is no reason to stop.
+        if replaced > self._limit * max(step.start + step.batch, self._train_images):
+            raise RunError(
+                f"step {step.index}: {replaced} training images could not be decoded, more than the "
+                f"share of {self._limit} that data.max_replaced allows; mend the images, or raise it"
+            )

@@ -165,15 +165,10 @@ def read_journal(
     head: Mapping[str, Any] | None = None,
     reached: Mapping[str, Any] | None = None,
 ) -> Journaled:
-    """The updates of a journal.
+    """The updates of the journal in a file, of a run with this recipe.
 
-    Args:
-        path: The file.
-        recipe_sha256: Of the run that wrote it.
-        virtual_workers: Of that run.
-        head: As the summary has it (`JournalHead.as_summary`); None: the run is not done.
-        reached: A `JournalHead` as the newest checkpoint has it; None: there is none, and a cut is not seen.
-
+    `head` is as the summary has it (`JournalHead.as_summary`; None: the run is not done), `reached` a `JournalHead` as
+    the newest checkpoint has it (None: there is none, and a cut is not seen).
     UserError if it is missing, of another recipe, or was cut, edited or reordered; one line says where.
     """
     try:

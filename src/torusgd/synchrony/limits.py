@@ -46,24 +46,20 @@ def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
     # A lower threshold makes steps shorter and leaves more out: the best of 200 on the measured times.
     candidates = np.linspace(ends[:, :, first].min(), ends[:, :, -1].max(), CANDIDATES)
-    found = [_at(float(tau), ends, overhead) for tau in candidates]
+    found = [threshold_at(float(tau), ends, overhead) for tau in candidates]
     # The last candidate, the longest step, leaves nothing out, so the gain is never negative.
     return max(found, key=lambda threshold: (threshold.gain, threshold.seconds))
 
 
-def threshold_at(tau: float, seconds: F64, overhead: float = 0.0) -> Threshold:
-    """The effect of a threshold of `tau` seconds; arguments as in `choose_threshold`.
+def threshold_at(tau: float, ends: F64, overhead: float = 0.0) -> Threshold:
+    """The effect of a threshold of `tau` seconds; `ends` are of each micro-batch, [steps, ranks, micro-batches].
 
     The gain is the mean over steps of (1 - dropped) (longest + overhead) / (min(tau, longest) + overhead) - 1, where
     `longest` is the time without a threshold.
 
-    >>> threshold_at(2.0, np.array([[[1.0, 1.0], [1.0, 3.0]]]))
+    >>> threshold_at(2.0, np.array([[[1.0, 2.0], [1.0, 4.0]]]))
     Threshold(seconds=2.0, dropped=0.25, gain=0.5)
     """
-    return _at(tau, np.cumsum(seconds, axis=2), overhead)
-
-
-def _at(tau: float, ends: F64, overhead: float) -> Threshold:
     finished = (ends <= tau).mean(axis=(1, 2))
     longest = ends[:, :, -1].max(axis=1)
     # A step ends at tau. The authors' code takes the last end before tau in its place, as if ranks knew that the next

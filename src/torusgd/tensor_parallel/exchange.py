@@ -89,7 +89,6 @@ class ParallelGroups:
 
     def __init__(self, sizes: Sequence[int], world: Group, watch: Callable[[Work], Work] = lambda work: work) -> None:
         self.world, self.watch = world, watch
-        self._largest = max(sizes, default=1)
         self._model: dict[int, Group] = {}
         self._data: dict[int, Group] = {}
         for parallel in sorted({size for size in sizes if size > 1}):
@@ -104,12 +103,6 @@ class ParallelGroups:
     def data_parallel(self, parallel: int) -> Group:
         """The ranks that hold the same columns as this one if `parallel` ranks divide them."""
         return self._data.get(parallel, self.world)
-
-    def complete(self, tensor: Tensor) -> None:
-        """Sums a tensor over the largest model-parallel group, in place; it holds every column block."""
-        group = self.model_parallel(self._largest)
-        if group is not None and group.size > 1:
-            self.watch(group.start_all_reduce(tensor)).wait()
 
     def close(self) -> None:
         for group in (*self._model.values(), *self._data.values()):

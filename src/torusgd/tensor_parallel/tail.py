@@ -225,7 +225,9 @@ class ParallelTail:
 
     def complete_norms(self, table: Tensor) -> None:
         """Sums a table over the largest model-parallel group, whose ranks together hold every column block."""
-        self.groups.complete(table)
+        group = self.groups.model_parallel(max(self.parallel))
+        if group is not None and group.size > 1:
+            self.groups.watch(group.start_all_reduce(table)).wait()
 
     def close(self) -> None:
         self.groups.close()
