@@ -55,6 +55,14 @@ def test_the_way_ends_when_the_sum_is_there_with_every_engine():
     run_ranks(2, sum_early_and_wait_late, ["native", "ring"])
 
 
+class Late(Liveness):
+    def __init__(self, rank: LateRank) -> None:
+        self._rank = rank
+
+    def late(self) -> list[LateRank]:
+        return [self._rank]
+
+
 class Calls(Liveness):
     """A liveness that finds rank 1 late from the second time that it is asked."""
 
@@ -153,7 +161,7 @@ def test_a_lost_rank_is_named_while_the_gpu_is_still_busy() -> None:
     there = torch.ones(1, device="cuda")
     assert monitor.to_host(there).item() == 1.0
     torch.cuda._sleep(1)
-    monitor.liveness = SimpleNamespace(late=lambda: [lost])
+    monitor.liveness = Late(lost)
     torch.cuda._sleep(20_000_000_000)
     with pytest.raises(CommTimeout) as error:
         monitor.to_host(there)

@@ -195,8 +195,10 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = 0.9) ->
     flat = FlatUpdate(optimizer, tensors, after=lambda: None)
     for seed in (1, 2):
         flat.write_values()
-        memory, constants = (flat.weights, flat.momenta), flat.constants()
-        given = Update(*memory, drawn(seed), torch.tensor([going]), flat._values, flat._offsets, *constants)
+        given = Update(
+            flat.weights, flat.momenta, drawn(seed), torch.tensor([going]), flat._values, flat._offsets,
+            *flat.constants(),
+        )  # fmt: skip
         triton_weights.update(given)
     return tensors, [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
 

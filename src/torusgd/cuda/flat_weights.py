@@ -144,12 +144,16 @@ def update(u: Update) -> None:
     for (lr, decay, trust, _, eps), mine in alike.items():
         runs = [slice(u.offsets[i], u.offsets[i] + u.gradients[i].numel()) for i in mine]
         params, buffers = [new_weights[run] for run in runs], [new_momenta[run] for run in runs]
-        grads, rates = [u.gradients[i].reshape(-1) for i in mine], {"lr": lr, "momentum": u.momentum}
+        grads = [u.gradients[i].reshape(-1) for i in mine]
         if u.rule in VARIANTS:
-            how = {"trust": trust or None, "eps": eps, "variant": u.rule, "peak_lr": u.peak}
-            lars(params, grads, buffers, **rates, weight_decay=decay, **how)
+            lars(
+                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, trust=trust or None, eps=eps,
+                variant=u.rule, peak_lr=u.peak,
+            )  # fmt: skip
         else:
-            momentum_step(params, grads, buffers, **rates, weight_decay=decay, nesterov=u.rule == _NESTEROV)
+            momentum_step(
+                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, nesterov=u.rule == _NESTEROV
+            )
     u.weights.copy_(torch.where(u.going > 0, new_weights, u.weights))
     u.momenta.copy_(torch.where(u.going > 0, new_momenta, u.momenta))
 
