@@ -84,7 +84,7 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
     chances = rule.pass_chances(workers)
     # Chances of 0 and 1 need no draw.
     is_drawn = bool(((chances > 0) & (chances < 1)).any())
-    everyone, draws = np.arange(workers), _Draws(workers, seed)
+    everyone = np.arange(workers)
 
     @cache
     def seconds(step: int) -> list[float]:
@@ -112,7 +112,7 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
         waiting = np.flatnonzero(waits)
         needed = np.maximum(completed[waiting] - min(rule.staleness, steps + 1), 0).astype(np.int64)
         chance = chances[behind[needed]]
-        drawn = draws.of(waiting, completed[waiting], attempts[waiting]) if is_drawn else 0.5
+        drawn = keyed_uniform(BARRIER, seed, waiting, completed[waiting], attempts[waiting]) if is_drawn else 0.5
         passing = waiting[drawn < chance]
         attempts[waiting] += 1
         waits[passing] = False
@@ -134,31 +134,6 @@ def steps_begun(workers: int, rule: Barrier, delays: DelayModel, compute: float,
             break
         steps[list(passage.workers)] = np.array(passage.steps) + 1
     return steps
-
-
-class _Draws:
-    """A uniform draw for each attempt of a worker to pass, made for many attempts of all workers at once."""
-
-    BLOCK = 64
-
-    def __init__(self, workers: int, seed: int) -> None:
-        everyone = np.arange(workers)[:, None]
-
-        @cache
-        def block(step: int, number: int) -> F64:
-            attempts = np.arange(number * self.BLOCK, (number + 1) * self.BLOCK)
-            return keyed_uniform(BARRIER, seed, everyone, step, attempts)
-
-        self._block = block
-        # Of each worker the draws of its present block of attempts.
-        self._rows = np.zeros((workers, self.BLOCK))
-
-    def of(self, workers: Ints, steps: Ints, attempts: Ints) -> F64:
-        """The draws of workers by the steps that they have completed and the number of the attempt, each in turn."""
-        for worker in workers[attempts % self.BLOCK == 0].tolist():
-            at = np.flatnonzero(workers == worker)[0]
-            self._rows[worker] = self._block(int(steps[at]), int(attempts[at]) // self.BLOCK)[worker]
-        return self._rows[workers, attempts % self.BLOCK]
 
 
 @dataclass(frozen=True)
