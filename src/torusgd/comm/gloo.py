@@ -1,16 +1,7 @@
 """Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
 
-A Gloo send waits until the receiver has announced its buffer. So receives are posted AHEAD turns before their messages
-are waited for, those of a short all-reduce all when it starts, and every round but the first costs one latency instead
-of two. A ring of thousands of ranks has tens of thousands of turns, so not all are posted at once. Several all-reduces,
-and the chunks of one, are on their way at the same time: both sides of a message derive its tag from the order of
-calls, the round and the chunk.
-
-One TCP connection can't fill a link that is long and fast: what it may have on its way ends with the kernel's window,
-some MiB, of which a link of 50 ms takes few a second. So an engine may have several groups of the same ranks, each with
-connections of its own, over which a large message is cut: its streams.
-
-CUDA tensors travel by way of pinned memory of the host (`StagedEngine`).
+Several all-reduces, and the chunks of one, are on their way at the same time: both sides of a message derive its tag
+from the order of calls, the round and the chunk. CUDA tensors travel by way of pinned memory (`StagedEngine`).
 """
 
 import queue
@@ -143,6 +134,9 @@ def _start_lane() -> tuple[_Lane, threading.Thread]:
     return lane, thread
 
 
+# A Gloo send waits until the receiver has announced its buffer. So receives are posted AHEAD turns before their
+# messages are waited for, those of a short all-reduce all when it starts, and every round but the first costs one
+# latency instead of two. A ring of thousands of ranks has tens of thousands of turns, so not all are posted at once.
 class _Sum(_LaneWork):
     def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
         super().__init__()
@@ -208,6 +202,10 @@ class GlooEngine(Engine):
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
     raise, and the engine is of no more use. Parts of large messages travel in `further` groups of the same ranks.
     """
+
+    # One TCP connection can't fill a link that is long and fast: what it may have on its way ends with the kernel's
+    # window, some MiB, of which a link of 50 ms takes few a second. So an engine may have several groups of the same
+    # ranks, each with connections of its own, over which a large message is cut: its streams.
 
     device = torch.device("cpu")
 

@@ -8,13 +8,6 @@ with LARS as three, which round as torch's foreach operators do.
 
 The numbers that change from step to step stand in a table on the device, which the host writes before each update: an
 update that is captured once in a CUDA graph reads them there.
-
-**16-bit copies.** Autocast rounds each weight of a convolution or linear layer to 16 bits in every pass, and a
-channels-last network reorders each filter in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies
-here are made once a step, in the layout in which they are used, by one operator: torch's own foreach copy falls back to
-a launch for each tensor as soon as one has another layout than its parameter. The network gets them in the parameters'
-stead, and their gradients, 16 bits wide, are what autocast would have widened: the sums take them as they are, so the
-integers are the same.
 """
 
 from collections import defaultdict
@@ -164,6 +157,13 @@ _CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 class Weights16:
     """A model that computes with copies of the parameters that autocast would cast, in a dtype and memory format."""
+
+    # Autocast rounds each weight of a convolution or linear layer to 16 bits in every pass, and a channels-last network
+    # reorders each filter in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies are made once a
+    # step, in the layout in which they are used, by one operator: torch's own foreach copy falls back to a launch for
+    # each tensor as soon as one has another layout than its parameter. The network gets them in the parameters' stead,
+    # and their gradients, 16 bits wide, are what autocast would have widened: the sums take them as they are, so the
+    # integers are the same.
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
         self._model = model

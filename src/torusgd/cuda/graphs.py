@@ -8,27 +8,7 @@ moves. It launches the same kernels, so the bits are those of a plain pass. A pa
 is taken plainly, and so is one whose gradients a watcher looks at, and are all passes of a network that can't be
 captured, of which a warning says why.
 
-**Streams.** A small pass leaves a GPU half empty (16 images keep 40 % of an H100 busy). Exact sums mind no order, so
-two virtual workers' passes may run at the same time, each on a stream of its own (`runtime.cuda_streams`). What two
-such passes may not share, and who sees to it:
-
-    gradients, activations    a stream's graphs have a pool of memory of their own
-    images, targets, losses   each captured pass has its own, and batch norm's statistics too
-    random numbers            a graph reads its seed from memory of the generator with which it was captured, which the
-                              host fills before a replay: so each stream has a generator of its own
-    cuBLAS's workspace        torch has one for each stream: so a graph is captured on the stream on which it runs
-    the sums                  only the main stream adds, pass by pass, each after an event of its stream: so no kernel
-                              needs atomic additions, and all that follows the sums follows them there; but for a last
-                              pass that adds by itself, which begins after all others
-
 The main stream is the one that is current outside of this file. Events order the streams; the host waits for none.
-
-**All-reduces.** A stream that waits for another waits for all of its work, and a graph is one piece of work. But a pass
-has the gradients of its last layers long before those of its first. So with several ranks the last pass of a step is
-one graph, in which each bucket is summed as soon as its gradients are there, and then an event is recorded, a node of
-the graph (torch calls such an event external). Each all-reduce, which is in no graph, waits for that of its bucket. The
-collectives themselves are not captured: torch's watchdog does not see a captured one (pytorch#103503), and a group
-can't be destroyed while a graph with its collectives lives.
 """
 
 import warnings
@@ -169,7 +149,19 @@ class MainStream:
 
 
 class SideStream(MainStream):
-    """Passes on a stream of their own, beside those of other streams."""
+    """Passes on a stream of their own, beside those of other streams (`runtime.cuda_streams`)."""
+
+    # A small pass leaves a GPU half empty (16 images keep 40 % of an H100 busy). Exact sums mind no order, so two
+    # virtual workers' passes may run at the same time. What two such passes may not share, and who sees to it:
+    #
+    #     gradients, activations    a stream's graphs have a pool of memory of their own
+    #     images, targets, losses   each captured pass has its own, and batch norm's statistics too
+    #     random numbers            a graph reads its seed from memory of the generator with which it was captured,
+    #                               which the host fills before a replay: so each stream has a generator of its own
+    #     cuBLAS's workspace        torch has one for each stream: so a graph is captured on the stream on which it runs
+    #     the sums                  only the main stream adds, pass by pass, each after an event of its stream: so no
+    #                               kernel needs atomic additions, and all that follows the sums follows them there; but
+    #                               for a last pass that adds by itself, which begins after all others
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -201,6 +193,13 @@ def pass_streams(device: torch.device, count: int) -> list[MainStream]:
 
 class ReadyEvents:
     """Events of one graph, one a bucket, which is replayed once a step at most, and a stream that waits for them."""
+
+    # A stream that waits for another waits for all of its work, and a graph is one piece of work. But a pass has the
+    # gradients of its last layers long before those of its first. So with several ranks the last pass of a step is one
+    # graph, in which each bucket is summed as soon as its gradients are there, and then an event is recorded, a node of
+    # the graph (torch calls such an event external). Each all-reduce, which is in no graph, waits for that of its
+    # bucket. The collectives themselves are not captured: torch's watchdog does not see a captured one
+    # (pytorch#103503), and a group can't be destroyed while a graph with its collectives lives.
 
     def __init__(self, device: torch.device, buckets: int) -> None:
         self._device = device

@@ -6,16 +6,6 @@
     column-parallel   each rank updates its column blocks; a pass needs no others, `gather_all` brings them
 
 They combine: with shards, a column block is updated in shards by the ranks that hold it.
-
-With shards, weights and norms travel. **Weights** are all-gathered bucket by bucket, and waited for by the layer that
-needs them: Das et al. hide this part-broadcast behind the next forward pass. They travel in the memory of the gradient
-sums, which is free from the update until the next backward pass.
-
-**Norms** are sent before the update. A layer norm is defined over blocks of 4,096 elements (`optim.norms`) of each slot
-of a parameter, in order. Shards are cut at the edges of those blocks, so each block lies on one rank as a whole, and
-only block norms travel: two values (of weights and of gradient) for 4,096 elements. Every rank writes what it owns into
-a table of zeros, the table is summed, and each rank joins the same blocks in the same order: the bits of
-`optim.norms.layer_norms`.
 """
 
 import copy
@@ -218,11 +208,14 @@ def _rows(slot: Tensor, parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 class WeightGather:
-    """Brings each rank's updated shards (`Reducer.owned`) to all ranks that hold the same slots.
+    """Brings each rank's updated shards (`Reducer.owned`) to all ranks that hold the same slots, bucket by bucket.
 
     A hook before each module's forward pass waits for the buckets of the module's own parameters. Whoever reads
     parameters without calling their module calls `wait` first, such as the reader of column blocks.
     """
+
+    # Das et al. hide this part-broadcast behind the next forward pass. Weights travel in the memory of the gradient
+    # sums, which is free from the update until the next backward pass.
 
     def __init__(self, model: nn.Module, reducer: Reducer) -> None:
         self._reducer, self._layout = reducer, reducer.layout
@@ -312,6 +305,12 @@ class BlockNorms:
 
     `complete` sums an int32 tensor, in place, over ranks that together own every block once.
     """
+
+    # A layer norm is defined over blocks of 4,096 elements (`optim.norms`) of each slot of a parameter, in order.
+    # Shards are cut at the edges of those blocks, so each block lies on one rank as a whole, and only block norms
+    # travel: two values (of weights and of gradient) for 4,096 elements. Every rank writes what it owns into a table of
+    # zeros, the table is summed, and each rank joins the same blocks in the same order: the bits of
+    # `optim.norms.layer_norms`.
 
     def __init__(self, reducer: Reducer, complete: Callable[[Tensor], object]) -> None:
         layout, spans, self._complete = reducer.layout, reducer.spans, complete

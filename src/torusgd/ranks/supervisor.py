@@ -74,6 +74,10 @@ class RankEntry:
         """The machine that has joined with it; None: it is on this one."""
         return self.process.node if isinstance(self.process, RemoteRank) else None
 
+    @property
+    def is_remote(self) -> bool:
+        return self.node is not None
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -210,7 +214,7 @@ class Supervisor:
     def _start(self, part: Part, function: RankFunction) -> int:
         """Starts the process of another rank on this machine; its number."""
         number = len(self._table)
-        local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.node})
+        local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.is_remote})
         interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
         spec = RankSpec(
             number, self.size, self.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function,
@@ -224,7 +228,7 @@ class Supervisor:
         """The ranks with this part, in the order of their group."""
         found = [rank for rank in self._table.values() if rank.part is part]
         # Ranks of this machine are first: the first of all writes the run's folder, which is here.
-        return [rank.number for rank in sorted(found, key=lambda rank: (rank.node is not None, rank.number))]
+        return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
 
     @property
     def _members(self) -> list[int]:
@@ -266,7 +270,7 @@ class Supervisor:
                 self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
                 self._report(f"{ranks_do(leaving, 'leave')}; {self._next()}")
-            self.size = max(1, requested - sum(self._table[rank].node is not None for rank in self._members))
+            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._members))
             for _ in range(requested - len(members)):
                 self._start(Part.JOINS, function)
             self._joining_since = time.monotonic()
@@ -327,7 +331,7 @@ class Supervisor:
         members = self._members
         left = [rank for rank in members if self._table[rank].runs and rank not in lost]
         lost_members = [rank for rank in members if rank not in left]
-        is_elsewhere = all(self._table[rank].node for rank in left)
+        is_elsewhere = all(self._table[rank].is_remote for rank in left)
         if len(left) + is_elsewhere < self._quorum.fewest or failure.kind is not FailureKind.RANK_LOST:
             return None
         self._turn([*lost, *lost_members], Part.GONE)
@@ -347,7 +351,7 @@ class Supervisor:
         It is one that is about to join, or else a new one. If no others are left either it `needs_state`, which it
         has once it is ready.
         """
-        here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].node]
+        here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
         if here and (self._generations.are_ready(here[:1]) or not needs_state):
             rank = here[0]

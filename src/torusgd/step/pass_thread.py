@@ -58,24 +58,19 @@ class Arrivals:
     # another: a rank that sleeps adds nothing. An answer takes one round trip to the store.
 
     def __init__(self, group: Group) -> None:
-        assert group.store is not None or group.size == 1, "ranks without a common store can't count together"
-        has_store = group.store is not None
-        self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF) if has_store else None
+        self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF)
         self._deletes = group.rank == 0
-        self._step = self._alone = 0
+        self._step = 0
 
     def begin(self, step: int) -> None:
         """Counts from 0 for a step; every rank calls it with the same steps."""
-        self._step, self._alone = step, 0
-        if self._store is not None and self._deletes and step >= _STEPS_IN_STORE:
+        self._step = step
+        if self._deletes and step >= _STEPS_IN_STORE:
             old = keys.ARRIVED.format(step=step - _STEPS_IN_STORE)
             self._store.query(lambda store: store.delete_key(old))
 
     def add(self, count: int = 1) -> int:
         """Adds so many arrivals, and returns the number of the last one, from 1 on over all ranks."""
-        if self._store is None:
-            self._alone += count
-            return self._alone
         return self._store.query(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
 
     def total(self) -> int:

@@ -231,11 +231,11 @@ class StepClock:
     _passed: float = field(default=0.0, init=False)
     _work_began: Mark = field(default=time.perf_counter, init=False)
     _waited_before: float = field(default=0.0, init=False)
-    speed: Callable[[], float] = field(default_factory=lambda: _unknown, init=False)
+    speed: Callable[[], float] = field(default=lambda: 0.0, init=False)
 
     def start(self) -> None:
         """A step begins."""
-        self.speed = _unknown
+        self.speed = lambda: 0.0
         self._started, self._before = time.perf_counter(), self._waits()
 
     def data_seconds(self) -> float:
@@ -264,7 +264,3 @@ class StepClock:
 
     def _waits(self) -> tuple[float, float, float]:
         return self.loader.wait_seconds, self.monitor.waited, self.monitor.on_way
-
-
-def _unknown() -> float:
-    return 0.0

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
@@ -39,10 +40,11 @@ class GroupStore:
     """
 
     def __init__(self, group: Group, counter: keys.Key, prefix: keys.Key) -> None:
-        assert group.store is not None, "members without a common store can't settle who takes what"
+        assert group.store is not None or group.size == 1, "members without a common store can't settle who takes what"
+        store = group.store if group.store is not None else HashStore()  # of a member alone
         # A store outlives the runs of a group.
-        number = group.broadcast_text(str(group.store.add(counter, 1)) if group.rank == 0 else "")
-        self._store: Store = PrefixStore(prefix.format(number=number), group.store)
+        number = group.broadcast_text(str(store.add(counter, 1)) if group.rank == 0 else "")
+        self._store: Store = PrefixStore(prefix.format(number=number), store)
 
     def query(self, query: Callable[[Store], T]) -> T:
         """The store's answer; ConnectionLost if it is out of reach."""
