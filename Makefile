@@ -13,6 +13,8 @@ demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to
 	.venv/bin/torusgd train digits --workers 2 --out runs/digits $(ARGS)
 
 # Tests that start ranks wait as much as they compute, so more files of tests run at a time than the two cores of CI.
+# They start hundreds of processes, each of which would compile the package for itself if none wrote bytecode.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
 	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

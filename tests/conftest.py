@@ -29,15 +29,29 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-_LONG = ("launch", "train", "tensor_parallel", "rehearse")
+_LONG = (
+    "launch",
+    "run",
+    "ranks",
+    "step",
+    "comm",
+    "gradients",
+    "cuda",
+    "tensor_parallel",
+    "rehearse",
+    "recipe",
+    "tests",
+)
+"""folders with the longest files, in the order in which they are begun"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the folders with the longest files first, and skips tests that need a GPU where there is none.
 
-    Of two files at a time, the last ones are then short.
+    Of several files at a time, the last ones are then short.
     """
-    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    order = {folder: place for place, folder in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
     if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
         start_forkserver()
     if not torch.cuda.is_available():

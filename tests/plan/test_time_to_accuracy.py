@@ -1,11 +1,13 @@
 """Epochs as a function of the batch, and the time, the devices and the batch that an accuracy takes."""
 
+from functools import cache
 from statistics import median
 
 import pytest
 
 from tests.messages import refused
 from torusgd.plan import load_cluster, load_software, workload_of
+from torusgd.plan.forecast import Workload
 from torusgd.plan.time_to_accuracy import (
     LARGEST,
     REFERENCE,
@@ -25,11 +27,15 @@ from torusgd.recipe.load import load_recipe
 
 H100, MXNET = load_cluster("hgx-h100"), load_software("mxnet-v30")
 RECIPE = load_recipe("resnet50").recipe.resolve(precision="float16", memory_format="channels_last")
-WORKLOAD = workload_of(RECIPE)
+
+
+@cache
+def workload() -> Workload:
+    return workload_of(RECIPE)
 
 
 def plans(devices: int) -> list[AccuracyPlan]:
-    return plan_to_accuracy(RECIPE, WORKLOAD, H100, MXNET, devices)
+    return plan_to_accuracy(RECIPE, workload(), H100, MXNET, devices)
 
 
 def test_the_curve_is_fitted_to_the_reference_points() -> None:
@@ -96,7 +102,7 @@ def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last
 
 def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
     seldom = load_recipe("resnet50", ["evaluate.every=null", "evaluate.first=null", "precision=float16"]).recipe
-    for often, once in zip(plans(64), plan_to_accuracy(seldom, WORKLOAD, H100, MXNET, 64), strict=True):
+    for often, once in zip(plans(64), plan_to_accuracy(seldom, workload(), H100, MXNET, 64), strict=True):
         assert (once.batch, once.run.training) == (often.batch, often.run.training)
         assert often.run.evaluation == pytest.approx(
             once.run.evaluation * (len([mark for mark in range(3, 100, 4) if mark < often.epochs]) + 1), rel=1e-6
@@ -105,7 +111,7 @@ def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
 
 def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
     counts = [1, 8, 64, 256, 1024, 2048]
-    found = sweep_to_accuracy(RECIPE, WORKLOAD, H100, lambda count: MXNET, counts)
+    found = sweep_to_accuracy(RECIPE, workload(), H100, lambda count: MXNET, counts)
     batches = [plan.batch for plan in found.plans]
     assert batches[0] < 5_000 < batches[2] < batches[-1]
     assert found.knee in counts
@@ -121,7 +127,7 @@ def test_too_many_devices_and_too_little_memory_are_one_line() -> None:
         plans(4096)
     small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})
     with refused("--to with too little memory", "--to with 8 devices:"):
-        plan_to_accuracy(RECIPE, WORKLOAD, small, MXNET, 8)
+        plan_to_accuracy(RECIPE, workload(), small, MXNET, 8)
 
 
 def test_the_runs_that_are_published_lie_within_the_band() -> None:
