@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.comm.gloo_world import start_forkserver
+from tests.messages import assert_sentence
 from tests.run.processes import RECIPE, results, run_alone
 from torusgd import cli, storage
 from torusgd.runtime import ask_for_repeatable_products
@@ -75,6 +76,25 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     yield run
     for number, handler in old.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def mistake(run_cli: Callable[..., Any]) -> Callable[..., None]:
+    """A command that is refused: exit code 2, nothing printed but one line, which messages.yaml has by the command.
+
+    `hidden` are words for what differs from run to run (`tests.messages`).
+    """
+
+    def run(*words: object, **hidden: object) -> None:
+        code, out, error = run_cli(*words)
+        assert (code, out) == (2, "")
+        assert error.endswith("\n")
+        name = " ".join(["torusgd", *map(str, words)])
+        for word, found in hidden.items():
+            name = name.replace(str(found), word)
+        assert_sentence(name, "torusgd: ", error[:-1], hidden)
+
+    return run
 
 
 @pytest.fixture

@@ -52,8 +52,10 @@ class _Handler(FaultyHandler):
                     self._refuse(403, "GatedRepo")
                 elif repository not in self.server.repositories:
                     self._refuse(401, "RepoNotFound")
+                elif (number := self._commit(repository, found[2])) is None:
+                    self._refuse(404, "RevisionNotFound")
                 else:
-                    handle(repository, *found.groups()[1:], is_cut=fault == "cut")
+                    handle(repository, number, *found.groups()[2:], is_cut=fault == "cut")
                 return
         self._answer(404, b"{}")
 
@@ -77,11 +79,7 @@ class _Handler(FaultyHandler):
         number = COMMITS.index(revision) if revision in COMMITS else count
         return number if number < count else None
 
-    def _info(self, repository: str, revision: str | None, is_cut: bool) -> None:
-        number = self._commit(repository, revision)
-        if number is None:
-            self._refuse(404, "RevisionNotFound")
-            return
+    def _info(self, repository: str, number: int, is_cut: bool) -> None:
         files = self.server.repositories[repository][number]
         told = {
             "id": repository.partition("/")[2], "sha": COMMITS[number], "private": False, "disabled": False,
@@ -89,19 +87,11 @@ class _Handler(FaultyHandler):
         }  # fmt: skip
         self._answer(200, json.dumps(told).encode(), is_cut=is_cut)
 
-    def _tree(self, repository: str, revision: str, is_cut: bool) -> None:
-        number = self._commit(repository, revision)
-        if number is None:
-            self._refuse(404, "RevisionNotFound")
-            return
+    def _tree(self, repository: str, number: int, is_cut: bool) -> None:
         listed = [_entry(name, data) for name, data in self.server.repositories[repository][number].items()]
         self._answer(200, json.dumps(listed).encode(), is_cut=is_cut)
 
-    def _file(self, repository: str, revision: str, name: str, is_cut: bool) -> None:
-        number = self._commit(repository, revision)
-        if number is None:
-            self._refuse(404, "RevisionNotFound")
-            return
+    def _file(self, repository: str, number: int, name: str, is_cut: bool) -> None:
         data = self.server.repositories[repository][number].get(name)
         if data is None:
             self._refuse(404, "EntryNotFound", COMMITS[number])

@@ -87,9 +87,7 @@ def test_help_comes_without_torch_and_pydantic() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_every_options_meaning_in_its_panel(
-    command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_every_option_in_its_panel(command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = help_of(run_cli, monkeypatch, command)
     found = set(re.findall(r"^╭─ ([A-Z].*?) ─", text, re.MULTILINE))
     assert found >= PANELS.get(command, set())
@@ -144,19 +142,16 @@ def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name not in ("profile", "software")])
-def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
-    name: str, tmp_path: Path, run_cli: Run
-) -> None:
+def test_a_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(name: str, tmp_path: Path, run_cli: Run) -> None:
     """The option stands in the recipe's `runtime:` block; 16 of AWS's nodes, whose network is slow."""
 
     def planned(**options: Any) -> dict[str, Any]:
         file, found = tmp_path / "mine.yaml", tmp_path / "plan.json"
         block = {"workers": 16, "allreduce": "torus", **options}
-        file.write_text(
-            recipe_source("intel-aws-vgga-16").split("\nruntime:")[0] + "\n" + yaml.safe_dump({"runtime": block})
-        )
-        command = ("plan", file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
-        code, _, err = run_cli(*command)
+        source = recipe_source("intel-aws-vgga-16").split("\nruntime:")[0]
+        file.write_text(f"{source}\n{yaml.safe_dump({'runtime': block})}")
+        words = ("--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
+        code, _, err = run_cli("plan", file, *words)
         assert code == 0, err
         plan = dict(json.loads(found.read_text()))
         plan["notes"] = [note for note in plan["notes"] if not note.startswith("torusgd train refuses")]
@@ -166,9 +161,7 @@ def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
     assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)
 
 
-def test_a_grid_of_the_block_gives_way_to_other_ranks_with_a_line_and_a_flag_does_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_grid_of_the_block_gives_way_to_other_ranks_with_a_line_and_a_flag_does_not(caplog) -> None:
     block = RuntimeOptions(allreduce="torus", grid="34x64", model_parallel=2)
     flags = RuntimeFlags()
     assert flags.fitted(block, block, 2176) == block
@@ -182,12 +175,8 @@ def test_a_grid_of_the_block_gives_way_to_other_ranks_with_a_line_and_a_flag_doe
     assert RuntimeFlags(allreduce="ring").over(block) == RuntimeOptions(allreduce="ring", model_parallel=2)
 
 
-def test_a_record_trains_on_two_ranks_as_far_as_its_data(
-    run_cli: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nowhere = tmp_path / "nowhere"
-    code, _, err = run_cli("train", "sony-224s", "--workers", 2, "--data", nowhere, "--out", tmp_path / "run")
-    assert (code, str(nowhere) in err) == (2, True)
+def test_a_record_trains_on_two_ranks_as_far_as_its_data(mistake, tmp_path: Path, caplog) -> None:
+    mistake("train", "sony-224s", "--workers", 2, "--data", tmp_path / "none", "--out", tmp_path / "run", TMP=tmp_path)
     assert "left out grid = 34x64" in caplog.text
 
 
@@ -219,9 +208,7 @@ def test_a_group_becomes_options_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"])
-def test_an_environment_that_lowers_the_precision_is_ignored(
-    run_cli: Run, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_variable_that_lowers_the_precision_is_ignored(run_cli: Run, monkeypatch: Any, name: str) -> None:
     monkeypatch.setenv(name, "BF16")
     code, _, err = run_cli("recipes")
     assert (code, err) == (0, f"torusgd: {name} is ignored: the recipe decides the precision\n")
@@ -229,24 +216,17 @@ def test_an_environment_that_lowers_the_precision_is_ignored(
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    "words",
     [
-        (["plan", "digits", "--no-such", "8"], "No such option: --no-such"),
-        (["plan", "digits", "one", "more"], "unexpected extra argument"),
-        (["no-such"], "No such command 'no-such'"),
-        (["plan", "digits", "--cluster", "abci", "--devices", "9" * 30], "workers"),
-        (
-            ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=\n1\x1b[2J=\n: ["],
-            r"seed=\n1\x1b[2J",
-        ),
+        ["plan", "digits", "--no-such", "8"],
+        ["plan", "digits", "one", "more"],
+        ["no-such"],
+        ["plan", "digits", "--cluster", "abci", "--devices", "9" * 30],
+        ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=\n1\x1b[2J=\n: ["],
     ],
 )
-def test_a_mistake_is_one_line_whatever_was_typed(run_cli: Run, words: list[str], reason: str) -> None:
-    code, _, err = run_cli(*words)
-    assert code == 2
-    assert reason in err
-    assert err.count("\n") == 1
-    assert err.rstrip("\n").isprintable()
+def test_a_mistake_is_one_line_whatever_was_typed(words: list[str], mistake: Callable[..., None]) -> None:
+    mistake(*words)
 
 
 def test_no_command_at_all_shows_the_help(run_cli: Run) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.gcs_server import BUCKET, gcs_server
 from tests.data.s3_server import s3_server
+from torusgd.storage import Store
 
 KINDS = ("s3", "gs")
 
@@ -29,3 +31,10 @@ def bucket(kind: str, monkeypatch: pytest.MonkeyPatch, **every: int) -> Iterator
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         yield server, f"{kind}://{BUCKET}"
+
+
+def upload(folder: Path, url: str) -> Path:
+    """Puts the files of a folder below a URL; returns that."""
+    for file in folder.iterdir():
+        Store(url).put(file, file.name)
+    return Path(url)

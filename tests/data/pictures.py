@@ -25,6 +25,11 @@ def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     return stream.getvalue()
 
 
+def picture(number: int) -> bytes:
+    """One of many sizes, as a JPEG file."""
+    return encoded(photo(40 + 7 * (number % 5), 36 + 9 * (number % 4), seed=number), quality=90)
+
+
 def write_folder(root: Path, train: int = 6, val: int = 4, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
     """`train` and `val` JPEG files a class, of many sizes."""
     number = 0
@@ -33,8 +38,7 @@ def write_folder(root: Path, train: int = 6, val: int = 4, classes: tuple[str, .
             (root / split / name).mkdir(parents=True)
             for index in range(count):
                 number += 1
-                picture = photo(40 + 7 * (number % 5), 36 + 9 * (number % 4), seed=number)
-                (root / split / name / f"{index:03}.jpg").write_bytes(encoded(picture, quality=90))
+                (root / split / name / f"{index:03}.jpg").write_bytes(picture(number))
     return root
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.data.tars import picture
+from tests.data.pictures import picture
 
 NAMES = ("cat", "dog")
 

@@ -6,32 +6,23 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.data.pictures import encoded, photo
+from tests.data.pictures import picture
+from torusgd.data.tar_index import FILE, make_index, write_index
 
 Members = Iterable[tuple[str, bytes]]
 
 
 def write_tar(file: Path, members: Members, kind: int = tarfile.USTAR_FORMAT) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file, "w", format=kind) as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    file.write_bytes(tar_bytes(members, kind))
     return file
-
-
-def picture(number: int) -> bytes:
-    return encoded(photo(40 + 7 * (number % 5), 36 + 9 * (number % 4), seed=number), quality=90)
 
 
 def samples(numbers: Iterable[int], label: str = "cls", classes: int = 2) -> Members:
     for number in numbers:
+        text = f"{number % classes}\n" if label == "cls" else json.dumps({"label": number % classes, "width": 3})
         yield f"{number:05}.jpg", picture(number)
-        if label == "cls":
-            yield f"{number:05}.cls", f"{number % classes}\n".encode()
-        else:
-            yield f"{number:05}.json", json.dumps({"label": number % classes, "width": 3}).encode()
+        yield f"{number:05}.{label}", text.encode()
 
 
 def write_shards(root: Path, train: int = 12, val: int = 6, label: str = "cls") -> Path:
@@ -42,9 +33,15 @@ def write_shards(root: Path, train: int = 12, val: int = 6, label: str = "cls") 
     return root
 
 
-def tar_bytes(members: Mapping[str, bytes] | Members) -> bytes:
+def write_indexed(root: Path) -> Path:
+    """Such tar files with their index."""
+    write_index(write_shards(root) / FILE, make_index(root))
+    return root
+
+
+def tar_bytes(members: Mapping[str, bytes] | Members, kind: int = tarfile.DEFAULT_FORMAT) -> bytes:
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
+    with tarfile.open(fileobj=stream, mode="w", format=kind) as archive:
         for name, data in dict(members).items():
             info = tarfile.TarInfo(name)
             info.size = len(data)

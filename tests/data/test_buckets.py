@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.buckets import KINDS, bucket
-from tests.data.tars import picture, write_shards
+from tests.data.buckets import KINDS, bucket, upload
+from tests.data.pictures import picture
+from tests.data.tars import write_indexed
 from tests.run.runs import sets, train
 from torusgd import storage
 from torusgd.data.tar import open_shards
-from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store
 
@@ -29,21 +29,13 @@ SETTINGS = sets(
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "cache"))
-    write_index(write_shards(tmp_path / "set") / FILE, make_index(tmp_path / "set"))
-    return tmp_path / "set"
-
-
-def upload(folder: Path, url: str) -> Path:
-    url = f"{url}/a set"
-    for file in folder.iterdir():
-        Store(url).put(file, file.name)
-    return Path(url)
+    return write_indexed(tmp_path / "set")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket(kind, monkeypatch, http_500=8, cut=9, stale=13, slow=7) as (server, root):
-        url = upload(local, root)
+        url = upload(local, f"{root}/a set")
         monkeypatch.setenv("TORUSGD_CACHE_GIB", "0")
         source, held_out = open_shards(url, 3)
         for _ in range(3):
@@ -61,13 +53,11 @@ def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(
-    kind: str, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_a_bucket_has_the_hash_of_a_folders(kind: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = local.parent
     folder = train(out / "folder", "--data", local, "--workers", 1, *SETTINGS)
     with bucket(kind, monkeypatch, http_500=5, cut=7, stale=11, slow=6) as (server, root):
-        url = upload(local, root)
+        url = upload(local, f"{root}/a set")
         reads = []
         for ranks in (1, 2, 3):
             summary = train(out / f"bucket {ranks}", "--data", url, "--workers", ranks, *SETTINGS)

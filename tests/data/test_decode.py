@@ -1,4 +1,5 @@
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -141,17 +142,14 @@ def test_a_png_bomb_is_refused_by_its_header() -> None:
 
 
 def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
-    """The last scan of a progressive JPEG, 1,000 times over."""
+    """The last scan of a progressive JPEG comes many times over."""
     data = encoded(photo(61, 83), progressive=True)
-    bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 1000 + data[-2:]
-    with pytest.raises(Undecodable, match=" scans of 83 x 61 pixels;"):  # how many is libjpeg's choice
-        decode_region(bomb, 3, lambda h, w: Region(0, 0, h, w, 8, 8))
-    large = data.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 8000, 8000))
-    with refused("a progressive JPEG of 8000 x 8000 pixels", kind=Undecodable):
-        picture_size(large)
-    many = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 40 + data[-2:]
-    with pytest.raises(Undecodable, match=" scans of 7000 x 7000 pixels;"):
-        picture_size(many.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 7000, 7000)))
+    for times, height, width in ((1000, 61, 83), (1, 8000, 8000), (40, 7000, 7000)):
+        longer = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * times + data[-2:]
+        bomb = longer.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", height, width))
+        many = re.compile(r"\d+(?= scans)")  # how many is libjpeg's choice
+        with refused(f"a progressive JPEG of {width} x {height} pixels", kind=Undecodable, MANY=many):
+            decode_region(bomb, 3, lambda h, w: Region(0, 0, h, w, 8, 8))
 
 
 def always(region: Region) -> Callable[[int, int], Region]:
@@ -203,14 +201,6 @@ def test_fit_keeps_enough_pixels_and_the_box_inside() -> None:
         assert taken.height - tall < 2 * shrink
         assert taken.top % shrink == taken.left % shrink == 0
         assert shrink == 1 or (tall / shrink >= 96 and wide / shrink >= 96)
-
-
-@pytest.mark.parametrize("size", [(300, 350), (240, 130), (60, 70), (224, 224)])
-def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None:
-    pixels = np.asarray(photo(*size))
-    region = Region(0, 0, *size, 224, 224)
-    difference = render(pixels, region).astype(int) - by_pillow_region(pixels, region)
-    assert np.abs(difference).max() <= 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])

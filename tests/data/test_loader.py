@@ -1,4 +1,5 @@
 import itertools
+import re
 import threading
 import time
 import weakref
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from tests.data.own import Stripes
-from tests.data.pictures import folder_data, write_folder
-from tests.data.test_pipeline import own_data
+from tests.data.test_pipeline import own_data, pictures
+from tests.messages import refused
 from tests.polling import until
-from torusgd.data import Batch, Loader, Pipeline, Share, StreamOrder, open_sources
+from torusgd.data import Batch, Loader, Pipeline, Share, StreamOrder
 from torusgd.data import pipeline as module
 
 
@@ -50,11 +51,8 @@ class Gated(Stripes):
 
 
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 4), (3, 2), (4, 9)])
-def test_batches_are_those_of_the_pipeline_in_order_whatever_the_threads(
-    tmp_path: Path, threads: int, ahead: int
-) -> None:
-    source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
-    pipeline, order = Pipeline(source, folder_data(), 0), StreamOrder(len(source), 0)
+def test_batches_are_those_of_the_pipeline_in_order(tmp_path: Path, threads: int, ahead: int) -> None:
+    pipeline, order = pictures(tmp_path), StreamOrder(12, 0)
     background = Loader(pipeline, order, threads, ahead)
     batches = list(run(background, shares(12)))
     assert len(batches) == 12
@@ -102,7 +100,7 @@ def test_an_error_is_raised_where_it_happened(monkeypatch: pytest.MonkeyPatch) -
     background = loader(source, threads=3, ahead=5)
     taking = run(background, shares(7))
     assert len([next(taking), next(taking)]) == 2
-    with pytest.raises(OSError, match="out of reach"):
+    with refused("a stripe out of reach", kind=OSError, STRIPE=re.compile("stripe \\d+")):
         next(taking)
     source.unreadable.clear()
     assert len(list(run(background, shares(7)))) == 7
@@ -171,5 +169,5 @@ def test_the_consumers_threads_are_left_alone() -> None:
 
 def test_nonsense_is_refused() -> None:
     for threads, ahead in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match=r"^threads and ahead "):
+        with refused(f"{threads} threads, {ahead} ahead", "threads and ahead ", kind=ValueError):
             loader(Stripes(5), threads, ahead)

@@ -16,6 +16,11 @@ def images() -> np.ndarray:
     return np.broadcast_to(np.arange(1, 7, dtype=np.float32)[:, None, None, None], (6, 2, 16, 12)).copy()
 
 
+def mixed(out: np.ndarray, indices: np.ndarray = INDICES, **options: float):
+    """The shares of each image's own label."""
+    return mix(out, Augment.model_validate(options), 0, EPOCHS, indices)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.2])
 def test_shares_have_the_mean_and_variance_of_beta(alpha: float) -> None:
     draws = keyed_uniform(7, np.arange(4000)[:, None], np.arange(64))
@@ -26,8 +31,7 @@ def test_shares_have_the_mean_and_variance_of_beta(alpha: float) -> None:
 
 def test_mixup_blends_with_the_partner_by_the_share_of_the_label() -> None:
     out = images()
-    shares = mix(out, Augment(mixup=1.0), 0, EPOCHS, INDICES)
-    assert shares is not None
+    shares = mixed(out, mixup=1.0)
     own, other = np.arange(1, 7), np.arange(6, 0, -1)
     assert out[:, 0, 0, 0] == pytest.approx(shares * own + (1 - shares) * other, rel=1e-6)
     assert (out == out[:, :1, :1, :1]).all()
@@ -36,8 +40,7 @@ def test_mixup_blends_with_the_partner_by_the_share_of_the_label() -> None:
 
 def test_cutmix_pastes_as_much_as_the_label_says() -> None:
     out = images()
-    shares = mix(out, Augment(cutmix=1.0), 0, EPOCHS, INDICES)
-    assert shares is not None
+    shares = mixed(out, cutmix=1.0)
     kept = (out == images()).mean(axis=(1, 2, 3))
     assert kept == pytest.approx(shares, abs=1e-6)
     pasted = out != images()
@@ -45,15 +48,13 @@ def test_cutmix_pastes_as_much_as_the_label_says() -> None:
 
 
 def test_a_draw_belongs_to_its_sample() -> None:
-    one, other = (mix(images(), Augment(mixup=0.5), 0, EPOCHS, order) for order in (INDICES, np.roll(INDICES, 2)))
-    assert one is not None
-    assert other is not None
+    one, other = (mixed(images(), order, mixup=0.5) for order in (INDICES, np.roll(INDICES, 2)))
     assert np.array_equal(np.roll(one, 2), other)
 
 
 def test_nothing_is_mixed_without_being_asked() -> None:
     out = images()
-    assert mix(out, Augment(), 0, EPOCHS, INDICES) is None
+    assert mixed(out) is None
     erase(out, Augment(), 0, EPOCHS, INDICES)
     assert np.array_equal(out, images())
 

@@ -1,0 +1,185 @@
+"""The documents: what they name exists, their links lead somewhere, and their examples run as they stand."""
+
+import doctest
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import torusgd
+from torusgd.cli import COMMANDS
+from torusgd.data import Pipeline, open_sources
+from torusgd.recipe.data_schema import Data
+from torusgd.recipe.reference import reference
+from torusgd.recipe.schema import Optimizer, Rate, Stage, Warmup
+from torusgd.recipe.section import Section
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCE = Path(torusgd.__file__).parent
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md")})
+FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "tour.md"]
+CARDS = sorted((DOCS / "methods").glob("*.md"))
+WITH_EXAMPLES = [path.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py") if ">>> " in path.read_text()]
+
+
+def blocks(document: Path) -> list[str]:
+    """Its examples in Python."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def prose(document: Path) -> str:
+    """The text without code, in which a bracket is no link; code within a line keeps its place."""
+    text = re.sub(r"^```.*?^```$|^    [^\n]*$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "``", text)
+
+
+def links(document: Path) -> list[str]:
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)) if "://" not in target]
+
+
+def anchors(document: Path) -> set[str]:
+    """The ids that the site and GitHub give to headings: lower case, words joined by hyphens."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def commands_of(page: Path) -> list[str]:
+    return re.findall(r"^    (torusgd .*)$", page.read_text(), re.MULTILINE)
+
+
+# The log is history: it names files as they were.
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.name != "log.md"], ids=lambda path: path.stem)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    named = set(re.findall(r"(?<![\w/.-])(?:[\w-]+/)+[\w-]+\.(?:py|md)\b", document.read_text()))
+    places = (ROOT, SOURCE, document.parent)
+    assert not [name for name in sorted(named) if not any((place / name).is_file() for place in places)]
+
+
+def test_anchors_are_those_of_the_site(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# `auto` beside the best\n\n## 16 hosts x 1 rank, 5 ms\n\n```\n# no heading\n```\n")
+    assert anchors(page) == {"auto-beside-the-best", "16-hosts-x-1-rank-5-ms"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in links(document):
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("document", FIRST, ids=lambda path: path.stem)
+def test_the_first_pages_link_every_document_that_they_name(document: Path) -> None:
+    assert len(links(document)) > 4
+    text = re.sub(r"\]\([^)\s]+\)", "", document.read_text())
+    assert not re.findall(r"\b(?:[\w-]+/)*[\w-]+\.md\b|\bdocs/[\w/]*", text)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    assert {command.split()[1].strip("[]") for command in commands_of(page)} <= {*COMMANDS, "--version"}
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert set(listed) == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> None:
+    row = r"^\| (.*) \| (.*) \| \[.*\]\((docs/[\w/-]+\.md)(?:#.*)?\) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 4
+    for what, told, document in rows:
+        text = (ROOT / document).read_text()
+        for figure in re.findall(r"\d[\d,.]*\d", f"{what} {told}"):
+            assert figure in text, (what, figure)
+    assert (DOCS / "pictures" / "report.png").is_file()
+
+
+def test_the_table_of_keys_is_current_and_has_every_meaning() -> None:
+    text = (DOCS / "recipes.md").read_text()
+    assert text.endswith(reference()), "run: torusgd recipes --keys, and put its output at the end of docs/recipes.md"
+    assert not [line for line in reference().splitlines() if line.startswith("| `") and line.endswith("|  |")]
+
+
+def test_cards_name_only_keys_that_a_recipe_has() -> None:
+    sections: dict[str, type[Section]] = {
+        "optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage,
+    }  # fmt: skip
+    named = {(card.name, key) for card in CARDS for key in re.findall(r"`([a-z_.\[\]]+)`", card.read_text())}
+    keys = {(card, key) for card, key in named if key.rpartition(".")[0] in sections}
+    assert len(keys) > 10
+    for card, key in keys:
+        section, _, name = key.rpartition(".")
+        assert name in sections[section].model_fields, f"{card}: {key}"
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(text, id=f"{card.stem}-{at}") for card in CARDS for at, text in enumerate(blocks(card))]
+)
+def test_the_python_of_a_method_card_runs(block: str) -> None:
+    exec(compile(block, "<card>", "exec"), {})
+
+
+@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=str)
+def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
+    module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_the_examples_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, own_source = blocks(DOCS / "data.md")[:2]
+    names: dict[str, Any] = {}
+    exec(loop, names)
+    assert (names["consumed"], len(names["indices"])) == (256, 64)
+    (tmp_path / "rings_of_mine.py").write_text(own_source)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = Data(source="rings_of_mine:rings", options={"count": 50}, image_size=16, channels=1, mean=(0.5,), std=(0.5,))
+    train, held_out = open_sources(data, None, 0)
+    assert (len(train), len(held_out)) == (50, 10)
+    assert Pipeline(held_out, data, 0).validation_batch(np.arange(10)).images.shape == (10, 1, 16, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("sklearn")
+    commands = commands_of(DOCS / "tour.md")
+    assert len(commands) > 8
+    for command in commands:
+        words = [sys.executable, "-m", "torusgd", *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    hashes = {
+        json.loads((tmp_path / "runs" / name / "summary.json").read_text())["weights_sha256"]
+        for name in ("digits", "on-3", "stopped")
+    }
+    assert len(hashes) == 1, "the tour says so"
+    for name in ("report.html", "plan.html", "runs/digits/export/model.pt2", "runs/digits/export/hub/README.md"):
+        assert (tmp_path / name).is_file()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exact_all_reduce" in (tmp_path / "api.html").read_text()
