@@ -11,7 +11,8 @@ from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
-from torusgd.comm.groups import Group, group_of, launch_order
+from torusgd.comm.clock import Clock, Span
+from torusgd.comm.groups import Group, alone, group_of, launch_order
 from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile
@@ -130,12 +131,14 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     """Of each grid one torus, and nothing in chunks; the backend's own beside them."""
     probed = []
 
-    def timed(connection: Any, size: int, plan: Any) -> float:
+    def timed(connection: Any, size: int, plan: Any) -> Span:
         probed.append(plan)
-        return 1e-3
+        return Span(1.0, 1.001)
 
     monkeypatch.setattr(tune, "_time_sum", timed)
-    connection: Any = SimpleNamespace(engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), slowest=list)
+    connection: Any = SimpleNamespace(
+        engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), elapsed=Clock(alone()).elapsed
+    )
     link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
     profile = Profile(
         backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()

@@ -21,13 +21,13 @@ def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
         TracedSteps.parse(text)
 
 
-def test_hosts_are_put_on_one_clock_and_ranks_of_a_host_keep_theirs() -> None:
-    def part(host: str, left: float, begin: float) -> dict[str, Any]:
-        """A rank that left the barrier and began a step at these seconds of its host's clock."""
-        event = {"ph": "X", "name": "step", "pid": 77, "tid": 1, "ts": begin * 1e6 - 50.0, "dur": 1e6}
-        return {"host": host, "process": 77, "left_barrier": int(left * 1e9), "base": 50_000, "events": [event]}
+def test_ranks_are_put_on_one_clock() -> None:
+    def part(base: float, begin: float) -> dict[str, Any]:
+        """A rank that began a step so many seconds after what its times count from."""
+        event = {"ph": "X", "name": "step", "pid": 77, "tid": 1, "ts": begin * 1e6, "dur": 1e6}
+        return {"host": "a", "process": 77, "base": int(base * 1e9), "events": [event]}
 
-    parts = {0: part("a", 100.0, 90.0), 1: part("b", 5100.0, 5090.5), 2: part("b", 5100.75, 5091.0)}
+    parts = {0: part(100.0, 90.0), 1: part(-4900.0, 5090.5), 2: part(-4900.0, 5091.0)}
     events = [event for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
     begins = [event["ts"] - events[0]["ts"] for event in events]
     assert begins == pytest.approx([0.0, 0.5e6, 1.0e6])
@@ -36,7 +36,7 @@ def test_hosts_are_put_on_one_clock_and_ranks_of_a_host_keep_theirs() -> None:
 
 def test_a_device_of_a_rank_is_a_process_of_its_own() -> None:
     events = [{"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 1.0}, {"ph": "X", "name": "x", "pid": "Spans"}]
-    parts = {rank: {"host": "a", "process": 9, "left_barrier": 0, "base": 0, "events": events} for rank in (0, 1)}
+    parts = {rank: {"host": "a", "process": 9, "base": 0, "events": events} for rank in (0, 1)}
     kernels = [event["pid"] for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
     assert len(set(kernels)) == 2
     assert not set(kernels) & {0, 1}

@@ -138,3 +138,13 @@ def test_nothing_outlives_a_lab_whose_owner_is_killed(tmp_path: Path) -> None:
     owner.stdout.close()
     wait_until_gone(started)
     assert Path("/proc/net/dev").read_text().count(":") == devices
+
+
+def test_a_rank_that_begins_late_is_found_in_the_skew_and_not_in_the_time() -> None:
+    with Lab([Host(latency=0.005, rate=1e9)] * 4) as lab:
+        found = records(lab.run([str(HERE / "program_skew.py")], timeout=240))
+    assert all(each["late"] == found[0]["late"] for each in found), "all ranks agree"
+    (seconds, _), (late_seconds, skew), old = (found[0][name] for name in ("on_time", "late", "from_barrier"))
+    assert skew == pytest.approx(0.05, abs=0.005)
+    assert late_seconds - seconds < 0.025
+    assert old - seconds > 0.025, "from a barrier on the time of the others has it"

@@ -301,7 +301,7 @@ class Fuzz:
             for name in ("native", "ring")
         ]
         tree = {
-            "version": 1,
+            "version": 2,
             "backend": "gloo",
             "hosts": [0, 0, 1, 1],
             "message": 1e-5,

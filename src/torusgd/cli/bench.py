@@ -74,7 +74,8 @@ def _bench_on_rank(sizes: Sequence[int], names: Sequence[str], how: dict[str, An
 def show_records(records: "Sequence[Record]") -> None:
     """The table of a benchmark."""
     console().print(
-        f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, the slowest rank's; gain: over native"
+        f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, last begin to last end; gain: over native; "
+        "skew: by which begins differ, with the error of clocks, * if above 5 % of the time"
     )
     native = {record.bytes: record.median_s for record in records if record.algorithm == "native"}
     rows = [
@@ -85,10 +86,11 @@ def show_records(records: "Sequence[Record]") -> None:
             f"{1e3 * record.min_s:.3g}-{1e3 * record.max_s:.3g}",
             f"{1e-6 * record.bus_bandwidth:.0f}",
             f"{native[record.bytes] / record.median_s:.2f}x" if record.bytes in native else "",
+            f"{1e3 * record.skew_s:.2g} +- {1e3 * record.bound_s:.2g}" + " *" * record.is_doubtful,
         )
         for record in records
     ]
-    console().print(table(("size", "algorithm", "ms", "min-max", "bus MB/s", "gain"), rows))
+    console().print(table(("size", "algorithm", "ms", "min-max", "bus MB/s", "gain", "skew ms"), rows))
 
 
 def tune(
@@ -131,7 +133,7 @@ def show_profile(profile: "Profile") -> None:
     for each in sorted({timing.size for timing in profile.timings}):
         best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
         algorithm = best.as_algorithm(len(profile.hosts)) or "native"
-        terminal.print(f"{byte_size(each):>8}: {algorithm}, {1e3 * best.median:.3g} ms")
+        terminal.print(f"{byte_size(each):>8}: {algorithm}, {best.elapsed}")
     if profile.crowding:
         most = profile.crowding[-1]
         terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")

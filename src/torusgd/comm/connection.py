@@ -1,13 +1,11 @@
 """Connects the ranks of a group for all-reduces, and times what they do together."""
 
-import hashlib
 import os
 import random
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .base import Engine
+from .clock import Clock, Elapsed, Span, machine_number
 from .gloo import GlooEngine, StagedEngine
 from .groups import Group, group_of
 from .nccl import NcclEngine
@@ -41,14 +40,18 @@ class Connection:
         self.group.all_reduce(agreed, maximum=True)
         return agreed.tolist()
 
-    def stopwatch(self, run: Callable[[], object]) -> float:
-        """Seconds on this rank from a barrier to the end of `run()`, once its device has done all that it was given."""
-        self.group.barrier()
-        begin = time.perf_counter()
-        run()
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)
-        return time.perf_counter() - begin
+    @cached_property
+    def clock(self) -> Clock:
+        """Of the ranks together; it is measured when it is first needed."""
+        return Clock(self.group)
+
+    def stopwatch(self, run: Callable[[], object]) -> Span:
+        """When this rank began and ended `run()`, from a start that all agreed on; `elapsed` makes one time of all."""
+        return self.clock.span(run)
+
+    def elapsed(self, spans: Sequence[Span]) -> list[Elapsed]:
+        """The times of the spans over all ranks: the same list everywhere."""
+        return self.clock.elapsed(spans)
 
     def close(self) -> None:
         """Ends the engine and the group; every rank calls it, with nothing on its way."""
@@ -100,7 +103,7 @@ def hosts_of(group: Group) -> tuple[int, ...]:
         namespace = os.readlink("/proc/self/ns/net")
     except OSError:
         namespace = ""
-    name = _number(f"{socket.gethostname()} {_machine()} {namespace}")
+    name = machine_number(f" {socket.gethostname()} {namespace}")
     names = [int(other) for other in group.all_gather(torch.tensor([name]))]
     order = list(dict.fromkeys(names))
     return tuple(order.index(name) for name in names)
@@ -109,18 +112,6 @@ def hosts_of(group: Group) -> tuple[int, ...]:
 def ranks_a_core(group: Group, count: int) -> float:
     """Of the first `count` ranks, on the machine that has most of them for its cores; network namespaces share one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    everyone = [other.tolist() for other in group.all_gather(torch.tensor([_number(_machine()), cores]))]
+    everyone = [other.tolist() for other in group.all_gather(torch.tensor([machine_number(), cores]))]
     machines = [machine for machine, _ in everyone[:count]]
     return max(machines.count(machine) / its_cores for machine, its_cores in everyone[:count])
-
-
-def _machine() -> str:
-    # The kernel that this process runs on: of containers and network namespaces on one machine the same.
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

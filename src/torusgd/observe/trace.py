@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from ..comm.clock import Clock
 from ..comm.groups import Group
 from ..errors import UserError
 from ..rundir.run_dir import TRACE
@@ -78,12 +79,11 @@ class StepTrace:
         with tempfile.TemporaryDirectory() as folder:
             recorded.export_chrome_trace(f"{folder}/rank.json")
             own: dict[str, Any] = json.loads(Path(f"{folder}/rank.json").read_text())
-        world.barrier()
         part = {
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "left_barrier": time.time_ns(),
-            "base": own.get("baseTimeNanoseconds", 0),
+            # Whole nanoseconds: a float64 of today's nanoseconds has lost the last two digits.
+            "base": own.get("baseTimeNanoseconds", 0) - time.time_ns() + round(1e9 * Clock(world).now()),
             "events": own["traceEvents"],
         }
         parts = [json.loads(world.broadcast_text(json.dumps(part), index)) for index in range(world.size)]
@@ -94,17 +94,13 @@ class StepTrace:
 def merged(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """One trace on one clock, from the part of each rank.
 
-    A part has host, process, when it left the barrier and what its times count from (both in nanoseconds of its host's
-    clock), and the events as torch exports them, with times in microseconds.
+    A part has host, process, what its times count from in nanoseconds of the ranks' common clock, and the events as
+    torch exports them, with times in microseconds.
     """
-    left = {part["host"]: part["left_barrier"] for part in list(parts.values())[::-1]}  # the first rank of each host
     first = next(iter(parts.values()))
     events: list[dict[str, Any]] = []
     for rank, part in parts.items():
-        # On Linux all processes of a host have one clock. Clocks of hosts differ, so the records of another host are
-        # moved by the difference of the clocks when all have just left a barrier: right to within a barrier's time.
-        # Whole nanoseconds: a float64 of today's nanoseconds has lost the last two digits.
-        shift = part["base"] - first["base"] + first["left_barrier"] - left[part["host"]]
+        shift = part["base"] - first["base"]
         name = {"name": f"rank {rank} ({part['host']})"}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
         for event in part["events"]:

@@ -8,11 +8,11 @@ the large. Run as a module, the file is the program of a rank that measures the 
 import json
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
 
 import torch.distributed as dist
 
 from ..comm.algorithms import Message, Round
+from ..comm.clock import typical
 from ..comm.connection import Connection, connect
 from ..plan.cluster import Cluster, Communication
 from .lab import MTU, Host, Lab
@@ -105,10 +105,9 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
     turn = Round(
         (Message((rank + distance) % ranks, 0, half),), copies=(Message((rank - distance) % ranks, half, 2 * half),)
     )
-    chain, times = [turn] * rounds, []
-    for _ in range(_REPEAT):
-        times.append(connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) / rounds)
-    return median(connection.slowest(times))
+    chain = [turn] * rounds
+    spans = [connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) for _ in range(_REPEAT)]
+    return typical(connection.elapsed(spans)).seconds / rounds
 
 
 def _be_a_rank(distance: int) -> None:

@@ -71,7 +71,7 @@ def change(**values: object) -> str:
     ("text", "wrong"),
     [
         ("nonsense", "JSON"),
-        (change(version=2), "version"),
+        (change(version=1), "version"),
         (change(hosts=[]), "hosts"),
         (change(message=-1), "message"),
         (change(extra=1), "extra"),

@@ -1,6 +1,5 @@
 """Times all-reduces on the ranks at hand, one algorithm after another in turn, by the slowest rank."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from ...text import listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import NativeAllReduce, over
 from ..base import Work
+from ..clock import Elapsed, Span, typical
 from ..connection import Connection, connect, shuffled
 from ..groups import Group, group_of
 
@@ -38,6 +38,14 @@ class Record:
     max_s: float
     n: int
     """number of repetitions, the first of each algorithm and size not counted"""
+    skew_s: float = 0.0
+    """median of the seconds by which the first rank began before the last one"""
+    bound_s: float = 0.0
+    """seconds by which clocks of several machines may have changed a time"""
+
+    @property
+    def is_doubtful(self) -> bool:
+        return Elapsed(self.median_s, self.skew_s, self.bound_s).is_doubtful
 
     @property
     def bus_bandwidth(self) -> float:
@@ -62,8 +70,9 @@ def bench_allreduce(
     """Times all-reduces of int32; every rank of `group` (None: all) calls it and gets the same records.
 
     At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
-    up. A time is from a barrier to the end on the slowest rank. `native` runs in `group` itself, as plain
-    `torch.distributed.all_reduce` does. `streams` are those of `create`, for algorithms of ours.
+    up. A time is from the last rank's begin, after a start that all agreed on, to the last rank's end. `native` runs in
+    `group` itself, as plain `torch.distributed.all_reduce` does. `streams` are those of `create`, for algorithms of
+    ours.
 
     Raises:
         UserError: if an algorithm, the grid or a size doesn't fit.
@@ -103,7 +112,7 @@ def _bench(
     for size in sizes:
         rows = []
         for turn in range(repetitions + 1):
-            row = [0.0] * len(starts)
+            row = [Span(0.0, 0.0)] * len(starts)
             for index in shuffled(range(len(starts)), turn):
                 name, start = starts[index]
                 tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
@@ -111,9 +120,10 @@ def _bench(
                 if not bool((tensor == connection.group.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
             rows.append(row)
-        flat = connection.slowest([value for row in rows[1:] for value in row])
+        flat = connection.elapsed([span for row in rows[1:] for span in row])
         for i, (name, _) in enumerate(starts):
             times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
+            median, skew, bound, _ = typical(times)
             records.append(
                 Record(
                     algorithm=name,
@@ -121,10 +131,12 @@ def _bench(
                     ranks=connection.group.size,
                     grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
                     runs="native" if chosen is None else str(chosen),
-                    median_s=statistics.median(times),
-                    min_s=min(times),
-                    max_s=max(times),
+                    median_s=median,
+                    min_s=min(times).seconds,
+                    max_s=max(times).seconds,
                     n=repetitions,
+                    skew_s=skew,
+                    bound_s=bound,
                 )
             )
     return records

@@ -13,6 +13,7 @@ from ...errors import UserError
 from ...text import byte_size, plural
 from ...untrusted import read_text
 from ..algorithms import Algorithm, parse_algorithm, usual_chunks
+from ..clock import Elapsed
 from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -51,6 +52,14 @@ class Timing(_Part):
     grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
     chunks: Annotated[int, Field(ge=1)]
     median: Seconds
+    skew: Seconds = 0.0
+    """median of the seconds by which the first rank began before the last one"""
+    bound: Seconds = 0.0
+    """seconds by which clocks of several machines may have changed a time"""
+
+    @property
+    def elapsed(self) -> Elapsed:
+        return Elapsed(self.median, self.skew, self.bound)
 
     def as_algorithm(self, ranks: int) -> Algorithm | None:
         return None if self.algorithm == "native" else parse_algorithm(self.algorithm, ranks, self.grid, self.chunks)
@@ -76,7 +85,8 @@ class InStep(_Part):
 class Profile(_Part):
     """The result of `tune`: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
+    """1 had times from a barrier on, whose skew was counted into them"""
     backend: str
     hosts: Annotated[tuple[int, ...], Field(min_length=1)]
     streams: Annotated[int, Field(ge=1)] = 1
@@ -197,4 +207,8 @@ def explain(profile: Profile, source: str) -> str:
     by_size = groupby([1 << power for power in range(12, 27)], lambda size: str(expect(profile, size)[0] or "native"))
     *ends, last = [(name, max(sizes)) for name, sizes in by_size]
     parts = ", ".join([*(f"{name} to {byte_size(size)}" for name, size in ends), f"{last[0]} above"])
+    doubtful = [timing for timing in profile.timings if timing.elapsed.is_doubtful]
+    if doubtful:
+        apart = 1e3 * max(timing.skew + timing.bound for timing in doubtful)
+        source += f"; {len(doubtful)} of {len(profile.timings)} timings doubtful, begun up to {apart:.2g} ms apart"
     return f"allreduce auto: {ranks} ranks on {plural(hosts, 'host')}; {links}; {parts} ({source})"

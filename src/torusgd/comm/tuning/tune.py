@@ -1,7 +1,7 @@
 """Measures a network with the ranks at hand: links as alpha-beta terms, the algorithms against each other, contention.
 
-Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce. Rank 0 computes the profile from them
-and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
+Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
+profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
 
 Contention is how much slower ranks compute while others compute, or while messages travel: they share cores, memory and
 power. The work is a small convolutional network. The figures hold for whatever it is that ranks share, so that a plan
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from ...errors import UserError
 from ..algorithms import Algorithm, Message, Round, usual_chunks
 from ..base import Work
+from ..clock import Elapsed, Span, typical
 from ..connection import Connection, connect, hosts_of, ranks_a_core, shuffled
 from ..groups import Group, group_of
 from .cost import rank_candidates
@@ -132,13 +133,14 @@ def _rivals(
     # Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
     # A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
     # `seconds` allow. Plans that run for the first time are added to `known`.
-    until, effective = time.perf_counter() + seconds, connection.engine.effective
+    effective = connection.engine.effective
     # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
     # what chunks gain (links that are never idle), so that large messages enter in at least their usual chunks.
     ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
     plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
     left: list[Algorithm | None] = [None, *plans[:rivals]]
-    times = defaultdict[Algorithm | None, list[float]](list)
+    times = defaultdict[Algorithm | None, list[Elapsed]](list)
+    begun = 0.0
     for plan in left:
         # The first run of an algorithm opens connections between its peers, which would count against it.
         if (whole := plan and replace(plan, chunks=1)) not in known:
@@ -146,33 +148,29 @@ def _rivals(
             _time_sum(connection, size, plan)
     for turn in range(1, 1 + (_MOST_TURNS if size >= _CHUNKED else repetitions)):
         left = shuffled(left, turn)  # not always after the same one, see `shuffled`
-        # One MAX agrees on all times of the turn and on whether some rank's time is up, so that all ranks drop the same
-        # plans and end at the same turn.
-        *took, over = connection.slowest(
-            [*(_time_sum(connection, size, plan) for plan in left), time.perf_counter() - until]
-        )
-        for plan, each in zip(left, took, strict=True):
+        # All ranks have the same times on one clock, so that they drop the same plans and end at the same turn.
+        taken = connection.elapsed([_time_sum(connection, size, plan) for plan in left])
+        begun = begun or min(each.end - each.seconds for each in taken)
+        for plan, each in zip(left, taken, strict=True):
             times[plan].append(each)
         # By the best time, which a pause of the machine does not touch. A plan that leaves keeps its timings.
-        best = {plan: min(times[plan]) for plan in left}
+        best = {plan: min(times[plan]).seconds for plan in left}
         left = [plan for plan in left if best[plan] <= _BEHIND * min(best.values())]
         quickest = min(best, key=best.__getitem__)
         # The number of chunks is tried for the first turn's winner only: for all plans it would triple the turns.
         if turn == 1 and quickest is not None and size >= _CHUNKED:
             others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
             left += [plan for plan in others if plan not in times]
-        if turn >= repetitions and over > 0:
+        if turn >= repetitions and max(each.end for each in taken) - begun > seconds:
             break
-    return [
-        Timing(
-            size=size,
-            algorithm="native" if plan is None else plan.name,
-            grid=None if plan is None else plan.grid,
-            chunks=1 if plan is None else plan.chunks,
-            median=statistics.median(taken),
+    timings = []
+    for plan, each in ((plan, typical(taken)) for plan, taken in times.items()):
+        name, grid, chunks = ("native", None, 1) if plan is None else (plan.name, plan.grid, plan.chunks)
+        timing = Timing(
+            size=size, algorithm=name, grid=grid, chunks=chunks, median=each.seconds, skew=each.skew, bound=each.bound
         )
-        for plan, taken in times.items()
-    ]
+        timings.append(timing)
+    return timings
 
 
 def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
@@ -180,7 +178,7 @@ def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
     return list(dict.fromkeys(plans))
 
 
-def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:
+def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> Span:
     tensor = connection.zeros(size)
     return connection.stopwatch(lambda: connection.engine.run(tensor, algorithm).wait())
 
@@ -193,23 +191,22 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
     inside = _link(connection, host, repetitions) if len(leaders) < size else None
     between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
     fan = min(_FAN, size - 1)
-    few, many = (connection.slowest([_fan(connection, n, repetitions)])[0] for n in (1, fan))
+    few, many = (_fan(connection, n, repetitions) for n in (1, fan))
     return inside, between, max(0.0, many - few) / _FAN_ROUNDS / max(1, fan - 1)
 
 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     # The link around the members, by chains of dependent rounds; other ranks send nothing.
-    points = []
-    for size in _LINK_BYTES:
-        for _ in range(repetitions):
-            one, chain = (
-                connection.stopwatch(partial(_shift, connection, members, size, turns)) for turns in (1, 1 + _ROUNDS)
-            )
-            points.append((size, one, chain))
-    # The difference of a long chain and of one round: the start and the barrier before it cancel out.
-    flat = connection.slowest([value for _, one, chain in points for value in (one, chain)])
+    sizes = [size for size in _LINK_BYTES for _ in range(repetitions)]
+    spans = [
+        connection.stopwatch(partial(_shift, connection, members, size, turns))
+        for size in sizes
+        for turns in (1, 1 + _ROUNDS)
+    ]
+    # The difference of a long chain and of one round: the start cancels out.
+    flat = [taken.seconds for taken in connection.elapsed(spans)]
     each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
-    return fit([size for size, _, _ in points], each)
+    return fit(sizes, each)
 
 
 def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
@@ -231,7 +228,7 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
-    # Median seconds of a chain of rounds with a small message to each of several ranks.
+    # Median seconds of a chain of rounds with a small message to each of several ranks, the same number everywhere.
     rank, size = connection.group.rank, connection.group.size
     rounds = [
         Round(
@@ -241,10 +238,11 @@ def _fan(connection: Connection, peers: int, repetitions: int) -> float:
         for turn in range(_FAN_ROUNDS)
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
-    return statistics.median(
+    spans = [
         connection.stopwatch(lambda: connection.engine.run_rounds(tensor, rounds).wait())
         for _ in range(repetitions + 1)
-    )
+    ]
+    return typical(connection.elapsed(spans)).seconds
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
@@ -348,7 +346,7 @@ def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> flo
         if connection.group.rank < count:
             task.run(tasks)
 
-    return connection.slowest([connection.stopwatch(compute)])[0]
+    return connection.elapsed([connection.stopwatch(compute)])[0].seconds
 
 
 def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
@@ -364,7 +362,7 @@ def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor
         for message in sent:
             message.wait()
 
-    return connection.slowest([connection.stopwatch(compute)])[0]
+    return connection.elapsed([connection.stopwatch(compute)])[0].seconds
 
 
 def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
@@ -374,4 +372,4 @@ def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tenso
             task.run(tasks // len(tensors))
             start(tensor).wait()
 
-    return connection.slowest([connection.stopwatch(compute)])[0]
+    return connection.elapsed([connection.stopwatch(compute)])[0].seconds

@@ -1,0 +1,183 @@
+"""One clock for the ranks of a group, a start that they agree on in time, and how far apart they really began.
+
+A barrier is no start: ranks leave an all-reduce of one element up to 75 ms apart over 16 hosts at 5 ms, and that would
+count as time of whatever follows. So ranks agree on a moment that is later than the time by which all know of it.
+"""
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from .groups import Group
+
+# a message tag above all of an engine's sums
+_TAG = 1 << 30
+# round trips to a rank of another machine, and to one of the same, where only an offset has to be ruled out
+_TRIPS, _TRIPS_HERE = 8, 2
+# Seconds a second by which two clocks part: RFC 5905 allows each 15 millionths.
+_DRIFT = 3e-5
+# seconds before the start in which ranks no longer sleep, and that they have beyond the time the agreement takes
+_AWAKE = 1e-3
+_DOUBTFUL = 0.05
+
+
+class Span(NamedTuple):
+    """What one rank did, from begin to end in seconds of the group's clock."""
+
+    begin: float
+    end: float
+
+
+class Elapsed(NamedTuple):
+    """What all ranks did together: from the last rank's begin to the last rank's end."""
+
+    seconds: float
+    skew: float = 0.0
+    """seconds from the first rank's begin to the last one's: by so much the time may be too short"""
+    bound: float = 0.0
+    """seconds by which clocks that differ may have changed the time or the skew; 0 on one machine"""
+    end: float = 0.0
+    """when it ended, in seconds of the group's clock"""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Skew and bound are more than 5 % of the time."""
+        return self.skew + self.bound > _DOUBTFUL * self.seconds
+
+    def __str__(self) -> str:
+        apart = f"{1e3 * self.seconds:.3g} ms (began {1e3 * self.skew:.2g} ms apart, clocks +- {1e3 * self.bound:.2g})"
+        return apart + " doubtful" * self.is_doubtful
+
+
+def typical(taken: Iterable[Elapsed]) -> Elapsed:
+    """The median of each figure.
+
+    >>> typical([Elapsed(3.0, 0.1), Elapsed(1.0, 0.3), Elapsed(2.0, 0.2)])
+    Elapsed(seconds=2.0, skew=0.2, bound=0.0, end=0.0)
+    """
+    return Elapsed(*map(median, zip(*taken, strict=True)))
+
+
+class Clock:
+    """The monotonic clock of a group's first rank, as every rank reads it. Every rank makes it, and calls its methods.
+
+    Offsets are measured as NTP does (RFC 5905, section 8): a message leaves the first rank at a, reaches another one at
+    b of its clock, whose answer leaves at c and is back at d. Then the other clock is ahead by ((b - a) + (c - d)) / 2,
+    wrong by ((d - a) - (c - b)) / 2 at most; of several trips the one with the least error counts. Processes of one
+    machine have one clock unless they are in different time namespaces: if two run on one kernel, and the measured
+    offset may be zero, it is.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        # a wait for the others is agreed on in advance by this many seconds and half as many again
+        self._agreement = 0.0
+        self._measure()
+
+    def now(self) -> float:
+        """Seconds of the group's clock."""
+        return time.perf_counter() + self.offset
+
+    def start(self) -> float:
+        """Returns on all ranks at one moment: the time at which it did on this one."""
+        moment = self._agree()
+        # Clocks that part: measured again before the drift has doubled the error. All ranks know the same moment.
+        if self.bound and moment - self._measured > self.bound / (2 * _DRIFT):
+            self._measure()
+            moment = self._agree()
+        while (left := moment - self.now()) > 0:
+            # Sleeps end late by a tenth of a millisecond; but ranks that share cores have to let each other run.
+            time.sleep(left - _AWAKE if left > _AWAKE else 0)
+        return self.now()
+
+    def span(self, run: Callable[[], object]) -> Span:
+        """What `run()` takes on this rank from a common start on, until the device has done all that it was given."""
+        begin = self.start()
+        run()
+        if self._group.device.type == "cuda":
+            torch.cuda.synchronize(self._group.device)
+        return Span(begin, self.now())
+
+    def elapsed(self, spans: Sequence[Span]) -> list[Elapsed]:
+        """The times of all ranks together, each from its span on every rank: the same list everywhere."""
+        own = [(-begin, begin, end) for begin, end in spans]
+        agreed = torch.tensor(own, dtype=torch.float64, device=self._group.small_device)
+        self._group.all_reduce(agreed, maximum=True)
+        # Twice the bound: until they are measured again, drift may double the error.
+        return [
+            Elapsed(end - last, last + minus_first, 2 * self.bound, end) for minus_first, last, end in agreed.tolist()
+        ]
+
+    def _agree(self) -> float:
+        # The moment of the next start: after the last rank has come, and all can know that.
+        group = self._group
+        agreed = torch.tensor([self.now(), self._agreement], dtype=torch.float64, device=group.small_device)
+        group.all_reduce(agreed, maximum=True)
+        last, seconds = agreed.tolist()
+        self._agreement = max(self.now() - last, self._agreement / 2)
+        return last + 1.5 * seconds + _AWAKE
+
+    def _measure(self) -> None:
+        group = self._group
+        machines = [int(each) for each in group.all_gather(_tensor(group, [machine_number()], torch.int64))]
+        found = torch.zeros(group.size, 2, dtype=torch.float64, device=group.small_device)
+        for place in range(1, group.size):
+            is_here = machines[place] == machines[0]
+            if group.rank == 0:
+                found[place] = _tensor(group, self._offset_of(place, is_here))
+            elif group.rank == place:
+                self._answer(_TRIPS_HERE if is_here else _TRIPS)
+        group.broadcast(found)
+        self.offset = float(found[group.rank, 0])
+        """seconds to add to this rank's time.perf_counter()"""
+        # Between two ranks that are wrong in opposite directions.
+        self.bound = sum(sorted(found[:, 1].tolist())[-2:])
+        """seconds by which the difference of two ranks' readings may be wrong"""
+        self._agree()  # takes as long as the next one
+        self._measured = self._agree()
+
+    def _offset_of(self, place: int, is_here: bool) -> tuple[float, float]:
+        # The first rank's clock minus that of another rank, and the largest error of that.
+        group, offset, error = self._group, 0.0, float("inf")
+        for trip in range(_TRIPS_HERE if is_here else _TRIPS):
+            answer = _tensor(group, [0.0, 0.0])
+            pending = group.receive(answer, place, _TAG + trip)
+            a = time.perf_counter()
+            group.send(_tensor(group, [0.0]), place, _TAG + trip).wait()
+            pending.wait()
+            b, c = answer.tolist()
+            d = time.perf_counter()
+            if (d - a) - (c - b) < 2 * error:
+                offset, error = ((a - b) + (d - c)) / 2, ((d - a) - (c - b)) / 2
+        return (0.0, 0.0) if is_here and abs(offset) <= error else (offset, error)
+
+    def _answer(self, trips: int) -> None:
+        group = self._group
+        # All are announced before the first comes: Gloo holds a message back until then.
+        requests = [group.receive(_tensor(group, [0.0]), 0, _TAG + trip) for trip in range(trips)]
+        for trip, request in enumerate(requests):
+            request.wait()
+            b = time.perf_counter()
+            group.send(_tensor(group, [b, time.perf_counter()]), 0, _TAG + trip).wait()
+
+
+def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=group.small_device)
+
+
+def machine_number(further: str = "") -> int:
+    """A number of 56 bits for the kernel that this process runs on, and for what else tells processes apart.
+
+    Containers and network namespaces on one machine have one kernel.
+    """
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    return int.from_bytes(hashlib.sha256((machine + further).encode()).digest()[:7], "big")

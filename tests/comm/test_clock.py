@@ -1,0 +1,71 @@
+"""The clock that ranks share: offsets within their bound, a start at one moment, times by the last begin and end."""
+
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from tests.comm.gloo_world import run_ranks
+
+from torusgd.comm import clock
+from torusgd.comm.clock import Clock, Elapsed, Span
+from torusgd.comm.groups import alone, group_of
+
+AHEAD = 12.5
+
+
+def offset_of_a_shifted_clock() -> tuple[float, float]:
+    """Rank 1's clock is ahead, as in another time namespace; rank 2's is that of rank 0."""
+    group = group_of()
+    ahead = AHEAD if group.rank == 1 else 0.0
+    shifted = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead, sleep=time.sleep)
+    with patch.object(clock, "time", shifted):
+        common = Clock(group)
+        return common.offset, common.bound
+
+
+def test_one_clock_is_found_by_measurement_and_another_one_within_its_bound() -> None:
+    (first, bound), (shifted, _), (same, _) = run_ranks(3, offset_of_a_shifted_clock)
+    assert (first, same) == (0.0, 0.0)
+    assert 0 < abs(shifted + AHEAD) <= bound
+
+
+def offset_of_other_machines() -> tuple[float, float]:
+    with patch.object(clock, "machine_number", lambda: group_of().rank):
+        common = Clock(group_of())
+    return common.offset, common.bound
+
+
+def test_clocks_of_other_machines_are_not_taken_for_one() -> None:
+    found = run_ranks(2, offset_of_other_machines)
+    assert all(0 <= abs(offset) <= bound for offset, bound in found)
+    assert found[0][1] == found[1][1] > 0
+
+
+def together() -> list[Elapsed]:
+    common = Clock(group_of())
+    begin, end = ((1.0, 4.0), (1.5, 3.0))[group_of().rank]
+    return common.elapsed([Span(begin, end), Span(7.0, 8.0)])
+
+
+def test_the_time_of_all_is_from_the_last_begin_to_the_last_end() -> None:
+    first, other = run_ranks(2, together)
+    assert first == other == [Elapsed(2.5, 0.5, 0.0, 4.0), Elapsed(1.0, 0.0, 0.0, 8.0)]
+    assert [each.is_doubtful for each in first] == [True, False]
+
+
+def starts() -> list[float]:
+    common = Clock(group_of())
+    return [common.start() for _ in range(5)]
+
+
+def test_no_rank_starts_before_another_has_come() -> None:
+    together = list(zip(*run_ranks(2, starts), strict=True))
+    assert all(max(before) < min(after) for before, after in pairwise(together))
+
+
+def test_a_rank_alone_has_its_own_clock() -> None:
+    common = Clock(alone())
+    assert (common.offset, common.bound) == (0.0, 0.0)
+    begin, end = common.span(lambda: None)
+    assert common.elapsed([Span(begin, end)]) == [Elapsed(end - begin, 0.0, 0.0, end)]
