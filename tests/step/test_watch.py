@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torusgd.comm.groups import group_of
 from torusgd.errors import RunError
-from torusgd.step.control_vector import ControlVector
-from torusgd.step.watch import NO_WORDS, StepView, StepWatch
+from torusgd.step.control_vector import NO_WORDS, ControlVector
+from torusgd.step.watch import StepView, StepWatch
 
 
 class OddSteps(StepWatch):

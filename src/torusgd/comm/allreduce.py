@@ -153,17 +153,14 @@ def over(
         known, source = _profile(profile, connection)
         return AlgorithmAllReduce(name, connection, _decided(known, connection), explain(known, source), known)
     if grid is None and name.partition(":")[0] in GRIDS:
-        grid = _natural_grid(hosts_of(connection.group))
+        hosts = hosts_of(connection.group)
+        each = ranks_a_host(hosts)
+        # Hosts times ranks a host, if both are more than one.
+        grid = (len(hosts) // each, each) if 1 < each < len(hosts) else None
     requested = parse_algorithm(name, size, grid)
     runs = connection.engine.effective(requested)
     why = f"allreduce {requested}: " + ("as requested" if runs == requested else f"runs as {runs} on this backend")
     return AlgorithmAllReduce(name, connection, lambda n: parse_algorithm(name, size, grid, usual_chunks(n)), why)
-
-
-def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
-    # Hosts times ranks a host, if both are more than one.
-    each = ranks_a_host(hosts)
-    return (len(hosts) // each, each) if 1 < each < len(hosts) else None
 
 
 def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algorithm | None]:

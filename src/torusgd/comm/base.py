@@ -115,6 +115,7 @@ class Work(Protocol):
 
     def ended(self) -> float | None:
         """After `wait`: when the result was there (time.perf_counter); None where only a GPU's stream knows."""
+        return None
 
 
 @runtime_checkable
@@ -153,14 +154,14 @@ class Engine(Protocol):
         """Ends what it began; its group stays open."""
 
 
-class Done:
+class Done(Work):
     """The work of a sum that needed none, as on one rank."""
 
     def __init__(self) -> None:
         self._ended = time.perf_counter()
 
     def wait(self, limit: float | None = None) -> None:
-        """Returns at once."""
+        pass
 
     def done(self) -> bool:
         return True

@@ -139,7 +139,7 @@ class LaunchOrder:
         return _Enqueued(self._stream.record_event())
 
 
-class _Enqueued:
+class _Enqueued(Work):
     """Work that a GPU has been given: `wait` makes the current stream wait for it, and never the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -150,9 +150,6 @@ class _Enqueued:
 
     def done(self) -> bool:
         return self._event.query()
-
-    def ended(self) -> float | None:
-        return None  # only the GPU knows
 
 
 @cache

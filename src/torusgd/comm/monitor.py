@@ -106,7 +106,7 @@ class _Watched:
         return self._work.ended()
 
 
-class _Copied:
+class _Copied(Work):
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
@@ -119,9 +119,6 @@ class _Copied:
 
     def done(self) -> bool:
         return self._event.query()
-
-    def ended(self) -> float | None:
-        return None
 
 
 def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:

@@ -3,9 +3,6 @@
 A torus is NCCL's own reduce-scatter, all-reduce and all-gather on its rows and columns, which are subgroups; the other
 algorithms send their rounds as batches of point-to-point messages. Both are plain functions of groups, and run over
 Gloo on CPU tensors too, which is how they are tested without GPUs.
-
-So NCCL chooses the methods of a torus' axes. And since operations follow each other (`groups.LaunchOrder`), chunks
-would overlap nothing and only add latency: an algorithm runs in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,6 +71,8 @@ class NcclEngine:
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
+        # NCCL chooses the methods of a torus' axes. And since operations follow each other (`groups.LaunchOrder`),
+        # chunks would overlap nothing and only add latency: an algorithm runs in one.
         if algorithm.algorithm == "torus":
             algorithm = replace(algorithm, vertical="ring", horizontal="ring")
         return replace(algorithm, chunks=1)

@@ -34,7 +34,6 @@ class Key(str):
 
     @property
     def path(self) -> str:
-        """The key with all prefixes."""
         return str(self) if self.under is None else f"{self.under.path}/{self}"
 
 

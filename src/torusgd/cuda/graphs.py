@@ -40,8 +40,6 @@ _CYCLES = 2_000_000
 
 
 class Graph(Protocol):
-    """Work that was captured."""
-
     def replay(self) -> None:
         """Does the work again, with what its memory holds now."""
 

@@ -3,10 +3,6 @@
 An operator has a form made of torch's own operators, which runs on a CPU, and one to three Triton kernels, which run on
 a GPU (`operator`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
 and each of its programs takes one block of one tensor, by a table of blocks.
-
-Tables go to the GPU from pinned memory, so that the host never waits. While a CUDA graph is captured nothing can be
-copied from the host, and whatever is allocated lies in memory that the graph uses for other things too. A table that
-is made during a capture therefore lies in memory that was taken before it, and is filled after it (`Tables`).
 """
 
 import inspect
@@ -55,6 +51,10 @@ def register(function: Callable[..., None], kernels: str, writes: Collection[str
 
 class Tables:
     """The tables of work that is captured in a CUDA graph; the graph's owner holds them as long as the graph."""
+
+    # Tables go to the GPU from pinned memory, so that the host never waits. While a CUDA graph is captured nothing can
+    # be copied from the host, and whatever is allocated lies in memory that the graph uses for other things too. A
+    # table that is made during a capture therefore lies in memory that was taken before it, and is filled after it.
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(_MOST_ENTRIES, dtype=torch.int64, device=device)

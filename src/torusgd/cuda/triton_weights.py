@@ -8,9 +8,6 @@
                    launches there, and read and write 29 bytes for each value, where 5 would do
 
 Norms have the bits of `optim.norms` on a GPU: squares in float64, by lanes, then in a tree.
-
-The update rounds as torch's foreach operators on a GPU round: a product and a sum in one (fma) where those take
-`alpha`, otherwise each alone, for which the compiler must not join them (`enable_fp_fusion=False`).
 """
 
 from collections.abc import Sequence
@@ -109,6 +106,8 @@ def _momentum(
     IS_LARS: tl.constexpr, RATE_INSIDE: tl.constexpr, NESTEROV: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     # Weights and momentum of one block of a tensor, unless the step is refused.
+    # It rounds as torch's foreach operators on a GPU round: a product and a sum in one (fma) where those take `alpha`,
+    # otherwise each alone, for which the compiler must not join them (`enable_fp_fusion=False`).
     block = blocks + 4 * tl.program_id(0)
     layer, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     here = tl.arange(0, BLOCK)
@@ -194,8 +193,11 @@ def update(u: Update) -> None:
             cached_table(tuple(pairs), device), both, u.values, norms, DECAYED=row.decayed_gradient,
             enable_fp_fusion=False,
         )  # fmt: skip
+        # of each tensor the first of its blocks among all, and how many it has
+        counts = [-(-numel // BLOCK.value) for numel in numels]
+        runs = tuple(zip(accumulate(counts, initial=0), counts, strict=False))
         _rates[(len(numels),)](
-            u.values, _runs_of_blocks(numels, device), norms, len(blocks), THRESHOLD=row.eps_is_threshold,
+            u.values, cached_table(runs, device), norms, len(blocks), THRESHOLD=row.eps_is_threshold,
             ZERO_IS_PLAIN=row.zero_gradient_is_plain, CLIP=row.clip, enable_fp_fusion=False,
         )  # fmt: skip
     _momentum[(len(blocks),)](
@@ -217,9 +219,3 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
     values, is_last = pixels.numel(), not out.is_contiguous()
     grid = (triton.cdiv(values, COPY_BLOCK.value),)
     _look_up[grid](pixels.contiguous(), table, out, values, channels, height * width, IS_LAST=is_last)
-
-
-def _runs_of_blocks(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    # int64 [tensors, 2]: the first of each tensor's blocks among all, and how many it has.
-    counts = [-(-numel // BLOCK.value) for numel in numels]
-    return cached_table(tuple(zip(accumulate(counts, initial=0), counts, strict=False)), device)

@@ -5,13 +5,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from .integer_sum import SumStatus, power_of_two_scale, runs_of
+from .integer_sum import GradientSum, SumStatus, power_of_two_scale, runs_of
 from .layout import Bucket, Span
 
 FLOAT16_MAX = 65504.0
 
 
-class FloatGradientSum:
+class FloatGradientSum(GradientSum):
     """Gradients as float32, float16 or bfloat16: as the papers sent them; bits depend on the number of ranks.
 
     A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
@@ -94,9 +94,6 @@ class FloatGradientSum:
         message[b.length + 1] = (~finite).to(message.dtype)
         message[b.length + 2] = lost
         return message
-
-    def payload(self, bucket: int) -> Tensor:
-        return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
         """float32 [2 * slots + 2 * buckets]: largest magnitudes, non-finite counts; bounds and underflow."""

@@ -48,11 +48,6 @@ class SumReport:
     underflow: float = 0.0
     """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
 
-    @property
-    def accepted(self) -> bool:
-        """Whether the mean may be used."""
-        return not self.overflow and not self.nonfinite
-
 
 @dataclass(frozen=True)
 class SumStatus:
@@ -74,6 +69,7 @@ class SumStatus:
 class GradientSum(Protocol):
     """What the reducer needs of a sum. Slots are numbered among those held, `state` and flags among all."""
 
+    buckets: Sequence[Bucket]
     needs_measure: bool
     """no scale is known yet: the maxima must be measured before the first sum"""
 
@@ -91,6 +87,7 @@ class GradientSum(Protocol):
 
     def payload(self, bucket: int) -> Tensor:
         """1-D [length], instead of `message`: the sums alone, of which a rank may take back a shard only."""
+        return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
         """1-D, after the last `payload`: what all ranks must know of all sums, itself to be summed over ranks."""
@@ -117,7 +114,7 @@ class GradientSum(Protocol):
         """Takes back what `state` gave."""
 
 
-class IntegerGradientSum:
+class IntegerGradientSum(GradientSum):
     """Gradients as integers, scaled by a power of two a slot and rounded: any order of addition gives the same bits.
 
     The scale leaves HEADROOM over the last accepted step. Intermediate wrap-around is harmless: only the final range
@@ -232,9 +229,6 @@ class IntegerGradientSum:
             if not self._filled[slot]:
                 self._views[slot].zero_()
         return self._messages[bucket]
-
-    def payload(self, bucket: int) -> Tensor:
-        return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
         """Integers [2 * all slots + 2]: bounds and counts; zero for slots that are summed on other ranks."""

@@ -40,7 +40,6 @@ class Bucket:
 
     @cached_property
     def length(self) -> int:
-        """Number of elements of the bucket."""
         return sum(self.numels)
 
     def moved(self, slots: int) -> "Bucket":
@@ -114,7 +113,6 @@ class ParameterLayout:
 
     @cached_property
     def bucket_of(self) -> tuple[int, ...]:
-        """The bucket of each held slot."""
         return tuple(index for index, bucket in enumerate(self.buckets) for _ in range(bucket.first, bucket.stop))
 
     @cached_property
@@ -125,7 +123,6 @@ class ParameterLayout:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Every rank holds every slot."""
         return len(self.held) == len(self.slots)
 
     @cached_property
@@ -135,7 +132,6 @@ class ParameterLayout:
 
 
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
-    """The layout of slots by a rule."""
     held = [slot for slot in slots if slot.held]
     buckets: list[Bucket] = []
     # No bucket holds two layers in column blocks: their gradients come in turn, and the first would wait for the last.

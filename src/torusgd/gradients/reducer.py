@@ -13,9 +13,6 @@ A step's life:
     3. A sum out of range is redone: the largest elements are measured over all ranks, and the passes run again.
        Nothing outside the reducer changes until a step is accepted.
     4. `apply_mean` writes the mean into the `grad` of this rank's tensors.
-
-As DistributedDataParallel does, a run may rebuild its buckets after the first steps (`BucketRebuild`): DDP in the order
-in which gradients arrived, here in sizes with which the last gradient is summed earliest, by measured times.
 """
 
 import time
@@ -371,7 +368,8 @@ REBUILD_STEPS = (1, 2, 3)
 
 
 class BucketRebuild:
-    """Watches a reducer's first steps and then rebuilds its buckets; those of column blocks stay.
+    """Watches a reducer's first steps and then rebuilds its buckets, as DistributedDataParallel does; those of column
+    blocks stay. DDP takes the order in which gradients arrived, this the sizes with which the last is summed earliest.
 
     Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
     buckets as momentum follows the shards; and not if batch norm's gradients have buckets of their own. Without a

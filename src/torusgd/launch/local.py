@@ -132,7 +132,6 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
 
 
 def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int) -> RunResult:
-    """One attempt after another, each from the last checkpoint."""
     restarts, pause = Restarts(), 0.0
     requests = RunRequests(folder.path)
     wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)

@@ -76,7 +76,6 @@ class Failure:
         return cls(**{**tree, "kind": FailureKind(tree["kind"])})
 
     def dump(self) -> str:
-        """As JSON, for `parse`."""
         return json.dumps({**self.__dict__, "kind": self.kind.value})
 
     @property

@@ -319,9 +319,7 @@ def meet_within(
 ) -> Group:
     """The group of `size` ranks, numbered from 0, which come within so many seconds, each with the store of an attempt.
 
-    Raises:
-        UserError: Ranks share a GPU, or there are too few.
-        torch.distributed.DistError: They did not meet in time.
+    UserError if ranks share a GPU, or there are too few GPUs; torch.distributed.DistError if they come too late.
     """
     limit = timedelta(seconds=seconds)
     return meet(

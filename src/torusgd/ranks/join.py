@@ -189,7 +189,6 @@ class Channel:
             raise ChannelClosed(f"nothing was heard of it for {self.silent:g} s")
 
     def close(self) -> None:
-        """Hangs up, and wakes whoever waits for a message."""
         hang_up(self._connection)
 
 
@@ -342,7 +341,6 @@ class RemoteRank:
             self.exitcode, self.why = code, f"on {self.node.host} {why or how_it_ended(code)}"
 
     def wake(self) -> None:
-        """Wakes whoever waits for its end."""
         with suppress(OSError):
             self._write.send(b"x")
 

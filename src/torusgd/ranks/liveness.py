@@ -131,7 +131,6 @@ class Watch:
             self.beats[rank], self._silence[rank], self._seconds[rank] = None, Unchanged(), 0.0
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Watches these ranks no longer."""
         for rank in ranks:
             for each in (self.beats, self._silence, self._seconds):
                 each.pop(rank, None)

@@ -112,7 +112,6 @@ class LabRanks:
         return codes
 
     def outputs(self) -> list[str]:
-        """The standard output and error of each rank so far."""
         return [path.read_text(errors="replace") if path.exists() else "" for path in self._outputs]
 
     def end(self) -> None:

@@ -62,7 +62,6 @@ class Rehearsal:
         return (self.predicted - self.rehearsed) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "devices": self.devices, "batch": self.batch, "compute": self.planned.compute,
             "exposed_rehearsed": self.rehearsed, "exposed_predicted": self.predicted,

@@ -130,7 +130,6 @@ class Wire:
                     return
 
     def _take(self, device: int) -> None:
-        """Takes the packets that a host sends."""
         source, now = self._host[device], time.monotonic()
         while True:
             try:

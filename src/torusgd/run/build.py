@@ -136,7 +136,6 @@ def _step(
     requests: Requests,
     form: "GpuForm | None",
 ) -> TrainStep:
-    """Joins the parts of a step."""
     recipe, watched = job.recipe, [requests, *state.watchers]
     control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host)
     if form is not None:
@@ -162,7 +161,6 @@ def _step(
 
 
 def _drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
-    """What compares the ranks' weights."""
     every = job.options.drift_every
     if every is None:
         fewest = min(stage.images_per_worker for stage in job.recipe.stages)

@@ -316,7 +316,6 @@ class Run:
             return self._leave_result(evaluation, top1)
 
     def _polish(self) -> Evaluation:
-        """Polishes what the model holds, and evaluates it."""
         state, step = self.state, self.trainer.step
         polish_by_recipe(
             step.state.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce,
@@ -352,7 +351,6 @@ class Run:
         return summary
 
     def _take_newest(self) -> Agreed:
-        """Goes on from the newest state that there is."""
         beginning = Beginning(self.job, self.trainer, self.retained.run_dir.checkpoints, self.liveness, self.memory)
         agreed = agree(self.retained, self.world, beginning)
         step = self.trainer.step

@@ -63,7 +63,6 @@ class RunState:
         self.totals.add(stats)
 
     def as_summary(self) -> dict[str, Any]:
-        """Its keys of summary.json."""
         summary = {
             "steps": self.step,
             **self.totals.as_summary(),

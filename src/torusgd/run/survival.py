@@ -6,7 +6,7 @@ all that is built on them are made anew.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,17 +46,21 @@ class TrainRank:
         """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
         run = Fingerprint.from_dict(json.loads(heartbeat.store.get(keys.FINGERPRINT)))
         with arithmetic_of(self._job.recipe):
-            self._retained = prepared(self._job, heartbeat, self._began, run)
-            self._follower = StateFollower(self._job, self._retained, heartbeat)
+            device, job = torch.device(self._job.device), self._job
+            retained = nothing_yet(job, alone(device), heartbeat, self._began)
+            network = draw_network(job, retained.data, device)
+            # Other ranks give it their weights, and so it needs no file of initial ones.
+            mine = replace(fingerprint_on_rank(job, retained.data, network, device), init_sha256=run.init_sha256)
+            mine.check_joins(run, job.options.mixed)
+            self._retained = replace(retained, fingerprint=mine, network=network)
+            self._follower = StateFollower(job, self._retained, heartbeat)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `LastingFunction`."""
         assert self._follower is not None, "it was prepared"
         with arithmetic_of(self._job.recipe):
             self._follower.follow(source, caught_up)
 
     def close(self) -> None:
-        """See `LastingFunction`."""
         if self._run is not None:
             self._run.close_files()
 
@@ -83,17 +87,6 @@ class TrainRank:
             liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         result = self._run.run()
         return RanksChange() if result.ranks_change else asdict(result)
-
-
-def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Retained:
-    """What a rank has that joins a run at work; UserError if it has another fingerprint than the `run`."""
-    device = torch.device(job.device)
-    retained = nothing_yet(job, alone(device), liveness, began)
-    network = draw_network(job, retained.data, device)
-    # Other ranks give it their weights, and so it needs no file of initial ones.
-    mine = replace(fingerprint_on_rank(job, retained.data, network, device), init_sha256=run.init_sha256)
-    mine.check_joins(run, job.options.mixed)
-    return replace(retained, fingerprint=mine, network=network)
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:

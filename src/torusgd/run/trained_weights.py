@@ -120,29 +120,25 @@ def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callabl
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model with its weights, and the data that its recipe names."""
-
-    path: Path
-    """the weight file"""
-    model: nn.Module
-    recipe: Recipe
-    metadata: dict[str, str]
-    train: Source
-    held_out: Source
-
-
-@dataclass(frozen=True)
 class TrainedModel:
     """A model with its weights, without any data."""
 
     path: Path
     """the weight file"""
     model: nn.Module
-    """in evaluation mode, float32"""
+    """float32; of `open_model` in evaluation mode"""
     recipe: Recipe
     classes: tuple[str, ...]
     """names, in the order of the outputs"""
+
+
+@dataclass(frozen=True)
+class Trained(TrainedModel):
+    """A model with its weights, and the data that its recipe names."""
+
+    metadata: dict[str, str]
+    train: Source
+    held_out: Source
 
 
 def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
@@ -178,7 +174,7 @@ def open_trained(
     train, held_out = open_sources(recipe.data, data, recipe.seed)
     _check_classes(file, metadata, train)
     network = _with_weights(file, tensors, model_of(recipe, len(train.classes)))
-    return Trained(file, network, recipe, metadata, train, held_out)
+    return Trained(file, network, recipe, tuple(train.classes), metadata, train, held_out)
 
 
 def find_weights(path: Path) -> Path:

@@ -18,7 +18,8 @@ from ..errors import RunError
 
 # Of the record: ranks with programs that would read each other's fields otherwise find out at the first step.
 VERSION = 5
-_NOTHING = torch.zeros(0, dtype=torch.int64)
+NO_WORDS = torch.zeros(0, dtype=torch.int64)
+"""the section of a watcher in a step that does not concern it"""
 
 
 @dataclass
@@ -51,10 +52,9 @@ class ControlVector:
 
     def section(self, name: str) -> Tensor:
         """A section; empty if nobody sent it in this step."""
-        return self.sections.get(name, _NOTHING)
+        return self.sections.get(name, NO_WORDS)
 
     def words(self, name: str) -> list[int]:
-        """The words of a section."""
         return [int(word) for word in self.section(name).tolist()]
 
 

@@ -81,11 +81,9 @@ class JournalReplay:
     journal: Journaled | None
 
     def next(self, step: int) -> JournalEntry:
-        """What the step of this number takes."""
         return synchronous(step, self.virtual_workers) if self.journal is None else self.journal.entry(step)
 
     def observe(self, finished: F64, seconds: float) -> str:
-        """Learns nothing."""
         return ""
 
 

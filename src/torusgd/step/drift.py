@@ -23,8 +23,8 @@ from ..errors import CorruptionError
 from ..gradients.integer_hash import keyed_sum
 from ..gradients.layout import Slot
 from ..rng import DRIFT, keyed_hash
-from .control_vector import ControlVector
-from .watch import NO_WORDS, StepView, StepWatch
+from .control_vector import NO_WORDS, ControlVector
+from .watch import StepView, StepWatch
 
 _MOST_NAMED = 8
 # After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.

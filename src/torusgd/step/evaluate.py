@@ -162,7 +162,6 @@ class Confusion:
         self.counts += torch.bincount(targets * classes + chosen, minlength=classes**2).view_as(self.counts)
 
     def sum_over_ranks(self, allreduce: AllReduce) -> None:
-        """Adds the counts of all ranks; every rank calls it."""
         allreduce.start(self.counts.view(-1)).wait()
 
     def accuracies(self) -> list[float | None]:

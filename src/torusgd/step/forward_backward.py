@@ -1,14 +1,4 @@
-"""The forward and backward pass of a virtual worker: through a whole network, with a tail that ranks share, or in
-local steps.
-
-A step of local steps is a round (local SGD: Stich, arXiv 1805.09767; with an outer optimizer DiLoCo, arXiv 2311.08105):
-
-    each virtual worker i    w_i = w; then H times w_i = w_i - SGD or LARS on the next part of its images
-    all of them              d = mean over i of (w - w_i), an exact sum like that of gradients
-    outer SGD                w = w - its step with d as the gradient
-
-The messages of a round are those of one synchronous step, so a link carries them once in H updates.
-"""
+"""The forward and backward pass of a virtual worker: of a whole network, with a shared tail, or in local steps."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -156,6 +146,14 @@ class LocalSteps(ForwardBackward):
 
     The network that is trained keeps its weights meanwhile; `state.update` has the outer optimizer.
     """
+
+    # A step is a round (local SGD: Stich, arXiv 1805.09767; with an outer optimizer DiLoCo, arXiv 2311.08105):
+    #
+    #     each virtual worker i    w_i = w; then H times w_i = w_i - SGD or LARS on the next part of its images
+    #     all of them              d = mean over i of (w - w_i), an exact sum like that of gradients
+    #     outer SGD                w = w - its step with d as the gradient
+    #
+    # The messages of a round are those of one synchronous step, so a link carries them once in H updates.
 
     def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState) -> None:
         assert recipe.synchrony.local_steps is not None

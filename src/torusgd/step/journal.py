@@ -111,7 +111,6 @@ class Journal:
         self._write(head.last)
 
     def add(self, entry: JournalEntry) -> None:
-        """The next update."""
         left_out = sorted(set(range(self._workers)).difference(entry.workers))
         body = f"{entry.step} {_text(left_out)}"
         digest = _digest(self.head.sha256, body)
@@ -120,7 +119,6 @@ class Journal:
         self._write(line)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -143,7 +141,6 @@ class Journaled:
     head: JournalHead
 
     def entry(self, step: int) -> JournalEntry:
-        """The update of a step."""
         left_out = {worker for run in self.left_out[step] for worker in run}
         return entry_of(step, set(range(self.virtual_workers)) - left_out)
 

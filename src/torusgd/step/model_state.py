@@ -48,7 +48,6 @@ class MovingAverage:
             part.copy_(source)
 
     def is_due(self, step: Step) -> bool:
-        """Whether the average takes what a step leaves."""
         return (step.index + 1) % self._settings.every == 0
 
     @torch.no_grad()

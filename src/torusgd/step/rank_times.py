@@ -1,15 +1,5 @@
 """The ranks' times compared: which rank is slow, and why; and shares that follow the ranks' speed.
 
-An all-reduce makes every rank as slow as the last one, and hides which it was. So each rank notes when its gradients
-were ready, counted from the end of its own previous all-reduce, before it waits for anyone (`Stragglers`). If the
-network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to the next rank
-and back are timed now and then, off the step's path (`LinkProbe`): a rank with a slow link is slow in both pairs that
-it belongs to; its neighbours are so in one.
-
-Any rank can compute any virtual worker with the same bits, so shares are free to change between two steps: a slow rank
-computes fewer virtual workers, and the others wait less for it (`SpeedWatch`). Each rank measures how long a virtual
-worker takes it, without what it waits for messages.
-
 Every so many steps these times travel in the step's control vector: every rank finds the same from the same numbers.
 """
 
@@ -31,9 +21,9 @@ from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import best_counts, even_counts, slowest_rank
 from ..recipe.schema import Recipe
-from .control_vector import ControlVector
+from .control_vector import NO_WORDS, ControlVector
 from .membership import Membership, with_counts
-from .watch import NO_WORDS, StepView, StepWatch
+from .watch import StepView, StepWatch
 
 # Steps from one comparison to the next; of more than 100 ranks a tenth of their number: notes grow with their number, a
 # step's part must not.
@@ -92,6 +82,8 @@ class Stragglers(_Notes):
     of two ranks nobody can say whose is slow.
     """
 
+    # An all-reduce makes every rank as slow as the last one, and hides which it was. So each rank notes when its
+    # gradients were ready, counted from the end of its own previous all-reduce, before it waits for anyone.
     name = "timings"
     FIELDS = 5
 
@@ -159,6 +151,10 @@ class LinkProbe:
 
     Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
     """
+
+    # If the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to
+    # the next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs
+    # that it belongs to; its neighbours are so in one.
 
     def __init__(self, world: Group) -> None:
         self._rank, self._size = world.rank, world.size
@@ -246,7 +242,6 @@ class Move:
     """fraction of the time that the slowest rank computed, which should be saved"""
 
     def __str__(self) -> str:
-        """As the console shows it."""
         counts = self.membership.counts
         shown = "/".join(map(str, counts)) if len(counts) <= _MOST_SHOWN else f"{min(counts)} to {max(counts)}"
         return f"shares follow the ranks' speed: now {shown} virtual workers, compute {self.gain:.0%} shorter"
@@ -272,6 +267,9 @@ class Balance:
 class SpeedWatch(_Notes):
     """Measures how fast the ranks are, and finds the shares that fit; `speed` is that of `StepClock`."""
 
+    # Any rank can compute any virtual worker with the same bits, so shares are free to change between two steps: a slow
+    # rank computes fewer virtual workers, and the others wait less for it. Each rank measures how long a virtual worker
+    # takes it, without what it waits for messages.
     name = "speeds"
 
     def __init__(self, index: int, size: int, speed: Callable[[], Callable[[], float]]) -> None:
@@ -327,5 +325,4 @@ def balance(membership: Membership, earlier: Sequence[float], later: Sequence[fl
 
 
 def follows_speed(options: RuntimeOptions, recipe: Recipe) -> bool:
-    """Whether the shares of a run follow the ranks' speed."""
     return options.shares == "speed" and not obstacle(BY_SPEED, Setup(recipe))

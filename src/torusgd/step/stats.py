@@ -169,7 +169,6 @@ class StepTotals:
     """sum of the steps' fractions, each times its images"""
 
     def add(self, stats: StepStats) -> None:
-        """Adds a step."""
         self.samples = stats.step.start + stats.step.batch
         for name in _COUNTED:
             setattr(self, name, getattr(self, name) + getattr(stats, name))
@@ -234,7 +233,6 @@ class StepClock:
     speed: Callable[[], float] = field(default=lambda: 0.0, init=False)
 
     def start(self) -> None:
-        """A step begins."""
         self.speed = lambda: 0.0
         self._started, self._before = time.perf_counter(), self._waits()
 
@@ -256,7 +254,6 @@ class StepClock:
         self._passed = time.perf_counter() - self.monitor.waited
 
     def stop(self) -> StepTimes:
-        """The step has ended."""
         end = time.perf_counter()
         data, sync, on_way = (now - then for now, then in zip(self._waits(), self._before, strict=True))
         # What is waited for messages after the last pass is no work of this rank's own.

@@ -27,11 +27,8 @@ from torch import Tensor
 from ..comm.base import Liveness
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Step
-from .control_vector import ControlVector
+from .control_vector import NO_WORDS, ControlVector
 from .membership import Membership
-
-NO_WORDS = torch.zeros(0, dtype=torch.int64)
-"""the section of a watcher in a step that does not concern it"""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ _Gradients = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | Non
 
 
 def order_of_gradients(options: RuntimeOptions) -> Context:
-    """The context of a run's forward passes."""
     return WeightsFirst if options.weights_first else nullcontext
 
 

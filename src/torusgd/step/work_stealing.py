@@ -280,7 +280,6 @@ class TakenOver:
         return cls(late, helpers, float(saved) * _UNIT)
 
     def as_event(self) -> dict[str, Any]:
-        """Its keys in the event of a step."""
         return {"late": self.late, "helpers": self.helpers, "saved_seconds": round(self.saved, 3)}
 
 

@@ -159,7 +159,6 @@ class DelayModel:
         return total
 
     def seconds(self, worker: int, step: int, part: int) -> float:
-        """Seconds of one piece of work."""
         return float(self.at(worker, step, part))
 
     def table(self, workers: int, step: int, parts: int) -> F64:

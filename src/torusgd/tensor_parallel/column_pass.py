@@ -4,11 +4,6 @@ Each rank brings one virtual worker at a time. For each layer the ranks of a gro
 one has the inputs of all its group's virtual workers; each computes its own column blocks of them. Every tensor that a
 kernel sees is that of one virtual worker and one column block, in memory of its own, and the input gradients are added
 as a tree over column blocks: so the bits are the same for any number of ranks in a group.
-
-The loss is a label-smoothed cross-entropy over classes in column blocks, without bringing the logits together (torch's
-`loss_parallel` takes no label smoothing). Of each block and image four numbers are enough: the largest logit, the sum
-of exponentials under it, the sum of logits and the target's logit. The ranks exchange those and join them in float64;
-each computes its own columns' gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,9 +46,11 @@ class Joined:
 
 def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:
     """The four numbers of one block: float64 (images, 4)."""
-    # They are the largest logit, the sum of exp(logit - largest), the sum of logits, and the target's logit, or 0 if
-    # the target is in another block. `logits` are float32 (images, columns) of the classes `low` and up, `targets`
-    # int64 (images).
+    # The loss is a label-smoothed cross-entropy over classes in column blocks, without bringing the logits together
+    # (torch's `loss_parallel` takes no label smoothing). Of each block and image four numbers are enough, which the
+    # ranks exchange and join in float64: the largest logit, the sum of exp(logit - largest), the sum of logits, and the
+    # target's logit, or 0 if the target is in another block. `logits` are float32 (images, columns) of the classes
+    # `low` and up, `targets` int64 (images).
     largest = logits.amax(dim=1, keepdim=True)
     # Under the block's own largest logit, so that no exponential overflows; `join` scales it to the largest of all.
     exponentials = torch.exp(logits - largest).sum(dim=1, dtype=torch.float64)

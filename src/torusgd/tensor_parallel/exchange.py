@@ -109,27 +109,24 @@ class ParallelGroups:
             group.close()
 
 
+@dataclass(frozen=True)
 class Transfer:
     """Activations or their gradients under way between ranks."""
 
-    def __init__(
-        self,
-        work: Work | None,
-        received: Tensor,
-        expected: Sequence[tuple[int, ActivationBlock]],
-        shapes: Sequence[torch.Size],
-    ) -> None:
-        self._work, self._received, self._expected, self._shapes = work, received, expected, shapes
+    work: Work | None
+    received: Tensor
+    expected: Sequence[tuple[int, ActivationBlock]]
+    shapes: Sequence[torch.Size]
 
     def wait(self) -> list[tuple[int, ActivationBlock, Tensor]]:
         """(sending rank, activation block, values) in the order of ranks and blocks; each tensor in its own memory."""
-        if self._work is not None:
-            self._work.wait()
-        runs = self._received.split([shape.numel() for shape in self._shapes])
+        if self.work is not None:
+            self.work.wait()
+        runs = self.received.split([shape.numel() for shape in self.shapes])
         # Copies, since the bits of a matrix product may depend on where in memory its operands begin.
         return [
             (peer, block, run.view(shape).clone())
-            for (peer, block), run, shape in zip(self._expected, runs, self._shapes, strict=True)
+            for (peer, block), run, shape in zip(self.expected, runs, self.shapes, strict=True)
         ]
 
 
