@@ -106,7 +106,8 @@ def rebuild(steps: int) -> list:
 
     for _ in range(steps):
         report = reducer.reduce(backward).report
-        assert not report.overflow and not report.nonfinite
+        assert not report.overflow
+        assert not report.nonfinite
         reducer.apply_mean(2)
         means.append(torch.cat([t.grad.flatten() for t in reducer.owned if t.grad is not None]).tolist())
         lines.append(bucket_rebuild.after_step())
