@@ -80,9 +80,7 @@ class CommError(RuntimeError):
 class CommTimeout(CommError):
     """A message has not come in time: a rank is frozen, late or cut off, or did not come to meet the others.
 
-    Args:
-        text: One line.
-        late: The ranks that are known to be late.
+    `late` are the ranks that are known to be late.
     """
 
     def __init__(self, text: str, late: Sequence[LateRank] = ()) -> None:

@@ -81,6 +81,9 @@ def decode(limbs: Tensor, window: Window = FULL) -> Tensor:
     """The float64 value, within one unit in the last place, of summed limbs, int64 [window.rows, ...].
 
     An element is nan if one of its addends was not finite.
+
+    >>> decode(encode(torch.tensor([1e8, 1.0, -1e8])).sum(dim=1)).item()
+    1.0
     """
     digits = list(limbs[:-1])
     # From the lowest limb up: an arithmetic shift leaves each limb in 0..2**40 and hands its sign to the one above.
@@ -93,12 +96,3 @@ def decode(limbs: Tensor, window: Window = FULL) -> Tensor:
     for digit, weight in zip(digits, window.weights, strict=True):
         total = total + digit.to(torch.float64) * weight
     return total.masked_fill(limbs[-1] > 0, torch.nan)
-
-
-def exact_sum(values: Tensor) -> Tensor:
-    """Sum over the first dim, the same for every order: float32 or float64 [k, ...] to float64 [...], k up to 2**20.
-
-    >>> exact_sum(torch.tensor([1e8, 1.0, -1e8])).item()
-    1.0
-    """
-    return decode(encode(values).sum(dim=1))

@@ -122,12 +122,10 @@ class LaunchOrder:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def enqueue(self, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
-        """Runs `function` with the order's stream current; the host waits for nothing.
+        """Runs `function`, which reads and writes `tensors`, with the order's stream current; the host does not wait.
 
-        Args:
-            tensors: What it reads and writes. On the GPU it begins after all that the caller has enqueued.
-            function: It enqueues work on the current stream, or waits there for work on other streams. What it begins
-                by way of a `Group` is a part of the same work.
+        It enqueues work on that stream, or waits there for work on other streams; what it begins by way of a `Group` is
+        a part of the same work. On the GPU it begins after all that the caller has enqueued.
         """
         current = torch.cuda.current_stream(self._device)
         if current != self._stream:

@@ -34,10 +34,8 @@ in LARS' denominator, and LARS' eps"""
 class FlatUpdate:
     """Lays the tensors of an optimizer, and their momentum, in one piece of memory each, and updates them at once.
 
-    Args:
-        optimizer: `Sgd` or `Lars`, over these tensors; its groups' values are read at each step, its state is shared.
-        tensors: float32, contiguous; they keep their identity and their values.
-        after: Called after each update; captured with it.
+    The optimizer's groups' values are read at each step, its state is shared; the tensors, float32 and contiguous, keep
+    their identity and their values. `after` is called after each update, and captured with it.
     """
 
     def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor], after: Callable[[], object]) -> None:

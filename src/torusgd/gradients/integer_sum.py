@@ -290,9 +290,7 @@ class IntegerGradientSum(GradientSum):
 def read_trailers(found: Tensor, shift: float) -> tuple[Tensor, Tensor, Tensor]:
     """What summed trailers say: bounds of sum |q| (float64 [slots]), which slots held inf or nan, and elements lost.
 
-    Args:
-        found: Integers [2 * slots + 2]: all bounds, all counts, the two values that count elements lost.
-        shift: Bounds are in units of so much.
+    `found` are integers [2 * slots + 2]: all bounds in units of `shift`, all counts, the two that count elements.
     """
     (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
     return units.to(torch.float64) * shift, counts > 0, low.to(torch.float64) + high.to(torch.float64) * 2**COUNT_BITS
@@ -321,14 +319,8 @@ def _count_nonzero(values: Tensor) -> int | Tensor:
 def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     """The largest powers of two that keep HEADROOM * bound * scale within a limit.
 
-    A bound of zero (a tensor whose gradient was all zero) takes the scale of the largest bound.
-
-    Args:
-        bounds: float64 [n], each >= 0.
-        limit: Largest magnitude of a sum.
-
-    Returns:
-        float64 [n], between 2**-100 and 2**100.
+    A bound of zero (a tensor whose gradient was all zero) takes the scale of the largest bound. `bounds` are float64
+    [n], each >= 0, `limit` is the largest magnitude of a sum; the scales are float64 [n], between 2**-100 and 2**100.
     """
     if not bounds.numel():
         return bounds

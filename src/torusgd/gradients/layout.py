@@ -221,12 +221,8 @@ def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
 def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]) -> list[Bucket]:
     """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
 
-    Of layouts that end at the same time, one with fewest buckets.
-
-    Args:
-        profile: An all-reduce's time, and what a message costs the computation.
-        numels: Elements of each tensor, in sending order.
-        ready: When each may leave, in seconds before (negative) or after the end of backward.
+    Of layouts that end at the same time, one with fewest buckets. `numels` are in sending order; `ready` is when each
+    tensor may leave, in seconds before (negative) or after the end of backward.
     """
     # Dynamic programming over the number of buckets and the last one's first tensor (ours): an earlier end of the
     # buckets before the last one is never worse, so that only the earliest end for each first tensor need be known.

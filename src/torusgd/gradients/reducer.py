@@ -159,10 +159,9 @@ class Reducer:
     def reduce(self, backward: Callable[[], T], check: Callable[[T], object] = lambda result: None) -> Reduced[T]:
         """Sums the gradients of a step, measured and redone as often as a sum leaves its range.
 
-        Args:
-            backward: Runs the passes of this rank's virtual workers, between `begin_worker` and `end_worker` each; it
-                is called again for a redo, and before the first step to measure the largest gradients.
-            check: Looks at what `backward` returned once all messages have arrived; what it raises ends the step.
+        `backward` runs the passes of this rank's virtual workers, between `begin_worker` and `end_worker` each; it is
+        called again for a redo, and before the first step to measure the largest gradients. `check` looks at what it
+        returned once all messages have arrived; what `check` raises ends the step.
         """
         overflowed: list[str] = []
         if self.sum.needs_measure:

@@ -66,16 +66,8 @@ def run_joined(
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
-    Args:
-        function: See `RankFunction`.
-        device: `cpu` or `cuda` (see `gpus.own_gpu`).
-        limits: Seconds after which ranks are given up.
-        remedy: Added to the line about a lost rank.
-        ranks_per_gpu: Consecutive ranks that share a GPU.
-
-    Raises:
-        UserError: The variables of the environment are wrong.
-        RunError: The ranks did not meet.
+    The `device` is `cpu` or `cuda` (see `gpus.own_gpu`); `remedy` gives what is added to the line about a lost rank.
+    UserError if the variables of the environment are wrong, RunError if the ranks did not meet.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()
@@ -105,11 +97,7 @@ def run_joined(
 def join(device: str, timeout: float) -> Group:
     """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone.
 
-    `timeout`: seconds to meet, and for each message.
-
-    Raises:
-        UserError: The variables of the environment are wrong.
-        RunError: The ranks did not meet.
+    `timeout`: seconds to meet, and for each message. Errors as of `run_joined`.
     """
     store, rank, size = _rendezvous(timeout) if ranks_are_given() else (HashStore(), 0, 1)
     return _meet(store, rank, size, device, timeout, timeout)

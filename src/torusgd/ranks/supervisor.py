@@ -139,21 +139,18 @@ class Supervisor:
         quorum: Quorum | None = None,
         requested: Callable[[], int | None] = lambda: None,
     ) -> list[Any]:
-        """Runs `function` on all ranks.
+        """Runs `function`, pickled through a pipe between our own processes, on all ranks.
+
+        Gives what it returned, by rank, without those that were lost or let go. RankFailed if one has failed: then none
+        runs any more.
 
         Args:
-            function: Pickled between our own processes, through a pipe.
+            function: See `RankFunction`.
             attempt: Its third argument; another one than any time before.
             quorum: When others die, freeze or hang, it is called again in the processes of those that are left, with
                 their group. None: all ranks are needed.
             requested: Called now and then: another number of ranks to go on with; None: no other. Later attempts begin
                 with that number (`size`).
-
-        Returns:
-            What it returned, by rank, without those that were lost or let go.
-
-        Raises:
-            RankFailed: A rank has failed; none runs any more.
         """
         self._quorum = quorum or Quorum(self.size)
         self._open_attempt(attempt)

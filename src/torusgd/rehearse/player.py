@@ -97,15 +97,8 @@ def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None =
 
 def _neighbours(ranks: Group, members: int, apart: int) -> Group:
     """This rank's group, of `members` ranks that are `apart` ranks from one to the next; every rank calls it."""
-    mine = None
-    # torch wants every rank to take part in making every group, in one order.
-    for first in range(ranks.size):
-        if first // apart % members == 0:
-            neighbours = range(first, first + apart * members, apart)
-            group = ranks.partition([neighbours])
-            mine = group if ranks.rank in neighbours else mine
-    assert mine is not None
-    return mine
+    firsts = [first for first in range(ranks.size) if first // apart % members == 0]
+    return ranks.partition([range(first, first + apart * members, apart) for first in firsts])
 
 
 def main(part: Path) -> None:
