@@ -15,7 +15,7 @@ import torch
 
 from .algorithms import Algorithm, Message, Round
 from .base import CommTimeout, Engine, Work
-from .groups import Group
+from .groups import Group, numbered
 
 LANES = 2
 """number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
@@ -51,12 +51,7 @@ class _Turn(NamedTuple):
 
 def _tagged(messages: tuple[Message, ...], base: int) -> Tagged:
     # A round has up to two messages between the same ranks (a run of blocks that wraps around): base and base + 1.
-    seen: dict[int, int] = {}
-    tagged = []
-    for message in messages:
-        nth = seen[message.peer] = seen.get(message.peer, -1) + 1
-        tagged.append((message, base + nth))
-    return tuple(tagged)
+    return tuple((message, base + nth) for message, nth in numbered(messages, lambda message: message.peer))
 
 
 def _weave(rounds: list[list[Round]]) -> list[_Turn]:

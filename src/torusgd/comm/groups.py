@@ -14,13 +14,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -32,6 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from . import store_keys as keys
 from .base import CommError, CommTimeout, ConnectionLost, Done, Work
 
+T = TypeVar("T")
 Messages = Sequence[tuple[torch.Tensor, int]]
 """tensors, each to or from the member of this index in the group"""
 
@@ -273,8 +275,8 @@ class Group:
         tensors = [tensor for tensor, _ in (*sends, *receives)]
         device = tensors[0].device
         if device.type == "cpu" or not self.has_nccl:
-            works = [self.receive(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(receives)]
-            return works + [self.send(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(sends)]
+            works = [self.receive(each, peer, tag + n) for (each, peer), n in numbered(receives, lambda each: each[1])]
+            return works + [self.send(each, peer, tag + n) for (each, peer), n in numbered(sends, lambda each: each[1])]
 
         def batch() -> dist.Work:
             self._torch._start_coalescing(device)
@@ -401,12 +403,12 @@ class Group:
         return _Message(work, where, self.timeout)
 
 
-def _numbered(messages: Messages) -> Iterator[tuple[int, torch.Tensor, int]]:
-    # (number among the messages of its peer, tensor, peer).
-    seen: dict[int, int] = {}
-    for tensor, peer in messages:
-        nth = seen[peer] = seen.get(peer, -1) + 1
-        yield nth, tensor, peer
+def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
+    """Each message with its number among those of its peer, from 0 on."""
+    seen = Counter[int]()
+    for message in messages:
+        yield message, seen[peer_of(message)]
+        seen[peer_of(message)] += 1
 
 
 def build(

@@ -40,11 +40,13 @@ AHEAD = 2
 class GraphedUpdate:
     """Launches the end of a step: verdict, mean, update and 16-bit copies, from the second time on as one CUDA graph.
 
-    All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
-    optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
-    another loss scale, or a stage's other momentum, is first launched plainly, which compiles what is new, and from the
-    second one on has a graph of its own. `capture` makes a graph on the main stream; None: nothing is captured.
+    `capture` makes a graph on the main stream; None: nothing is captured.
     """
+
+    # All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
+    # optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
+    # another loss scale, or a stage's other momentum, is first launched plainly, which compiles what is new, and from
+    # the second one on has a graph of its own.
 
     def __init__(self, run: TrainStep, flat: FlatUpdate, capture: Capture | None) -> None:
         workers, size, device = run.recipe.virtual_workers, run.world.size, run.world.device

@@ -32,7 +32,7 @@ class IntegerHash:
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.int64, device=device)
-        self._keys = _odd_keys(device)
+        self._keys = _word_keys(device)
 
     def add(self, slot: int, begin: int, integers: Tensor) -> None:
         """Adds a run of a slot's integers that begins at the offset `begin` of the slot.
@@ -74,11 +74,14 @@ def _product(words: Tensor, keys: Tensor) -> Tensor:
     return torch.dot(words, keys) if words.device.type == "cpu" else (words * keys).sum()
 
 
+def odd_keys(stream: int, use: int, count: int) -> Tensor:
+    """int64 [count]: odd factors drawn by key, the same on every rank; a product is zero only if the word is."""
+    return torch.from_numpy((keyed_hash(stream, use, np.arange(count)) | np.uint64(1)).view(np.int64))
+
+
 @cache
-def _odd_keys(device: torch.device) -> Tensor:
-    # The keys of the words of a run: int64 [_WORDS], odd, so that a product is zero only if the word is.
-    words = keyed_hash(AUDIT, 0, np.arange(_WORDS)) | np.uint64(1)
-    return torch.from_numpy(words.view(np.int64)).to(device)
+def _word_keys(device: torch.device) -> Tensor:
+    return odd_keys(AUDIT, 0, _WORDS).to(device)
 
 
 @cache

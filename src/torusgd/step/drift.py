@@ -13,16 +13,15 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.base import AllReduce, CommError
 from ..comm.groups import Group
 from ..errors import CorruptionError
-from ..gradients.integer_hash import keyed_sum
+from ..gradients.integer_hash import keyed_sum, odd_keys
 from ..gradients.layout import Slot
-from ..rng import DRIFT, keyed_hash
+from ..rng import DRIFT
 from .control_vector import NO_WORDS, ControlVector
 from .watch import StepView, StepWatch
 
@@ -60,8 +59,8 @@ class DriftWatch(StepWatch):
         # On a CPU as many as stay in the cache.
         self._run = min(longest, 1 << 16 if world.device.type == "cpu" else 1 << 21)
         many = max(sum(-(-t.numel() // self._run) for t in held) for held in self._held.values())
-        self._keys = _odd(-(-self._run // 2), 0).to(world.device)
-        self._run_keys = _odd(many, 1).to(world.device)
+        self._keys = odd_keys(DRIFT, 0, -(-self._run // 2)).to(world.device)
+        self._run_keys = odd_keys(DRIFT, 1, many).to(world.device)
         self.words = world.size * len(self._held)
 
     def due(self, step: int) -> bool:
@@ -162,8 +161,3 @@ def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
     if 2 * count > len(fingerprints):
         return {index for index, value in fingerprints.items() if value != usual}, True
     return set(fingerprints), False
-
-
-def _odd(count: int, use: int) -> Tensor:
-    """int64 [count]: odd random factors, the same on every rank."""
-    return torch.from_numpy((keyed_hash(DRIFT, use, np.arange(count)) | np.uint64(1)).view(np.int64))

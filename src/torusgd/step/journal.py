@@ -244,11 +244,10 @@ def _runs(text: str, workers: int) -> tuple[range, ...] | None:
         return ()
     ends = [[int(word) for word in run.split("-")] for run in text.split(",")]
     runs = tuple(range(each[0], each[-1] + 1) for each in ends)
-    gaps = [0, *(run.stop + 1 for run in runs)]
-    is_canonical = all(run and len(run) > len(each) - 1 for run, each in zip(runs, ends, strict=True))
-    is_ascending = all(run.start >= least for run, least in zip(runs, gaps, strict=False))
-    is_some = runs[-1].stop <= workers and sum(map(len, runs)) < workers
-    return runs if is_canonical and is_ascending and is_some else None
+    if any(run.stop > workers for run in runs):
+        return None
+    numbers = sorted({worker for run in runs for worker in run})
+    return runs if len(numbers) < workers and _text(numbers) == text else None
 
 
 def _unwritten(path: Path, error: OSError) -> RunError:

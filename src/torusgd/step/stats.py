@@ -215,7 +215,6 @@ class StepTotals:
         }
 
 
-@dataclass
 class StepClock:
     """Reads the clocks of a step: its own, the loader's and the messages'.
 
@@ -223,14 +222,12 @@ class StepClock:
     the device has done them; 0 if nobody can measure them.
     """
 
-    loader: Loader
-    monitor: Monitor
-    _started: float = field(default=0.0, init=False)
-    _before: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False)
-    _passed: float = field(default=0.0, init=False)
-    _work_began: Mark = field(default=time.perf_counter, init=False)
-    _waited_before: float = field(default=0.0, init=False)
-    speed: Callable[[], float] = field(default=lambda: 0.0, init=False)
+    def __init__(self, loader: Loader, monitor: Monitor) -> None:
+        self.loader, self.monitor = loader, monitor
+        self._started = self._passed = self._waited_before = 0.0
+        self._before = self._waits()
+        self._work_began: Mark = time.perf_counter
+        self.speed: Callable[[], float] = lambda: 0.0
 
     def start(self) -> None:
         self.speed = lambda: 0.0
