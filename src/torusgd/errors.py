@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import NoReturn, TypeVar
 
@@ -78,6 +78,29 @@ def in_one_line(error: BaseException) -> str:
     ('no number', 'KeyError')
     """
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def as_user_error(
+    what: str, remedy: str = "", of: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """A block in which errors `of` these kinds become a UserError: what is wrong, the reason, the remedy if any."""
+    try:
+        yield
+    except UserError:  # a ValueError of our own
+        raise
+    except of as error:
+        reason = getattr(error, "strerror", None) or in_one_line(error)
+        raise UserError(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from error
+
+
+@contextmanager
+def needs(what: str, packages: str) -> Iterator[None]:
+    """A block that imports optional packages; UserError if one is missing: what needs them, and how they are had."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what} ({error}); pip install {packages}") from error
 
 
 def end(code: int, line: str) -> NoReturn:

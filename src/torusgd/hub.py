@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import UserError, first_line, retry
+from .errors import UserError, first_line, needs, retry
 
 # Seconds before each further attempt, which continues the download of the earlier ones.
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -108,13 +108,9 @@ def commit_of(path: Path | None) -> str:
 
 
 def _hub(flag: str) -> Any:
-    try:
+    with needs(f"{flag}: needs huggingface_hub", "huggingface_hub (the extra hub)"):
         import huggingface_hub
         from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError as error:
-        raise UserError(
-            f"{flag}: needs huggingface_hub ({error}); pip install huggingface_hub (the extra hub)"
-        ) from None
     if not sys.stderr.isatty():
         disable_progress_bars()
     # Its warning that no file is there is our own error.

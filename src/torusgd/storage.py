@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import UserError, in_one_line, is_transient, retry
+from .errors import UserError, as_user_error, in_one_line, is_transient, needs, retry
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 CACHE = "TORUSGD_CACHE"
@@ -62,15 +62,12 @@ class Store:
 
     def __init__(self, url: str) -> None:
         scheme = url.partition(":")[0]
-        try:
+        packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra remote)")
+        not_one = as_user_error(f"{url}: no URL of a bucket or a web server", of=ValueError)
+        with needs(f"{url}: a package for it is missing", packages), not_one:
             from fsspec.core import url_to_fs
 
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
-        except ImportError as error:
-            packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra remote)")
-            raise UserError(f"{url}: a package for it is missing ({error}); pip install {packages}") from error
-        except ValueError as error:
-            raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
         # fsspec takes a timeout for every call of an asynchronous file system, as S3's, Google's and the web's are.

@@ -12,7 +12,7 @@ pytest.importorskip("jinja2")
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
-        (("digits",), ("forward passes", "images a second", "efficiency", "Bold: the knee")),
+        (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
         (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
         pytest.param(
             ("resnet50", "--to", "75.9%"),

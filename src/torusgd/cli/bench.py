@@ -72,7 +72,6 @@ def _bench_on_rank(sizes: Sequence[int], names: Sequence[str], how: dict[str, An
 
 
 def show_records(records: "Sequence[Record]") -> None:
-    """The table of a benchmark."""
     console().print(
         f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, last begin to last end; gain: over native; "
         "skew: by which begins differ, with the error of clocks, * if above 5 % of the time"
@@ -307,7 +306,6 @@ def compare(
 
 
 def show_points(points: Sequence[Point]) -> None:
-    """The table of a scaling curve."""
     console().print(
         "steps on this machine, median without the first; planned: from the run with one rank and the network"
     )

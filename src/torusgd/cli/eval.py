@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from .options import OUTPUT, JsonFile, RuntimeFlags, TrainedWeights, option
 from .output import check_out, check_writable, console, write_json
 
 if TYPE_CHECKING:
     from ..step.evaluate import Evaluation
-
 
 FEW_CLASSES = 20  # that a terminal shows side by side; --json has the table of any number
 
@@ -74,10 +73,8 @@ def polish(
         "recipe_sha256": recipe.sha256(),
         "polished": f"{images} images",
     }
-    try:
+    with as_user_error(f"--out {target}: can't be written"):
         save_weights(target, tensors, metadata)
-    except OSError as error:
-        raise UserError(f"--out {target}: can't be written: {error.strerror}") from None
     terminal = console()
     terminal.print(f"before  {describe(before)}")
     terminal.print(f"after   {describe(after)}  (statistics of {images} un-augmented training images)")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..text import listed
 from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, option
 from .output import check_out, check_writable, console, write_file
@@ -54,10 +54,8 @@ def export(
     # Before anything is written: what is wrong with the run ends the command here.
     record = read_run(run) if not wanted.keys().isdisjoint({"hub", "mlperf"}) else None
     trained = open_model(run, overrides or []) if wanted.keys() != {"mlperf"} else None
-    try:
+    with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: can't be written: {error.strerror}") from None
     terminal = console()
     for name in wanted:
         path, found = folder / FORMATS[name], ""

@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 
 def option(name: str, text: str, panel: str | None = None, metavar: str | None = None, **more: Any) -> Any:
-    """An option of the command line with its help, in a panel."""
     return Option(name, help=text, rich_help_panel=panel, metavar=metavar, **more)
 
 
@@ -73,8 +72,10 @@ class RuntimeFlags:
 
         given, block = dict(self.given), block or RuntimeOptions()
         if "workers" in given:
-            workers = read_workers(str(given.pop("workers")))
-            given["workers_range" if isinstance(workers, list) else "workers"] = workers
+            # N, or MIN:MAX as a list of two; other text stays, and the check of a recipe's block refuses it.
+            parts = str(given.pop("workers")).split(":")
+            numbers: list[Any] = [int(part) if part.isascii() and part.isdigit() else part for part in parts]
+            given |= {"workers": numbers[0]} if len(numbers) == 1 else {"workers_range": numbers}
             block = block.without(["workers", "workers_range"])  # one number replaces a range, and the other way
         if "allreduce" in given:  # a grid belongs to the all-reduce that it was written beside
             block = block.without(["grid"])
@@ -93,12 +94,6 @@ class RuntimeFlags:
             names = listed(f"{name} = {getattr(options, name)}" for name in left_out)
             _log.warning("the recipe's runtime block is for another number of ranks than %d: left out %s", ranks, names)
         return options.without(left_out)
-
-
-def read_workers(text: str) -> Any:
-    """N, or MIN:MAX as a list of two; other text stays, and the check of a recipe's block refuses it."""
-    numbers = [int(part) if part.isascii() and part.isdigit() else part for part in text.split(":")]
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def runtime_flags(command: str) -> Iterator[inspect.Parameter]:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..storage import url_of
 
 
@@ -54,13 +54,11 @@ def write_file(flag: str, path: Path, text: str) -> None:
     """Writes the file of a flag; UserError if it can't be written."""
     from ..weights import write_text  # imports torch, as the command that computed this has
 
-    try:
+    with as_user_error(f"{flag} {path}: can't be written"):
         if path.exists() and not path.is_file():  # a device or a pipe takes the text as it comes
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         else:
             write_text(path, text)
-    except OSError as error:
-        raise UserError(f"{flag} {path}: can't be written: {error.strerror}") from None
 
 
 def write_json(path: Path | None, value: Any) -> None:

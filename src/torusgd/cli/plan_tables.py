@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error, needs
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, summary
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, epochs_known, quickest
+from ..plan.timeline import PARTS
 from ..text import byte_size, change, duration, listed, number
 from .output import table
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PARTS = {
-    "forward": "forward", "backward": "backward", "exposed": "exposed communication", "contention": "contention",
-    "exchange": "exchange within layers", "coordination": "coordination", "update": "update", "input": "input",
-    "jitter": "slow devices",
-}  # fmt: skip
 _SHORT = {
     "throughput": "rate", "iteration": "step", "time_to_train": "time", "scaling_efficiency": "efficiency",
     "speedup": "speedup", "allreduce_speedup_vs_ring": "all-reduce",
@@ -40,7 +36,7 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     steps = [forecast.steps[stage] for stage in shown]
     which = ["" if len(steps) == count else f"stage {stage + 1}: " for stage in shown]
     batches = [f"{name}batch {forecast.batches[stage]:,}" for name, stage in zip(which, shown, strict=True)]
-    parts = [(name, [getattr(step, part) for step in steps]) for part, name in _PARTS.items()]
+    parts = [(name, [getattr(step, part) for step in steps]) for part, name in PARTS.items()]
     parts = [(name, seconds) for name, seconds in parts if any(seconds)]
     parts += [("all", [step.seconds for step in steps]), ("hidden communication", [step.hidden for step in steps])]
     rows = [[name, *(f"{1e3 * each:.2f}" for each in seconds)] for name, seconds in parts]
@@ -186,10 +182,8 @@ def check_plot(path: Path) -> None:
     """UserError if a picture can't be drawn: another kind of file, or no matplotlib."""
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"--plot {path}: write a picture as .svg or .png")
-    try:
+    with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
         import matplotlib.figure  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise UserError("--plot: needs matplotlib; pip install matplotlib (the extra plot)") from error
 
 
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
@@ -235,8 +229,6 @@ def _axes(title: str, label: str) -> "tuple[Figure, Axes, Axes]":
 
 
 def _write(figure: "Figure", path: Path) -> None:
-    try:
+    with as_user_error(f"--plot {path}: can't be written"):
         # No date in the file: the same plan gives the same bytes.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
-    except OSError as error:
-        raise UserError(f"--plot {path}: can't be written: {error.strerror}") from error

@@ -10,16 +10,6 @@ from .registry import open_sources
 from .types import ArraySource, Choose, CorruptImage, Region, RegionSource, Source
 
 __all__ = [
-    "ArraySource",
-    "Batch",
-    "Choose",
-    "CorruptImage",
-    "Loader",
-    "Pipeline",
-    "Region",
-    "RegionSource",
-    "Share",
-    "Source",
-    "StreamOrder",
-    "open_sources",
-]
+    "ArraySource", "Batch", "Choose", "CorruptImage", "Loader", "Pipeline", "Region", "RegionSource", "Share", "Source",
+    "StreamOrder", "open_sources",
+]  # fmt: skip

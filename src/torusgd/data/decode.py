@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import needs
 from .geometry import render, resample
 from .types import Choose, CorruptImage, Int64, Pixels, Region
 
@@ -45,14 +45,10 @@ class Undecodable(Exception):
 
 def load_decoders() -> tuple[Any, Any]:
     """The modules simplejpeg and cv2; UserError if they are not installed."""
-    try:
+    packages = "simplejpeg opencv-python-headless (the extra images)"
+    with needs("data.source: JPEG and PNG files need simplejpeg and OpenCV", packages):
         import cv2
         import simplejpeg
-    except ImportError as error:
-        raise UserError(
-            f"data.source: JPEG and PNG files need simplejpeg and OpenCV ({error}); "
-            "pip install simplejpeg opencv-python-headless (the extra images)"
-        ) from error
     cv2.setNumThreads(0)  # the loader has threads of its own; OpenCV's would take the cores from training
     return simplejpeg, cv2
 

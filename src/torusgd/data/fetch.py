@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import RunError, UserError, in_one_line
+from ..errors import RunError, UserError, as_user_error, needs
 from ..locks import LOCK, held
 from .file_lists import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
@@ -74,7 +74,7 @@ def fetch(name: str, out: Path | None = None) -> Path:
     if out is None and not wrong_files(wanted.installed, wanted):
         log.info("%s: found in %s, from the package %s", name, wanted.installed, wanted.package)
         return wanted.installed
-    try:
+    with as_user_error(f"data fetch: can't write to {target}", "choose another folder"):
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=".fetch-") as scratch:
             files = _get(name, wanted, Path(scratch))
@@ -82,8 +82,6 @@ def fetch(name: str, out: Path | None = None) -> Path:
                 # Copied beside its place, then renamed: no file is ever there in half.
                 shutil.copyfile(files / file, Path(scratch) / f"{file}.done")
                 (Path(scratch) / f"{file}.done").replace(target / file)
-    except OSError as error:
-        raise UserError(f"data fetch: can't write to {target} ({error}); choose another folder") from error
     return target
 
 
@@ -154,13 +152,10 @@ def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arra
         if not (path / name).is_file():
             raise UserError(f"{path}: has no {name}; wanted are {TRAIN}, {VAL} and {DEVKIT}, as image-net.org has them")
     counts, labels = read_devkit(path / DEVKIT)
-    try:
-        with held(path, str(path)):
-            arrays = _whole_index(path, counts, labels, progress)
-            write_index(path / FILE, arrays)
-            (path / LOCK).unlink()
-    except OSError as error:
-        raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
+    with as_user_error(f"{path}: can't be written"), held(path, str(path)):
+        arrays = _whole_index(path, counts, labels, progress)
+        write_index(path / FILE, arrays)
+        (path / LOCK).unlink()
     return arrays
 
 
@@ -182,11 +177,10 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
 
     UserError if the development kit is damaged.
     """
-    try:
+    with needs(f"{file}: to read its table of classes takes SciPy", "scipy"):
         from scipy.io import loadmat
-    except ImportError as error:
-        raise UserError(f"{file}: to read its table of classes takes SciPy ({error}); pip install scipy") from error
-    try:
+    # Whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's.
+    with as_user_error(f"{file}: no development kit of ILSVRC 2012", "fetch it again", Exception):
         with gzip.open(file) as stream:
             content = stream.read(_MOST_DEVKIT + 1)
         if len(content) > _MOST_DEVKIT:
@@ -204,7 +198,4 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
         images = {str(each["WNID"]): int(each["num_train_images"]) for each in leaves.values()}
         numbers = [int(line) for line in truth.split()]
         labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
-    except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
-        reason = in_one_line(error)
-        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
     return dict(sorted(images.items())), labels

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.torch import load_file
 
-from ..errors import UserError, suggest
+from ..errors import UserError, as_user_error, suggest
 from ..untrusted import read_text
 from .types import Int64, Pixels
 
@@ -24,7 +24,6 @@ _TRAIN, _EVAL, _TEST = (
 )
 Arrays = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int], object]  # a callback for long listings; its argument is a count that grows
-
 
 # Returns the arrays that its argument returns; of several processes one may make them for all. Every process calls it
 # the same number of times. An exception in the making reaches every caller.
@@ -95,10 +94,8 @@ def read_classes(file: Path) -> dict[str, str]:
     The result is display names by the data set's own name of each class, in the order of their labels. UserError if
     the file can't be read, lists no class, or one twice.
     """
-    try:
+    with as_user_error(f"{file}: can't be read as a list of classes", of=(OSError, ValueError)):
         lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: can't be read as a list of classes ({error})") from error
     classes: dict[str, str] = {}
     for line in lines:
         key, _, name = line.partition("\t")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, as_user_error
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
@@ -52,18 +52,13 @@ def pack(
 
     A JPEG file that is small enough is copied as it is; any other image becomes a JPEG. The labels and the order stay,
     but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number of images in the
-    shards, by split.
-
-    Raises:
-        UserError: The folder holds something else, can't be written, or another command is packing into it.
-        RunError: The disk is full, or an image can't be read; the same call continues.
+    shards, by split. UserError if the folder holds something else, can't be written, or another command is packing into
+    it; RunError if the disk is full, or an image can't be read: the same call continues.
     """
     load_decoders()
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
-    try:
+    with as_user_error(f"{out}: can't be used", "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: can't be used ({error}); choose another folder") from error
     _refuse_others(out, settings)
     try:
         with held(out, str(out)):
@@ -84,11 +79,9 @@ def pack(
 def _refuse_others(out: Path, settings: Mapping[str, Any]) -> None:
     """UserError unless the folder is empty or holds copies of the same images, made in the same way."""
     file = out / SETTINGS
-    try:
+    with as_user_error(f"{out}: can't be used", "choose another folder", (OSError, ValueError)):
         names = sorted(entry.name for entry in os.scandir(out) if not entry.name.startswith("."))
         found = parse_json(read_text(file)) if file.exists() else None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{out}: can't be used ({error}); choose another folder") from error
     if not names:
         return
     if not isinstance(found, dict):
@@ -148,25 +141,23 @@ def _copies(
 
 def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
     """One image as JPEG, or why there is none."""
+    side = packing.shorter_side
     try:
         if isinstance(source, EncodedImages):
-            return _encoded_copy(source, packing, index)
-        return encode(_scaled(source.read(index), packing.shorter_side), packing.quality)
+            data = source.encoded(index)
+            if data.startswith(_JPEG) and (side is None or min(picture_size(data)) <= side):
+                return data
+            image = decode(data, source.channels)
+        else:
+            image = source.read(index)
+        return encode(_scaled(image, side), packing.quality)
     except CorruptImage as error:
         return error
+    except Undecodable as error:
+        assert isinstance(source, EncodedImages)
+        return CorruptImage(index, f"{source.where(index)}: {error}")
     except OSError as error:
         raise RunError(f"image {index} can't be read: {error}; the same command goes on") from error
-
-
-def _encoded_copy(source: EncodedImages, packing: Packing, index: int) -> bytes:
-    try:
-        data = source.encoded(index)
-        is_small = packing.shorter_side is None or min(picture_size(data)) <= packing.shorter_side
-        if data.startswith(_JPEG) and is_small:
-            return data
-        return encode(_scaled(decode(data, source.channels), packing.shorter_side), packing.quality)
-    except Undecodable as error:
-        raise CorruptImage(index, f"{source.where(index)}: {error}") from error
 
 
 def _scaled(image: Pixels, shorter_side: int | None) -> Pixels:

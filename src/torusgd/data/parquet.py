@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError, in_one_line, suggest
+from ..errors import UserError, as_user_error, needs, suggest
 from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
@@ -144,12 +144,10 @@ def open_tables(
     label = _column(first, label, "label", _LABELS, _is_label)
     texts, parts = dict[str, list[str]](), dict[str, list[Part]]()
     for split, each in files.items():
-        try:
+        with as_user_error(f"{path}: the tables of {split} can't be read", of=(OSError, ValueError, KeyError)):
             # Labels are read whole at the start, images only when they are needed.
             texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
             parts[split] = [part for file in each for part in file.parts(image)]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: the tables of {split} can't be read ({in_one_line(error)})") from error
     names = _names(first.schema, label)
     classes, labels = number_labels(texts, None if names is None else dict(zip(names, names, strict=True)), str(path))
     train, held_out = (
@@ -184,12 +182,10 @@ def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str
 
 
 def _open(path: Path) -> _File:
-    try:
+    with needs("data.source: parquet needs pyarrow", "pyarrow (the extra hf)"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UserError(f"data.source: parquet needs pyarrow ({error}); pip install pyarrow (the extra hf)") from error
-    try:
+    with as_user_error(f"{path}: no whole table", of=(OSError, ValueError)):
         if path.suffix == ".parquet":
             return _File(path, None, pq.ParquetFile(path))
         mapped = pa.memory_map(str(path))
@@ -197,8 +193,6 @@ def _open(path: Path) -> _File:
             return _File(path, pa.ipc.open_stream(mapped).read_all(), None)  # what `datasets` writes
         except pa.ArrowInvalid:
             return _File(path, pa.ipc.open_file(mapped).read_all(), None)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no whole table ({in_one_line(error)})") from error
 
 
 def _bytes_of(column: Any, path: Path) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import Arrays, Names, Once, Progress, make_here, number_labels, read_classes
 from .types import Int64
@@ -57,10 +57,8 @@ Pair = tuple[PictureFiles, PictureFiles]
 
 
 def _size(file: str) -> int:
-    try:
+    with as_user_error(f"{file}: is listed, but can't be read"):
         return os.stat(file).st_size
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}, though it is listed") from error
 
 
 def read_picture(file: str) -> bytes:
@@ -197,26 +195,22 @@ def _numbered(rows: Mapping[str, Rows], listed: Path | None, path: Path) -> Arra
 
 def _read_csv(file: Path, progress: Progress) -> Rows:
     paths, labels = list[str](), list[str]()
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
-            column, label_column = 0, 1
-            for number, row in enumerate(rows):
-                cells = [cell.strip() for cell in row]
-                if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
-                    column, label_column = columns
-                elif any(cells):
-                    most = max(column, label_column)
-                    if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
-                        raise UserError(f"{file}: line {rows.line_num} has no path and label")
-                    paths.append(cells[column])
-                    labels.append(cells[label_column])
-                if number % _EVERY == 0:
-                    progress(number)
-    except UserError:
-        raise
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{file}: can't be read as a list of paths and labels ({error})") from error
+    what, kinds = f"{file}: can't be read as a list of paths and labels", (OSError, ValueError, csv.Error)
+    with as_user_error(what, of=kinds), file.open(encoding="utf-8-sig", newline="") as stream:
+        rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
+        column, label_column = 0, 1
+        for number, row in enumerate(rows):
+            cells = [cell.strip() for cell in row]
+            if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
+                column, label_column = columns
+            elif any(cells):
+                most = max(column, label_column)
+                if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
+                    raise UserError(f"{file}: line {rows.line_num} has no path and label")
+                paths.append(cells[column])
+                labels.append(cells[label_column])
+            if number % _EVERY == 0:
+                progress(number)
     return paths, labels
 
 
@@ -242,11 +236,8 @@ def _pictures_in(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"{folder}: can't be listed ({error.strerror})") from error
+    with as_user_error(f"{folder}: can't be listed"), os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
 
 
 def _is(kind: Callable[[], bool]) -> bool:

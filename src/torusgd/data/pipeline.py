@@ -88,12 +88,8 @@ class Pipeline:
         """The images at `indices` [n] as epoch `epochs` [n] sees them; undecodable ones have keyed substitutes.
 
         Without `augment` they have the validation preprocessing (Final Polishing). No draw depends on `sizes`, by
-        default the recipe's.
-
-        Raises:
-            OSError: An image can't be read, after further attempts.
-            RunError: One substitute after the other is undecodable.
-            UserError: An image's size or channels don't fit the recipe.
+        default the recipe's. OSError if an image can't be read, after further attempts; RunError if one substitute
+        after the other is undecodable; UserError if an image's size or channels don't fit the recipe.
         """
         # Batch 4: images are read and decoded, each with the changes that its key draws (Batch 5, `draw_changes`).
         drawn = None

@@ -22,7 +22,7 @@ from .decode import EncodedImages, Undecodable
 from .file_lists import Once, make_here
 from .parquet import SUFFIXES, TableImages, check_memory, open_tables
 from .pictures import open_csv, open_folder, open_folders
-from .synthetic import open_frames, open_synthetic
+from .synthetic import Frames, Synthetic
 from .tar import open_shards
 from .types import ArraySource, CorruptImage, Int64, RegionSource, Source
 
@@ -70,29 +70,28 @@ FILES = {
 PICTURES = tuple(name for name, kind in FILES.items() if kind.has_pictures)
 
 
-def _synthetic(data: Data, seed: int, **options: Any) -> Pair:
-    height, width = sides(data.resize or data.image_size)
-    return open_synthetic(*_amounts(data), (height, width, data.channels), seed, **options)
-
-
-def _frames(data: Data, seed: int, **options: Any) -> Pair:
-    if data.resize is not None:
-        raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
-    return open_frames(*_amounts(data), sides(data.image_size), seed, **options)
-
-
-def _amounts(data: Data) -> tuple[int, int, int]:
-    """Training and held-out images and classes, for a source that makes as many as the recipe says."""
+def _made(data: Data, seed: int, noise: float = 0.5) -> Pair:
+    """Training and held-out images of the same classes, as many as the recipe says."""
     if data.train_images is None or data.eval_images is None or data.classes is None:
         raise UserError(f"data.source: {data.source} needs data.train_images, data.eval_images and data.classes")
-    return data.train_images, data.eval_images, data.classes
+    if isinstance(noise, bool | str) or not 0 <= noise <= 1:
+        raise UserError(f"data.options.noise: a number from 0 to 1, got {noise!r}")
+    if data.source == "frames" and data.resize is not None:
+        raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
+    kind, size = Synthetic if data.source == "synthetic" else Frames, sides(data.resize or data.image_size)
+    shape, amount = (*size, data.channels), round(noise * 256)
+    train, held_out = (
+        kind(count, data.classes, shape, seed, split, amount)
+        for split, count in enumerate((data.train_images, data.eval_images))
+    )
+    return train, held_out
 
 
 # Sources that need no path, and their options.
 MADE: dict[str, tuple[Callable[..., Pair], tuple[str, ...]]] = {
     "digits": (lambda data, seed: open_digits(), ()),
-    "synthetic": (_synthetic, ("noise",)),
-    "frames": (_frames, ("noise",)),
+    "synthetic": (_made, ("noise",)),
+    "frames": (_made, ("noise",)),
 }
 SOURCES = (*MADE, *FILES)
 

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from ..errors import UserError
 from ..rng import FRAMES, SYNTHETIC, keyed_hash, keyed_integer
 from .types import Int32, Int64, Pixels, UInt16
 
@@ -23,12 +22,6 @@ _SHORTEST, _LONGEST = 3, 9  # frames in one state
 _AVERAGE = np.array([1, 4, 6, 4, 1], np.uint16)  # weights of the means of five frames, in sixteenths
 _REACH = len(_AVERAGE) // 2
 _SEQUENCES = 1 << 12  # made at a time
-
-
-def _amount(noise: float) -> int:
-    if isinstance(noise, bool | str) or not 0 <= noise <= 1:
-        raise UserError(f"data.options.noise: a number from 0 to 1, got {noise!r}")
-    return round(noise * 256)
 
 
 class _Made(ABC):
@@ -95,15 +88,6 @@ class Synthetic(_Made):
         return (np.arange(side) + offsets[:, None]) % side * _GRID // side
 
 
-def open_synthetic(
-    train_images: int, eval_images: int, classes: int, shape: tuple[int, int, int], seed: int, noise: float = 0.5
-) -> tuple[Synthetic, Synthetic]:
-    """Training and held-out images of the same classes; UserError if `noise` is not a number from 0 to 1."""
-    amount = _amount(noise)
-    train = Synthetic(train_images, classes, shape, seed, 0, amount)
-    return train, Synthetic(eval_images, classes, shape, seed, 1, amount)
-
-
 class Frames(_Made):
     """An `ArraySource` like speech: windows of consecutive frames, labelled with the state of the middle frame.
 
@@ -116,7 +100,10 @@ class Frames(_Made):
     # is the binomial average of the means around it, so that states run into each other, in keyed noise. Sample i is
     # frame i of all sequences end to end. Each of them has further frames before its first and after its last sample,
     # for windows alone.
-    def __init__(self, count: int, classes: int, window: tuple[int, int], seed: int, split: int, noise: int) -> None:
+    def __init__(
+        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
+    ) -> None:
+        window = shape[:2]  # frames have one channel, whatever the recipe says
         self.classes = tuple(str(label) for label in range(classes))
         self.shape = (*window, 1)
         self._key = (FRAMES, seed, split)
@@ -161,11 +148,3 @@ def walk(sequences: Int64, length: int, classes: int, seed: int, split: int) -> 
     total = stays.sum(axis=1)
     starts = np.cumsum(total) - total
     return np.repeat(states.ravel(), stays.ravel())[starts[:, None] + np.arange(length)].astype(np.int32)
-
-
-def open_frames(
-    train: int, held_out: int, classes: int, window: tuple[int, int], seed: int, noise: float = 0.5
-) -> tuple[Frames, Frames]:
-    """So many training and held-out windows of the same classes; UserError if `noise` is not a number from 0 to 1."""
-    amount = _amount(noise)
-    return Frames(train, classes, window, seed, 0, amount), Frames(held_out, classes, window, seed, 1, amount)

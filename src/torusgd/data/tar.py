@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from ..errors import UserError, in_one_line
+from ..errors import UserError, as_user_error, in_one_line
 from ..storage import CACHE, Store, cache_folder, url_of
 from ..weights import replacing
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
@@ -167,14 +167,12 @@ class RangeCache:
     def __init__(self, folder: Path, sizes: Int64, most: int) -> None:
         self._folder, self._sizes, self._most = folder, sizes, most
         self._puts, self._is_full = 0, False
-        try:
+        with as_user_error(f"{folder}: can't hold a cache", f"set {CACHE} to another folder", (OSError, ValueError)):
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "checksums", "ab") as file:
                 if file.tell() != 4 * len(sizes):
                     file.truncate(4 * len(sizes))
             self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: can't hold a cache ({error}); set {CACHE} to another folder") from error
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:
         """The bytes of a range; None: it is not cached."""
@@ -209,7 +207,6 @@ class RangeCache:
             self._is_full = True
 
     def drop(self, number: int) -> None:
-        """Removes a range."""
         self._sums[number] = 0
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from ..errors import UserError, in_one_line
+from ..errors import UserError, as_user_error, in_one_line
 from ..untrusted import parse_json
 from ..weights import save_weights
 from .file_lists import Arrays, Names, Progress, files_by_split, files_under, number_labels
@@ -116,10 +116,8 @@ def checksum(arrays: Arrays) -> int:
 def write_index(file: Path, arrays: Arrays) -> None:
     """Writes an index whole or not at all; UserError if the folder can't be written."""
     whole = arrays | {"checksum": np.array([checksum(arrays)])}
-    try:
+    with as_user_error(f"{file}: can't be written", "choose another place with --out"):
         save_weights(file, {key: torch.from_numpy(array) for key, array in whole.items()}, {})
-    except OSError as error:
-        raise UserError(f"{file}: can't be written: {error.strerror}; choose another place with --out") from error
 
 
 def find_shards(path: Path) -> dict[str, list[str]]:

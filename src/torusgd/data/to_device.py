@@ -64,7 +64,6 @@ class BytePipeline(Pipeline):
         return message[:pixels].reshape(shape), message
 
     def joined(self, batch: Batch, message: Pixels | None) -> Batch:
-        """As of `Pipeline`."""
         assert message is not None
         whole = torch.from_numpy(message)
         parts(whole, batch.images.shape)[1].copy_(batch.targets)

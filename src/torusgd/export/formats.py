@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import RunError, UserError, first_line
+from ..errors import RunError, UserError, first_line, needs
 from ..recipe.section import sides
 from ..run.trained_weights import TrainedModel
 from ..weights import replacing, weights_sha256
@@ -26,13 +26,10 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
     Returns the largest difference of its logits, run by onnxruntime, from the network's, relative to the largest logit.
     UserError if packages are missing; RunError if the network can't be exported, or the graph gives other logits.
     """
-    try:
+    with needs("--format onnx: a package is missing", "onnx onnxruntime onnxscript (the extra onnx)"):
         import onnx
         import onnxruntime
         import onnxscript  # noqa: F401 - torch needs it
-    except ImportError as error:
-        packages = "onnx onnxruntime onnxscript (the extra onnx)"
-        raise UserError(f"--format onnx: {error.name} is missing; pip install {packages}") from None
     images, data = example_images(trained, _BATCHES[0]), trained.recipe.held_out_data
     with _telling("onnx"), replacing(path) as temporary:
         torch.onnx.export(

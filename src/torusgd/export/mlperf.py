@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe.schedule import Schedule
 from ..report.read_run import RunRecord
 from ..weights import write_text
@@ -24,16 +24,12 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
         raise UserError(f"{run.folder}: --format mlperf needs a finished run")
     if run.recipe.optimizer.name not in ("sgd", "lars"):
         raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
-    try:
+    with as_user_error(f"{run.folder}: its summary or events are damaged", of=(KeyError, TypeError, ValueError)):
         # The summary is written at the end, and its own clock says how long before that the run began.
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
         lines = [_line(begin, entry) for entry in _entries(run, division)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{run.folder}: its summary or events are damaged: {type(error).__name__} {error}") from None
-    try:
+    with as_user_error(f"{path}: can't be written"):
         write_text(path, "".join(lines))
-    except OSError as error:
-        raise UserError(f"{path}: can't be written: {error.strerror}") from None
 
 
 Entry = tuple[float, str, str, Any, Mapping[str, Any]]

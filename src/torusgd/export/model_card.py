@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
 from ..report.tables import batches
@@ -28,15 +28,13 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
     """
     if not run.summary:
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
-    try:
+    with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for source, name in ((trained.path, "model.safetensors"), (run.folder / "recipe.yaml", "recipe.yaml")):
             with replacing(folder / name) as temporary:
                 shutil.copyfile(source, temporary)
         write_text(folder / "config.json", json.dumps(configuration(trained), indent=2) + "\n")
         write_text(folder / "README.md", card(run, license_name))
-    except OSError as error:
-        raise UserError(f"--out {folder}: can't be written: {error.strerror}") from None
 
 
 def configuration(trained: TrainedModel) -> dict[str, Any]:

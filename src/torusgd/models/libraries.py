@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, first_line, suggest
+from ..errors import UserError, as_user_error, first_line, suggest
 from ..recipe.section import Options
 
 # Options of the builders that would load weights, which the recipe's hash does not cover.
@@ -36,10 +36,8 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
     if name not in known:
         raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
     _check_options("torchvision", options)
-    try:
+    with as_user_error(f"model.options: torchvision's {name} does not take them", of=(TypeError, ValueError)):
         return models.get_model(name, weights=None, num_classes=classes, **options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.options: torchvision's {name} does not take them: {first_line(error)}") from error
 
 
 def timm_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
@@ -80,18 +78,15 @@ def _timm(name: str) -> ModuleType:
     known = timm.list_models()
     if architecture not in known:
         raise UserError(f"model.name: timm has no classifier {architecture!r}{suggest(architecture, known)}")
-    try:
+    with as_user_error(f"model.name: timm has no {name!r}", of=RuntimeError):  # the architecture has no such tag
         timm.get_pretrained_cfg(name)
-    except RuntimeError as error:  # the architecture has no such tag
-        raise UserError(f"model.name: timm has no {name!r}: {first_line(error)}") from error
     return timm
 
 
 def _create(timm: ModuleType, name: str, **options: Any) -> nn.Module:
-    try:
+    foreign = (TypeError, ValueError, AssertionError, KeyError, AttributeError)
+    with as_user_error(f"model.options: timm's {name} does not take them", of=foreign):
         return timm.create_model(name, **options)
-    except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
-        raise UserError(f"model.options: timm's {name} does not take them: {first_line(error)}") from error
 
 
 def _check_options(library: str, options: Options) -> None:

@@ -36,7 +36,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 # Builders by the part before the colon of a library's classifier.
 LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
 
-
 BODY = "body"  # the word of `model.freeze` for all parameters but the head's
 
 
@@ -243,11 +242,15 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
     ['1.weight', '1.bias']
     """
     parameters = dict(model.named_parameters())
+
+    def owners(name: str) -> Iterator[str]:
+        return accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.weight
+
     for pattern in patterns:
         if pattern == BODY:
             named = [name for name in parameters if name not in head]
         else:
-            named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in _and_owners(name))]
+            named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in owners(name))]
         # A pattern that matches nothing is a typing error, and would train what the user wanted to freeze.
         if not named:
             modules = [name for name, _ in model.named_modules() if name]
@@ -263,11 +266,6 @@ def is_frozen(layer: _BatchNorm) -> bool:
     # Frozen weights were trained with those statistics: with others they would mean something else. A batch norm
     # without weights of its own goes on learning.
     return isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
-
-
-def _and_owners(name: str) -> Iterator[str]:
-    """`a`, `a.b`, `a.b.weight`."""
-    return accumulate(name.split("."), "{}.{}".format)
 
 
 def check_repeatable(network: nn.Module, recipe: Recipe) -> None:

@@ -10,12 +10,14 @@ import os
 import secrets
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
-from ..errors import UserError, first_line
+from ..errors import UserError, first_line, needs
 from ..rundir.run_dir import TRACKING_ID
 from ..untrusted import parse_json
 from ..weights import write_text
@@ -26,16 +28,21 @@ _TRAIN = ("loss", "lr", "momentum", "batch", "epoch")
 _EVALUATED = ("top1", "top5", "loss")
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
+    _sent: Mapping[str, int] = MappingProxyType({})  # the last step of each kind that it got from earlier processes
+
     def has(self, kind: str, step: int) -> bool:
         """Whether figures of this kind (train, eval, polished) and step have been sent before."""
+        return step <= self._sent.get(kind, -1)
 
+    @abstractmethod
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         """Takes figures, by their name without the kind."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - for those that hold something back
         """Sends what is still under way, as far as this process holds it; more may follow."""
 
+    @abstractmethod
     def close(self) -> None:
         """Sends what is still under way, and ends."""
 
@@ -133,20 +140,15 @@ def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
     return kind, {key: float(value) for key, value in figures.items() if value is not None}
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Files under `folder/tensorboard`, written anew whenever the run is resumed."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        try:
+        with needs("--track tensorboard: not installed", "tensorboard (the extra tensorboard)"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
         for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
             path.unlink()
         self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def has(self, kind: str, step: int) -> bool:
-        return False
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -159,18 +161,16 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """A run of W&B, by WANDB_MODE=offline in a folder of its own under `folder/wandb`, which `wandb sync` uploads.
 
     Each kind has its step beside its figures, and not W&B's own step: that one refuses what comes a second time for
-    the same step, as an evaluation does.
+    the same step, as an evaluation does. A process of W&B's own has all figures at once.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        try:
+        with needs("--track wandb: not installed", "wandb (the extra wandb)"):
             import wandb
-        except ImportError:
-            raise _missing("wandb") from None
         # Offline W&B can't resume: each process would leave another folder, and to upload all would double steps.
         for path in (folder / "wandb").glob("offline-run-*"):
             shutil.rmtree(path)
@@ -193,28 +193,20 @@ class WeightsAndBiases:
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
         self._sent = {kind: int(self._run.summary.get(f"{kind}/step") or 0) for kind in ("train", "eval", "polished")}
 
-    def has(self, kind: str, step: int) -> bool:
-        return step <= self._sent[kind]
-
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({f"{kind}/step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
-
-    def flush(self) -> None:
-        pass  # a process of W&B's own has everything already
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run on the server, or in the store, that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        try:
+        with needs("--track mlflow: not installed", "mlflow-skinny (the extra mlflow)"):
             from mlflow.entities import Metric
             from mlflow.tracking import MlflowClient
-        except ImportError:
-            raise _missing("mlflow") from None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise UserError(
                 "--track mlflow: say where the server is, such as MLFLOW_TRACKING_URI=http://localhost:5000"
@@ -232,9 +224,6 @@ class MLflow:
             raise UserError(
                 f"--track mlflow: {first_line(error)}; MLFLOW_TRACKING_URI is {os.environ['MLFLOW_TRACKING_URI']}"
             ) from None
-
-    def has(self, kind: str, step: int) -> bool:
-        return step <= self._sent[kind]
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         now = int(1e3 * time.time())
@@ -303,8 +292,3 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
     for key, value in tree.items():
         found += _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else [(f"{path}{key}", str(value))]
     return found
-
-
-def _missing(name: str) -> UserError:
-    package = {"mlflow": "mlflow-skinny"}.get(name, name)
-    return UserError(f"--track {name}: not installed; pip install {package} (the extra {name})")

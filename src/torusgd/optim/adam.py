@@ -46,14 +46,12 @@ class AdamW(Optimizer):
         super().__init__(params, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; UserError for a value out of range."""
         group = {**self.defaults, **param_group}
         _check(group)
         add_param_group(self, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns the closure's value, if any."""
         loss = value_of(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]

@@ -123,7 +123,6 @@ class Lars(Optimizer):
         super().__init__(params, dict(zip(_HYPER, given, strict=True)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; UserError for a value out of range."""
         group = {**self.defaults, **param_group}
         _check(group)
         if group["peak_lr"] is None:
@@ -135,7 +134,6 @@ class Lars(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns the closure's value, if any."""
         loss = value_of(closure)
         # Gradient 10: the new weight; each layer's rate follows the norms of its weights and of its gradient.
         for group in self.param_groups:

@@ -53,7 +53,6 @@ class RunTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole run."""
         return self.start + self.training + self.evaluation
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
 from ..comm.exact_sum import gradient_integers
-from ..errors import UserError, suggest
+from ..errors import UserError, as_user_error, suggest
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -134,12 +134,11 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
 
     UserError if there is no such run, or it had several workers or another batch.
     """
-    try:
+    needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
+    with as_user_error(needed, of=(OSError, ValueError)):
         summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
         with (run / "events.jsonl").open() as lines:
             events = [parse_json(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise UserError(f"measured run {run}: needs the summary.json and events.jsonl of a finished run") from error
     if not all(isinstance(table, dict) for table in (summary, *events)):
         raise UserError(f"measured run {run}: its summary.json or events.jsonl is damaged")
     if summary.get("world_size") != 1:

@@ -76,11 +76,9 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1."""
         return self.predicted / self.row.value - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         published = {"id": self.row.id, "metric": self.row.metric, "published": self.row.value}
         return {**published, "predicted": self.predicted, "low": self.low, "high": self.high, "error": self.error}
 

@@ -60,7 +60,6 @@ class EpochCurve:
     critical: float  # the batch that needs twice as many
 
     def epochs(self, batch: float) -> float:
-        """Epochs to the accuracy with a batch."""
         return self.minimum * (1 + batch / self.critical)
 
 
@@ -204,7 +203,6 @@ def plan_to_accuracy(
 
 
 def quickest(plans: Sequence[AccuracyPlan]) -> AccuracyPlan:
-    """The plan with the least time."""
     return min(plans, key=lambda plan: plan.seconds)
 
 

@@ -16,6 +16,12 @@ from .network import Phase, group_phases, phases
 from .step_script import CONTENTS, Action, Compute, Send, Wait, activation_bytes, compose, split_layers
 
 Price = Callable[[Send], Sequence[Phase]]
+PARTS = {
+    "forward": "forward", "backward": "backward", "exposed": "exposed communication", "contention": "contention",
+    "exchange": "exchange within layers", "coordination": "coordination", "update": "update", "input": "input",
+    "jitter": "slow devices",
+}  # fmt: skip
+"""names of the parts of a `StepTime` for people"""
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,10 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.compute + self.communication + self.update + self.input + self.jitter
 
     @property
     def compute(self) -> float:
-        """Seconds of forward and backward."""
         return self.forward + self.backward
 
     @property

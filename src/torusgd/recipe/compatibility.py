@@ -17,7 +17,6 @@ from .runtime_options import RuntimeOptions
 if TYPE_CHECKING:
     from .schema import Recipe
 
-
 _DEFAULTS = RuntimeOptions()
 _SOURCES_OF_PIXELS = ("digits", "mnist", "numpy")
 """that are bytes of pixels as they lie in files"""

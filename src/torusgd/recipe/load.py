@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import UserError, in_one_line, suggest
+from ..errors import UserError, as_user_error, in_one_line, suggest
 from ..text import listed
 from ..untrusted import MOST_YAML, read_text
 from .runtime_options import RuntimeOptions
@@ -23,7 +23,6 @@ from .section import section_in
 
 M = TypeVar("M", bound=BaseModel)
 _log = logging.getLogger(__name__)
-
 
 _DEEPEST = 20  # nesting of lists and tables in a YAML text; a recipe has 5
 _MOST_NODES = 100_000  # in a YAML text with each alias written out
@@ -146,10 +145,8 @@ def read_run_recipe(path: Path) -> Recipe:
 
 def read_file(path: Path, where: str, most: int = MOST_YAML) -> str:
     """The text of a user's file; UserError if it can't be read or has more than `most` bytes."""
-    try:
+    with as_user_error(f"{where}: can't be read", of=(OSError, ValueError)):
         return read_text(path, most)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def validate(model: type[M], tree: object, where: str) -> M:
@@ -218,12 +215,9 @@ def import_factory(path: str, *, key: str) -> Callable[..., Any]:
     # not look there.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
+    remedy = "run where its folder is, or set PYTHONPATH"
+    with as_user_error(f"{key}: can't import {module_name}", remedy, ModuleNotFoundError):
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{key}: can't import {module_name} ({error}); run where its folder is, or set PYTHONPATH"
-        ) from error
     factory = getattr(module, name, None)
     if not callable(factory):
         raise UserError(f"{key}: {module_name} has no callable {name!r} ({module.__file__})")

@@ -128,14 +128,12 @@ class Schedule:
         if duration.unit == "sa":
             return duration.value
         # Steps beyond the last stage count with its batch.
-        number = max(bisect_right([span.first_step for span in self.spans], int(duration.value)) - 1, 0)
-        span = self.spans[number]
+        span = self.spans[bisect_right(self._first_steps, int(duration.value)) - 1]
         return span.start + (int(duration.value) - span.first_step) * float(span.batch)
 
     def step_after(self, position: float) -> int:
         """Index of the first step boundary (= count of steps done) at or after a position in samples."""
-        number = max(bisect_right([span.start for span in self.spans], position) - 1, 0)
-        span = self.spans[number]
+        span = self.spans[max(bisect_right([span.start for span in self.spans], position) - 1, 0)]
         return min(span.first_step + math.ceil(max(position - span.start, 0.0) / span.batch), len(self))
 
     def boundaries(self, every: Duration | None, first: Duration | None = None) -> list[int]:

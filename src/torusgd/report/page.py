@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import needs
+from ..plan.timeline import PARTS
 from ..text import NONE, count, duration, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts, time_bars
 from .read_run import RunRecord
@@ -27,19 +28,11 @@ if TYPE_CHECKING:
 
     from .mistakes import Mistakes
 
-_PARTS = {
-    "forward": "forward passes", "backward": "backward passes", "exposed": "exposed communication",
-    "contention": "contention", "exchange": "exchange within layers", "coordination": "coordination",
-    "update": "update", "input": "input", "jitter": "slow devices",
-}  # fmt: skip
-
 
 def check_jinja() -> None:
     """UserError if jinja2, which sets the page, is missing."""
-    try:
+    with needs("a report needs jinja2", "jinja2 (the extra report)"):
         import jinja2  # noqa: F401
-    except ImportError:
-        raise UserError("a report needs jinja2; pip install jinja2 (the extra report)") from None
 
 
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
@@ -163,7 +156,7 @@ def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
 
 def _parts(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Those parts of a step that any stage has."""
-    return {key: name for key, name in _PARTS.items() if any(stage.get(key) for stage in stages)}
+    return {key: name for key, name in PARTS.items() if any(stage.get(key) for stage in stages)}
 
 
 Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import as_user_error
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..rundir.run_view import STATUS, gone, read_status
@@ -104,16 +104,14 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    try:
+    if not path.exists():  # stopped before its first step
+        return
+    with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)):
         check_regular(path)
         with path.open("rb") as file:
             # Bounded: a line without an end would fill the memory.
             while line := file.readline(MOST_EVENT):
                 yield line
-    except FileNotFoundError:  # stopped before its first step
-        return
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read: {error}") from None
 
 
 def _is_whole(event: Mapping[str, Any]) -> bool:

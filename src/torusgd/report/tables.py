@@ -42,7 +42,6 @@ Fact = tuple[str, Callable[[RunRecord], str]]  # a row's label, and what a run h
 
 
 def training_table(runs: Sequence[RunRecord]) -> Table:
-    """What was trained."""
     rows: list[Fact] = [
         ("recipe", lambda run: run.recipe.name),
         ("network", lambda run: _with_options(run.recipe.model.name, run.recipe.model.options)),
@@ -169,7 +168,11 @@ def command_of(run: RunRecord) -> str:
     ranks = run.summary.get("world_size", len(_shares(run)) or None)
     words += ["--workers", str(ranks)] if ranks else []
     options = run.status.get("runtime", {})
-    words += [word for key in _FLAGS if key in options for word in (f"--{key.replace('_', '-')}", _flag(options[key]))]
+    for key in _FLAGS:
+        if key in options:
+            value = options[key]
+            text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+            words += [f"--{key.replace('_', '-')}", text]
     return shlex.join([*words, "--out", f"{run.folder}-again"])
 
 
@@ -278,7 +281,3 @@ def _stragglers(run: RunRecord) -> str:
 
 def _conditions(run: RunRecord) -> dict[str, Any]:
     return run.summary.get("conditions", {})
-
-
-def _flag(value: object) -> str:
-    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)

@@ -22,7 +22,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import DiskError, RunError, UserError, is_transient, retry
+from ..errors import DiskError, RunError, UserError, in_one_line, is_transient, retry
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
@@ -88,9 +88,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for name in (MANIFEST, *FILES):
             check_regular(folder / name)
         files = {name: (folder / name).read_bytes() for name in (MANIFEST, *FILES)}
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise _not_whole(folder, error) from None
-    try:
         sums = parse_json(files[MANIFEST].decode())
         for name in FILES:
             if sums[name] != hashlib.sha256(files[name]).hexdigest():
@@ -101,8 +98,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         return checkpoint
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _not_whole(folder, error) from None
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {in_one_line(error)})") from None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -119,14 +116,10 @@ def step_on_disk(folder: Path, unread: int = 0) -> int:
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint, or None if there has never been one.
+    """The newest good checkpoint, or None if there has never been one; `folder` may be missing.
 
-    Args:
-        folder: Of the checkpoints; there may be none.
-        warn: Gets a line for each damaged one, which is set aside.
-
-    Raises:
-        RunError: The disk can't be read, or all checkpoints are damaged: nothing may begin anew.
+    `warn` gets a line for each damaged one, which is set aside. RunError if the disk can't be read, or all checkpoints
+    are damaged: nothing may begin anew.
     """
     for path in _patiently(list_checkpoints, folder):
         try:
@@ -156,11 +149,8 @@ def set_aside(path: Path) -> Path:
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, and keeps the newest `keep`.
 
-    Args:
-        folder: Where checkpoints stand; made when the first is written.
-        keep: How many stay.
-        metadata: Written into the weight file, such as the class names.
-        copy: Called with each checkpoint once it stands; what it raises is as if the disk had. None: nothing is.
+    `folder` is made when the first is written, and `metadata` goes into the weight file, such as the class names.
+    `copy` is called with each checkpoint once it stands; what it raises is as if the disk had.
     """
 
     def __init__(
@@ -237,11 +227,8 @@ class CheckpointWriter:
 class CheckpointTimes:
     """When a checkpoint is due: after certain steps, and when the last is so many seconds old. Rank 0's clock decides.
 
-    Args:
-        steps: After which one is due.
-        seconds: From one to the next at most.
-        writer: While it is slow, a checkpoint that is due is put off.
-        last: When the last one was taken (time.monotonic); None: the time counts from now.
+    While the writer is slow, a checkpoint that is due is put off. `last` is when the last one was taken
+    (time.monotonic); None: the time counts from now.
     """
 
     def __init__(
@@ -270,11 +257,6 @@ def _patiently(read: Callable[[Path], T], path: Path) -> T:
             f"{path}: can't be read: {error.strerror}; {len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; "
             "nothing was changed: mend the disk, then give the same command again"
         ) from None
-
-
-def _not_whole(folder: Path, error: Exception) -> UserError:
-    line = " ".join(str(error).split())
-    return UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {line})")
 
 
 def _names(folder: Path) -> list[str]:

@@ -47,9 +47,8 @@ class Mirror:
     def held(self, fresh: bool) -> Iterator[None]:
         """Takes the run's lock and makes the working folder one of the run in the bucket, or with `fresh` of a new one.
 
-        Raises:
-            UserError: The bucket can't be reached, holds what no run left there, or another machine is at work.
-            RunError: It holds checkpoints, none of which is good.
+        UserError if the bucket can't be reached, holds what no run left there, or another machine is at work; RunError
+        if it holds checkpoints, none of which is good.
         """
         try:
             with RunDir(self.folder).lock():

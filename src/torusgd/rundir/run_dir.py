@@ -17,7 +17,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, STATE, list_checkpoints
-from .run_view import HEAD, STATUS, forget_requests
+from .run_view import HEAD, STATUS, forget_requests, is_run
 
 TRACE = "trace.json"
 # The file with the name by which servers know the run, however often it is resumed.
@@ -74,19 +74,14 @@ class RunDir:
     def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
         """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
 
-        Args:
-            recipe: Of the run.
-            fresh: See above.
-            agents: Those of torchrun, by numbers of their own, that have started the ranks.
-
-        Raises:
-            UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
+        `agents` are those of torchrun, by numbers of their own, that have started the ranks. UserError if the folder
+        belongs to another recipe's run that has begun, or holds files that no run wrote.
         """
         with self._telling():
             known = self._agents()
             # They start the ranks again with the same words when one fails or the nodes change; then `--fresh` is old.
             fresh = fresh and known.isdisjoint(agents)
-            if not self._is_run():
+            if not is_run(self.path):
                 self._refuse_strangers(fresh)
             elif fresh:
                 self._delete_run()
@@ -144,13 +139,6 @@ class RunDir:
             return set(parse_json(read_text(self.path / _AGENTS)))
         except (OSError, ValueError, TypeError):
             return set()
-
-    def _is_run(self) -> bool:
-        try:
-            with self.recipe.open(errors="replace") as file:
-                return file.readline().startswith(HEAD)
-        except FileNotFoundError:
-            return False
 
     def _refuse_strangers(self, fresh: bool) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..locks import is_locked
-from ..storage import Store, cache_folder, url_of
+from ..storage import CACHE, Store, cache_folder, url_of
 from ..untrusted import parse_json, read_text
 from .lease import EXPIRES, Lease, object_name
 
@@ -117,14 +117,13 @@ def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
 
     `is_alive`: whether somebody holds the run's lock; None: by the folder's lock.
     """
-    _check_run(folder)
+    if not is_run(folder):
+        raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
     is_running = is_locked(folder) if is_alive is None else is_alive
-    try:
+    with as_user_error(f"{folder}: its status can't be read", of=(OSError, ValueError)):
         if not is_running and (folder / "summary.json").exists():
-            return RunStatus("finished", _tree(folder / "summary.json"), _age(folder / "summary.json"))
-        reported, age = (_tree(folder / STATUS), _age(folder / STATUS)) if (folder / STATUS).exists() else ({}, 0.0)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: its status can't be read: {error}") from None
+            return RunStatus("finished", *_reported(folder / "summary.json"))
+        reported, age = _reported(folder / STATUS) if (folder / STATUS).exists() else ({}, 0.0)
     # Where locks do not bind other hosts, the status of a run elsewhere is its only sign of life.
     is_elsewhere = reported.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
     ended = "stopped" if reported.get("phase") == "stopped" else "gone"
@@ -140,10 +139,8 @@ def gone(status: RunStatus) -> str:
 
 def write_request(path: Path, text: str) -> None:
     """Writes a request to a run, a file of `REQUESTS` in its folder; UserError if it can't be written."""
-    try:
+    with as_user_error(f"{path.parent}: can't be written, so nothing can be requested"):
         _write(path, text)
-    except OSError as error:
-        raise UserError(f"{path.parent}: can't be written, so nothing can be requested: {error.strerror}") from None
 
 
 def _write(path: Path, text: str) -> None:
@@ -156,25 +153,19 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
-def _check_run(folder: Path) -> None:
-    try:
-        with (folder / "recipe.yaml").open(errors="replace") as file:
-            is_run = file.readline().startswith(HEAD)
-    except (OSError, ValueError):
-        is_run = False
-    if not is_run:
-        raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds the recipe that a run has written there."""
+    with suppress(OSError, ValueError), (folder / "recipe.yaml").open(errors="replace") as file:
+        return file.readline().startswith(HEAD)
+    return False
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _reported(path: Path) -> tuple[dict[str, Any], float]:
+    """What a file of a run says, and how old it is, in seconds."""
     tree = parse_json(read_text(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path.name} is damaged")
-    return tree
-
-
-def _age(path: Path) -> float:
-    return time.time() - path.stat().st_mtime
+    return tree, time.time() - path.stat().st_mtime
 
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
@@ -263,10 +254,8 @@ def _digest(url: str) -> str:
 def _copy_of(url: str) -> Path:
     """Where what is there is copied to; its last part is the run's name, as pages show it."""
     folder = cache_folder() / "seen" / _digest(url) / url.rpartition("/")[2]
-    try:
+    with as_user_error(f"{folder}: can't be made", f"set {CACHE} to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: can't be made: {error.strerror}; set TORUSGD_CACHE to another folder") from error
     return folder
 
 
