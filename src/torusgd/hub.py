@@ -68,20 +68,20 @@ def weight_file(name: Name, flag: str) -> Path:
     return Path(_patiently(download, flag, f"{_WEIGHTS} of {name}"))
 
 
-def table_folder(path: Path, flag: str = "--data") -> Path:
+def table_folder(path: Path) -> Path:
     """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, named by the commit.
 
-    UserError, which begins with `flag`, as by `weight_file`, or if there are no Parquet files.
+    UserError, which begins with --data, as by `weight_file`, or if there are no Parquet files.
     """
     name = hub_name(path)
     assert name is not None, "called only for a name of the hub"
-    hub = _hub(flag)
+    hub = _hub("--data")
     which = {"repo_type": "dataset", "revision": name.revision or None, "allow_patterns": [_TABLES]}
     download = partial(hub.snapshot_download, name.repository, **which)
-    folder = Path(_patiently(download, flag, f"the data set {name}"))
+    folder = Path(_patiently(download, "--data", f"the data set {name}"))
     if not any(folder.rglob(_TABLES)):
         raise UserError(
-            f"{flag} {name}: holds no Parquet file, and scripts that make a data set are never run; where the hub has "
+            f"--data {name}: holds no Parquet file, and scripts that make a data set are never run; where the hub has "
             f"converted it, give hf:{name.repository}@{_CONVERTED}"
         )
     return folder

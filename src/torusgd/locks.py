@@ -30,14 +30,16 @@ def held(folder: Path, name: str) -> Iterator[None]:
         who = holder.read_text().strip() if holder.exists() else "another command"
         raise UserError(f"{name}: in use by {who}; wait for it or choose another folder") from None
     try:
-        holder.write_text(
-            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-        )
+        holder.write_text(f"{this_process()}\n")
         yield
     finally:
         with suppress(OSError):
             holder.unlink()
         lock.release()
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
 
 
 def is_locked(folder: Path) -> bool:

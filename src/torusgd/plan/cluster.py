@@ -303,13 +303,13 @@ def _load(folder: str, kind: str, name: str, model: type[D], factors: Factors | 
 _NOMINAL = 1e12  # FLOP/s of a device without a figure; a measured step cancels it
 
 
-def local_cluster(profile: Profile, name: str = "local") -> Cluster:
+def local_cluster(profile: Profile) -> Cluster:
     """Nodes and links of a measured profile; the device is a nominal one, for `program.measured_software`."""
     links = [_link(link) for link in (profile.inside, profile.between)]
     known = next((link for link in links if link is not None), Link(alpha=0.0, bandwidth=_NOMINAL))
     inside, between = (link or known for link in links)
     return Cluster(
-        name=name,
+        name="local",
         source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
         device=Device(
             name="one worker here",

@@ -111,10 +111,8 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
     return RunTime(software.start_on(devices), training, workload.evaluations * each, steps)
 
 
-def staged(
-    epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN, whole_epochs: bool = False
-) -> tuple[PlannedStage, ...]:
-    """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
+def staged(epochs: float, images: Sequence[int], devices: int, whole_epochs: bool = False) -> tuple[PlannedStage, ...]:
+    """The stages of a published `a>b` batch on ImageNet and `devices` workers whose switch points are not published.
 
     With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
     """
@@ -123,7 +121,7 @@ def staged(
     early = [1 / (len(images) + 1)] * (len(images) - 1)
     stages = []
     for part, each in zip([*early, 1 - sum(early)], images, strict=True):
-        steps = train_images / (each * devices)
+        steps = IMAGENET_TRAIN / (each * devices)
         steps = math.ceil(steps) if whole_epochs else steps
         stages.append(PlannedStage(math.ceil(epochs * part * steps), each, devices))
     return tuple(stages)

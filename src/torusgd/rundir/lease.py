@@ -6,10 +6,8 @@ numbers that rise: Kleppmann, "How to do distributed locking", 2016).
 
 import hashlib
 import json
-import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import RunError, UserError
+from ..locks import this_process
 from ..storage import Store
 from ..untrusted import parse_json, read_text
 
@@ -76,7 +75,7 @@ class Lease:
             if holder is not None and not holder.released and holder.token != self._held()[1]:
                 tell(f"{self._store.url}: held by {holder.who}; waiting {EXPIRES:g} s for a sign of life")
                 self._outlive(number, holder)
-            mine = Holder(secrets.token_hex(8), _me())
+            mine = Holder(secrets.token_hex(8), this_process())
             # Before the object: a start after a crash in between finds a number that nobody holds.
             (self._folder / TOKEN).write_text(f"{number + 1} {mine.token}")
             # On the condition that there is none yet, which the store decides: of several that try one gets it.
@@ -117,7 +116,7 @@ class Lease:
 
     def _renew(self, is_done: threading.Event, beside: Callable[[], object]) -> None:
         number, token = self._held()
-        holder = Holder(token, _me())
+        holder = Holder(token, this_process())
         while not is_done.wait(RENEW):
             holder = replace(holder, beats=holder.beats + 1)
             with suppress(OSError):  # whoever waits for longer than that takes over, which `check` finds
@@ -168,7 +167,3 @@ class Lease:
 
 def _data(holder: Holder) -> bytes:
     return json.dumps(asdict(holder)).encode()
-
-
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
