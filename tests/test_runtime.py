@@ -46,7 +46,6 @@ def test_an_environment_that_tunes_the_allocator_is_left_alone():
     [
         ("Tesla V100-SXM2-16GB", (7, 0), "float16"),
         ("Tesla T4", (7, 5), "float16"),
-        ("NVIDIA GeForce RTX 2080 Ti", (7, 5), "float16"),
         ("NVIDIA A100-SXM4-80GB", (8, 0), "bfloat16"),
         ("NVIDIA H200", (9, 0), "bfloat16"),
         ("NVIDIA B200", (10, 0), "bfloat16"),

@@ -27,9 +27,7 @@ from torusgd import text
         (lambda ranks: text.named("rank", ranks), ([3], [3, 5]), ["rank 3", "ranks 3, 5"]),
     ],
 )
-def test_figures_and_names_as_people_read_them(
-    show: Callable[[Any], str], values: Sequence[Any], shown: list[str]
-) -> None:
+def test_figures_as_people_read_them(show: Callable[[Any], str], values: Sequence[Any], shown: list[str]) -> None:
     assert [show(value) for value in values] == shown
 
 

@@ -105,8 +105,7 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
         open_folders(tmp_path / "sets" / "one", 3)
 
 
-def test_the_command(tmp_path: Path, run_cli: Any) -> None:
-    root = write_lists(write_folder(tmp_path / "a set"))
+def test_the_command(tmp_path: Path, mistake: Any) -> None:
+    root, out = write_lists(write_folder(tmp_path / "a set")), tmp_path / "run"
     (root / "train.csv").write_text("a\n")
-    code, _, said = run_cli("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run")
-    assert (code, said) == (2, f"torusgd: {root}/train.csv: line 1 has no path and label\n")
+    mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", out, TMP=tmp_path)

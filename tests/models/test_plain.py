@@ -1,4 +1,4 @@
-"""The plain networks: published sizes and costs, other image sizes and widths, weights that can learn."""
+"""The plain networks: sizes, widths, weights that can learn; tests/plan/test_layers.py has their published costs."""
 
 from typing import Any
 
@@ -16,32 +16,10 @@ def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: Any) -
         return MODELS[name](classes=classes, channels=channels, **options)
 
 
-def weights(network: nn.Module, kind: type[nn.Linear | nn.Conv2d]) -> int:
-    return sum(module.weight.numel() for module in network.modules() if isinstance(module, kind))
-
-
 def macs(network: nn.Module, *shape: int) -> float:
     with FlopCounterMode(display=False) as counter:
         network(torch.empty(1, *shape, device="meta"))
     return counter.get_total_flops() / 2
-
-
-# Weights and forward multiply-adds of the published networks; biases come on top.
-@pytest.mark.parametrize(
-    ("name", "pixels", "convolution", "linear", "gmac", "linear_gmac"),
-    [
-        ("vgg-a", 224, 9.218e6, 123.63e6, 7.609, 7.609 - 7.485),
-        ("overfeat-fast", 231, 15.985e6, 129.93e6, 2.801, 2.801 - 2.671),
-    ],
-)
-def test_parameters_and_multiply_adds(
-    name: str, pixels: int, convolution: float, linear: float, gmac: float, linear_gmac: float
-) -> None:
-    network = on_meta(name)
-    assert weights(network, nn.Conv2d) == pytest.approx(convolution, rel=1e-4)
-    assert weights(network, nn.Linear) == pytest.approx(linear, rel=1e-4)
-    assert macs(network, 3, pixels, pixels) / 1e9 == pytest.approx(gmac, abs=5e-4)
-    assert weights(network, nn.Linear) / 1e9 == pytest.approx(linear_gmac, abs=1e-3)  # a weight, a multiply-add
 
 
 def test_the_speech_network_takes_429_values_and_has_seven_hidden_layers_of_2048() -> None:
@@ -85,17 +63,13 @@ def test_the_speech_network_lets_gradients_through_seven_sigmoids() -> None:
     network = MODELS["cd-dnn"](classes=50, channels=1, width=256)
     out = network(torch.randn(64, 1, 11, 39))
     torch.nn.functional.cross_entropy(out, torch.randint(50, (64,))).backward()
-    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
-    first, last = linear[0].weight.grad, linear[-2].weight.grad
-    assert first is not None
-    assert last is not None
-    assert first.norm() > 0.25 * last.norm()
+    linear: list[Any] = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    assert linear[0].weight.grad.norm() > 0.25 * linear[-2].weight.grad.norm()
 
 
 def test_the_speech_networks_units_begin_in_the_middle_of_their_sigmoids() -> None:
     torch.manual_seed(0)
-    network = MODELS["cd-dnn"](classes=50, channels=1, width=256)
-    assert isinstance(network, nn.Sequential)
+    network: Any = MODELS["cd-dnn"](classes=50, channels=1, width=256)
     with torch.no_grad():
         last = network[:-1](torch.randn(64, 1, 11, 39))
     assert (last.mean(0) - 0.5).abs().mean() < 0.1

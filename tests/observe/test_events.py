@@ -1,7 +1,6 @@
 """A run that goes on drops the events of the steps that it takes again, and nothing else."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,7 @@ LINES = [
 @pytest.mark.parametrize("block", [1, 7, 4096])
 @pytest.mark.parametrize(("step", "count"), [(0, 0), (3, 3), (7, 8), (9, 11), (99, 11)])
 @pytest.mark.parametrize("cut", ["", '{"step": 10, "lo', "\n"])
-def test_later_events_are_dropped_from_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, count: int, cut: str, block: int
-) -> None:
+def test_later_events_are_dropped_from_the_end(tmp_path, monkeypatch, step: int, count: int, cut: str, block: int):
     monkeypatch.setattr(events, "_BLOCK", block)
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + cut)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
 
-EPS_VARIANTS = [name for name in VARIANTS if VARIANTS[name].eps]
 PATHS = {"fused": None, "foreach": True, "plain": False}
 
 
@@ -80,32 +79,16 @@ def close(actual: Tensor, expected: list[float], scale: float) -> None:
     eps=st.sampled_from([0.0, 1e-9, 0.1]),
 )
 def test_three_steps_follow_the_published_formula(
-    variant: str,
-    path: str,
-    shape: tuple[int, ...],
-    seed: int,
-    zero: str,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    trust: float | None,
-    eps: float,
-) -> None:
+    variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, momentum: float,
+    weight_decay: float, trust: float | None, eps: float,
+) -> None:  # fmt: skip
     eps = eps if VARIANTS[variant].eps else 0.0
     generator = torch.Generator().manual_seed(seed)
     start = torch.zeros(shape) if zero == "weights" else torch.randn(shape, generator=generator)
     param = nn.Parameter(start.clone())
-    optimizer = Lars(
-        [param],
-        lr=13.0,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        trust=trust,
-        eps=eps,
-        variant=variant,
-        foreach=PATHS[path],
-        trust_one_dimensional=True,
-    )
+    hyper: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
+    how: dict[str, Any] = {"variant": variant, "foreach": PATHS[path], "trust_one_dimensional": True}
+    optimizer = Lars([param], lr=13.0, **hyper, **how)
     w, v = start.flatten().double().tolist(), [0.0] * start.numel()
     scale = 1e-3
     for step in range(3):
@@ -210,8 +193,7 @@ def test_what_has_one_dimension_is_left_out_unless_its_group_names_a_trust(
     hyper: dict[str, Any] = {"lr": 3.0, "weight_decay": 1e-3, "variant": variant}
     group: dict[str, Any] = {"params": ours, "trust": 0.02} if named else {"params": ours}
     first = Lars([group], trust=0.02, trust_one_dimensional=everything, **hyper)
-    scaled = [p for p in theirs if named or everything or p.dim() > 1]
-    plain = [p for p in theirs if not (named or everything or p.dim() > 1)]
+    scaled, plain = ([p for p in theirs if (named or everything or p.dim() > 1) == flag] for flag in (True, False))
     by_hand: list[dict[str, Any]] = [{"params": scaled, "trust": 0.02}, {"params": plain, "trust": None}]
     second = Lars(by_hand, **hyper)
     for _ in range(2):

@@ -22,9 +22,7 @@ HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
     channels_last=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_torchs_sgd(
-    shape: tuple[int, ...], momentum: float, nesterov: bool, channels_last: bool, seed: int
-) -> None:
+def test_it_is_torchs_sgd(shape: tuple[int, ...], momentum: float, nesterov: bool, channels_last: bool, seed: int):
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(shape, generator=generator)
     if channels_last and len(shape) == 4:

@@ -13,6 +13,7 @@ from torusgd.plan.cluster import load_software
 from torusgd.plan.published import read_rows
 from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
 from torusgd.recipe.schedule import Schedule, Step
+from torusgd.recipe.schema import Recipe
 
 IMAGENET = 1281167
 RECORDS = {
@@ -95,9 +96,7 @@ def test_a_record_is_of_imagenet_and_only_the_reduction_is_needed_for_invariance
         ("you-alexnet-11min", 1024, [32768], 4000, 0.586),
     ],
 )
-def test_workers_batches_steps_and_accuracy(
-    name: str, workers: int, batches: list[int], steps: int, top1: float | None
-) -> None:
+def test_workers_batches_steps_and_accuracy(name: str, workers: int, batches: list[int], steps: int, top1) -> None:
     plan = schedule(name)
     assert plan.recipe.virtual_workers == workers
     assert [span.batch for span in plan.spans] == batches
@@ -199,9 +198,8 @@ def test_intel_batches_are_those_of_the_paper(name: str) -> None:
     plan = Schedule(recipe, recipe.data.train_images)
     assert (recipe.virtual_workers, [span.batch for span in plan.spans], len(plan)) == (nodes, [batch], steps)
     # The planner's table of published results has the same system in it.
-    speed_up = re.search(r", (\d+(?:\.\d)?)x$", recipe.description)
-    assert speed_up is not None
-    row = (recipe.model.name, nodes, [batch // nodes], float(speed_up[1]))
+    (speed_up,) = re.findall(r", (\d+(?:\.\d)?)x$", recipe.description)
+    row = (recipe.model.name, nodes, [batch // nodes], float(speed_up))
     assert row in [(row.model, row.devices, list(row.images), row.value) for row in read_rows()]
 
 
@@ -222,9 +220,7 @@ def test_vgg_rate_falls_three_times_by_ten_and_no_recipe_of_it_differs_but_in_th
     optimizer = plan.recipe.optimizer
     assert (optimizer.momentum, optimizer.weight_decay, optimizer.no_decay) == (0.9, 5e-4, ())
     for name in ("intel-vgga-128", "intel-aws-vgga-16"):
-        other = load_recipe(name).recipe
-        for key in ("data", "model", "rate", "optimizer", "evaluate"):
-            assert getattr(other, key) == getattr(plan.recipe, key), key
+        assert_same("data model rate optimizer evaluate", name, "intel-vgga-64")
 
 
 def test_overfeat_rate_is_halved_five_times() -> None:
@@ -278,19 +274,24 @@ def test_resnet50_in_37_epochs_is_nvidias_and_other_items_go_before_a_row() -> N
             load_recipe(name, [f"batch={batch}"])
 
 
+def assert_same(keys: str, one: str, other: str) -> tuple[Recipe, Recipe]:
+    """Two recipes, which are alike in some keys."""
+    recipes = load_recipe(one).recipe, load_recipe(other).recipe
+    for key in keys.split():
+        assert getattr(recipes[0], key) == getattr(recipes[1], key), key
+    return recipes
+
+
 def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:
-    small, large = (load_recipe(name).recipe for name in ("fashion", "fashion-large"))
-    for key in ("data", "model", "precision", "reduction", "evaluate", "target_top1"):
-        assert getattr(small, key) == getattr(large, key), key
+    small, large = assert_same("data model precision reduction evaluate target_top1", "fashion", "fashion-large")
     assert small.stages[-1].until == large.stages[-1].until
     assert [span.batch for span in Schedule(small, 60000).spans] == [256]
     assert Schedule(large, 60000).spans[-1].batch == 4096
 
 
 def test_fashion_10ep_takes_half_the_images_of_fashion() -> None:
-    full, half = (load_recipe(name).recipe for name in ("fashion", "fashion-10ep"))
-    for key in ("model", "virtual_workers", "optimizer", "precision", "reduction", "target_top1"):
-        assert getattr(full, key) == getattr(half, key), key
+    keys = "model virtual_workers optimizer precision reduction target_top1"
+    full, half = assert_same(keys, "fashion", "fashion-10ep")
     images = [sum(step.batch for step in Schedule(recipe, 60000)) for recipe in (full, half)]
     assert images[1] <= images[0] / 2 + 256
 
@@ -312,6 +313,9 @@ def test_mosaicml_27_epochs() -> None:
     middle = 8 + 20.8 / 2
     assert step_at(plan, middle).lr == pytest.approx(1.024, rel=1e-3)
     assert plan[len(plan) - 1].lr == pytest.approx(0, abs=1e-6)
+    optimizer = plan.recipe.optimizer  # the decay is the decoupled one
+    assert optimizer.weight_decay == pytest.approx(5e-4 * (1 - optimizer.momentum) / 2.048)
+    assert optimizer.no_decay == ()
 
 
 def test_mosaicml_sizes() -> None:
@@ -324,12 +328,6 @@ def test_mosaicml_sizes() -> None:
     assert [step_at(plan, epoch).sizes.sides[0] for epoch in (0, 11.5, 22.7, 22.8)] == [88, 88, 172, 176]
     assert pixels(plan, 28.8) / 28.8 == pytest.approx(0.33, abs=0.005)
     assert pixels(plan, 27) == pytest.approx(8.4, abs=0.05)
-
-
-def test_mosaicml_decay_is_the_decoupled_one() -> None:
-    optimizer = load_recipe("resnet50-27ep").recipe.optimizer
-    assert optimizer.weight_decay == pytest.approx(5e-4 * (1 - optimizer.momentum) / 2.048)
-    assert optimizer.no_decay == ()
 
 
 def test_ffcv_16_epochs() -> None:

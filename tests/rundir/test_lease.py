@@ -70,9 +70,7 @@ def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
     assert len(lines) == 1, "what was given back is taken at once"
 
 
-def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, monkeypatch) -> None:
     monkeypatch.setattr(module, "EXPIRES", 0.2)
     lines: list[str] = []
     first, second, third = machine("a"), machine("b"), machine("c")
@@ -102,9 +100,7 @@ def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pyt
         second.acquire(lambda line: None)
 
 
-def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machine, monkeypatch) -> None:
     slow, first, second = machine("slow"), machine("a"), machine("b")
     found = slow.newest()
     first.acquire(lambda line: None)
@@ -180,9 +176,7 @@ def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
     assert first.newest()[1].released
 
 
-def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(machine, monkeypatch) -> None:
     monkeypatch.setattr(module, "GIVE_BACK", 0.1)
     first, asks, answers, lines = machine("a"), threading.Event(), threading.Event(), list[str]()
     first.acquire(lines.append)

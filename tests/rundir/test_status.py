@@ -23,8 +23,6 @@ from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, wri
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 
-RunCli = Callable[..., tuple[int, str, str]]
-
 
 def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
     """Trains four steps in this process, `meanwhile` before each; the result."""
@@ -42,9 +40,7 @@ def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
         return run.run()
 
 
-def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
+def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkeypatch, run_cli, mistake) -> None:
     monkeypatch.setattr(run_view, "SECONDS", 0.0)
     seen: list[dict[str, Any]] = []
 
@@ -67,21 +63,16 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(
 
     assert go(tmp_path).summary["steps"] == 4
     assert run_cli("status", tmp_path)[1].startswith("finished: 4 steps, top-1 ")
-    for command in (("stop",), ("scale", "--workers", "2")):
-        code, _, line = run_cli(command[0], tmp_path, *command[1:])
-        assert (code, line.count("\n")) == (2, 1)
-        assert "the run is finished; there is nothing to" in line
+    mistake("stop", tmp_path, TMP=tmp_path)
+    mistake("scale", tmp_path, "--workers", 2, TMP=tmp_path)
 
 
-def test_one_line_for_a_folder_without_a_run_and_for_a_run_whose_process_is_gone(
-    tmp_path: Path, run_cli: RunCli
-) -> None:
-    (tmp_path / "recipe.yaml").write_text("name: mine\n")
-    for command in (("status",), ("stop",), ("scale", "--workers", "2")):
-        for folder in (tmp_path, tmp_path / "none"):
-            code, _, line = run_cli(command[0], folder, *command[1:])
-            assert (code, line.count("\n")) == (2, 1)
-            assert "holds no run" in line
+def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path: Path, run_cli, mistake) -> None:
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "no run" / "recipe.yaml").write_text("name: mine\n")
+    for command, *words in (("status",), ("stop",), ("scale", "--workers", 2)):
+        for folder in ("no run", "none"):
+            mistake(command, tmp_path / folder, *words, TMP=tmp_path)
     (tmp_path / "recipe.yaml").write_text(run_view.HEAD + "\n")
     (tmp_path / run_view.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
     assert run_cli("status", tmp_path)[0] == 1
@@ -95,21 +86,17 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_whose_process_is_gone
     assert "its status can't be read" in run_cli("status", tmp_path)[2]
 
 
-def test_ranks_that_can_not_change_are_told(tmp_path: Path, run_cli: RunCli) -> None:
+def test_ranks_that_can_not_change_are_named(tmp_path: Path, mistake: Callable[..., None]) -> None:
     def ask(step: int) -> None:
-        code, _, line = run_cli("scale", tmp_path, "--workers", "5")
-        assert (code, "has 4 virtual workers to share" in line) == (2, True)
-        told = json.loads((tmp_path / run_view.STATUS).read_text())
-        (tmp_path / run_view.STATUS).write_text(json.dumps(told | {"fixed_ranks": "so it is"}))
-        code, _, line = run_cli("scale", tmp_path, "--workers", "2")
-        assert (code, "its ranks can't change: so it is" in line) == (2, True)
+        mistake("scale", tmp_path, "--workers", 5, TMP=tmp_path)
+        status = json.loads((tmp_path / run_view.STATUS).read_text())
+        (tmp_path / run_view.STATUS).write_text(json.dumps(status | {"fixed_ranks": "so it is"}))
+        mistake("scale", tmp_path, "--workers", 3, TMP=tmp_path)
 
     go(tmp_path, ask)
 
 
-def test_what_was_asked_is_found_once_and_only_since_the_run_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_view, "SECONDS", 0.0)
     asked = RunRequests(tmp_path)
     assert (asked.to_stop(), asked.workers()) == (False, None)
