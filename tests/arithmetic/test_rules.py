@@ -51,6 +51,10 @@ def multi_head(x: Tensor, inner: Tensor, outer: Tensor, mask: Tensor | None = No
     return out
 
 
+QKV = [draws(2, 3, 5, 4, seed=n) for n in range(3)]
+MODULE = [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)]
+MASK = torch.ones(5, 5, dtype=torch.bool).triu(1)
+LOGITS, LABELS = [draws(5, 9)], torch.tensor([1, 0, -100, 8, 3])
 CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "linear": (F.linear, [draws(5, 7), draws(4, 7, seed=1), draws(4, seed=2)]),
     "matmul": (torch.matmul, [draws(2, 3, 5, 7), draws(7, 4, seed=1)]),
@@ -82,34 +86,19 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (4, 2)), [images()]),
     "global pool": (lambda x: F.adaptive_avg_pool2d(x, 1), [images()]),
     "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
-    "softmax": (lambda x: x.softmax(1), [draws(5, 9)]),
-    "attention": (attention, [draws(2, 3, 5, 4, seed=n) for n in range(3)]),
-    "attention of a module": (multi_head, [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)]),
-    "masked attention of a module": (
-        lambda x, inner, outer: multi_head(x, inner, outer, torch.ones(5, 5, dtype=torch.bool).triu(1)),
-        [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)],
-    ),
+    "softmax": (lambda x: x.softmax(1), LOGITS),
+    "attention": (attention, QKV),
+    "attention of a module": (multi_head, MODULE),
+    "masked attention of a module": (lambda x, inner, outer: multi_head(x, inner, outer, MASK), MODULE),
     "quotient rounded down": (lambda x: x * torch.div(x.detach() * 7, 2.0, rounding_mode="floor"), [draws(50)]),
-    "causal attention": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        [draws(2, 3, 5, 4, seed=n) for n in range(3)],
-    ),
-    "masked attention": (
-        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
-        [*(draws(2, 3, 5, 4, seed=n) for n in range(3)), draws(5, 5, seed=7)],
-    ),
-    "cross-entropy": (
-        lambda x: F.cross_entropy(x, torch.tensor([1, 0, -100, 8, 3]), label_smoothing=0.1),
-        [draws(5, 9)],
-    ),
-    "weighted cross-entropy": (
-        lambda x: F.cross_entropy(x, torch.arange(5), torch.arange(9).to(x.dtype)),
-        [draws(5, 9)],
-    ),
-    "soft cross-entropy": (lambda x: F.cross_entropy(x, draws(5, 9, seed=3).to(x.dtype).softmax(1)), [draws(5, 9)]),
+    "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), QKV),
+    "masked attention": (F.scaled_dot_product_attention, [*QKV, draws(5, 5, seed=7)]),
+    "cross-entropy": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), LOGITS),
+    "weighted cross-entropy": (lambda x: F.cross_entropy(x, torch.arange(5), torch.arange(9).to(x.dtype)), LOGITS),
+    "soft cross-entropy": (lambda x: F.cross_entropy(x, draws(5, 9, seed=3).to(x.dtype).softmax(1)), LOGITS),
     "binary cross-entropy": (
         lambda x: F.binary_cross_entropy_with_logits(x, (draws(5, 9, seed=3) > 0).to(x.dtype)),
-        [draws(5, 9)],
+        LOGITS,
     ),
     "gelu": (F.gelu, [draws(4000) * 2]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [draws(4000) * 2]),

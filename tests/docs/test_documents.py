@@ -1,4 +1,4 @@
-"""The documents: what they name exists, their links lead somewhere, and their examples run as they stand."""
+"""The documents: what they name exists, links lead somewhere, examples run, and torusgd is got by ways that work."""
 
 import doctest
 import importlib
@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ DOCS = ROOT / "docs"
 SOURCE = Path(torusgd.__file__).parent
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md")})
 FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "tour.md"]
+EXAMPLES = sorted(ROOT.glob("examples/*"))
+SOURCES = sorted(SOURCE.rglob("*.py"))
 CARDS = sorted((DOCS / "methods").glob("*.md"))
-WITH_EXAMPLES = [path.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py") if ">>> " in path.read_text()]
+WITH_EXAMPLES = [path.relative_to(SOURCE.parent) for path in SOURCES if ">>> " in path.read_text()]
 
 
 def blocks(document: Path) -> list[str]:
@@ -152,6 +155,44 @@ def test_the_examples_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.M
     train, held_out = open_sources(data, None, 0)
     assert (len(train), len(held_out)) == (50, 10)
     assert Pipeline(held_out, data, 0).validation_batch(np.arange(10)).images.shape == (10, 1, 16, 16)
+
+
+def extras() -> dict[str, list[str]]:
+    """By extra the names of its packages, without versions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {
+        name: [re.split(r"[\[<>=]", requirement)[0] for requirement in requirements]
+        for name, requirements in project["optional-dependencies"].items()
+    }
+
+
+def test_nobody_is_sent_to_an_index_that_lacks_torusgd() -> None:
+    command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
+    assert not [
+        path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file() and command.search(path.read_text())
+    ]
+    assert command.search("pip install -U 'torusgd[images]'")
+
+
+def test_a_message_names_packages_of_its_extra() -> None:
+    known = extras()
+    named = [
+        (packages.split(), extra)
+        for path in SOURCES
+        for packages, extra in re.findall(
+            r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)", path.read_text()
+        )
+    ]
+    assert len(named) >= 9
+    for packages, extra in named:
+        assert set(packages) <= set(known[extra]), extra
+
+
+def test_the_table_of_extras_has_those_that_users_take() -> None:
+    text = (DOCS / "install.md").read_text()
+    rows = re.findall(r"^\| (`.*) \| .* \|$", text, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert listed == set(extras()) - {"dev", "docs", "dist"}
 
 
 @pytest.mark.slow

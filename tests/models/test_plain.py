@@ -32,12 +32,19 @@ def test_the_speech_network_takes_429_values_and_has_seven_hidden_layers_of_2048
     assert macs(network, 1, 11, 39) == 429 * 2048 + 6 * 2048**2 + 2048 * 9304
 
 
-@pytest.mark.parametrize(
-    ("name", "pixels"), [("vgg-a", 224), ("vgg-a", 64), ("vgg-a", 32), ("overfeat-fast", 231), ("overfeat-fast", 96)]
-)
-def test_logits_at_any_size(name: str, pixels: int) -> None:
-    network = on_meta(name, classes=7, channels=1)
-    assert network(torch.empty(2, 1, pixels, pixels, device="meta")).shape == (2, 7)
+SIZES = {
+    **{name: [(1, 8), (1, 28), (3, 33)] for name in ("digits-net", "fashion-net")},
+    **{name: [(1, 32), (3, 64), (3, 65)] for name in ("resnet18", "resnet50")},
+    "vgg-a": [(1, 224), (1, 64), (1, 32)],
+    "overfeat-fast": [(1, 231), (1, 96)],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_logits_for_any_channels_and_size(name: str) -> None:
+    for channels, pixels in SIZES[name]:
+        network = on_meta(name, classes=7, channels=channels)
+        assert network(torch.empty(2, channels, pixels, pixels, device="meta")).shape == (2, 7)
 
 
 @pytest.mark.parametrize(("name", "published"), [("vgg-a", 64), ("overfeat-fast", 96)])

@@ -64,10 +64,7 @@ def test_built_in_models_pass_the_check_untouched(name: str) -> None:
 def test_mistakes_are_one_line(name: str, options: Options) -> None:
     with refused(f"model {name} {options}"):
         build(name, options)
-
-
-def test_a_whole_number_serves_as_a_float() -> None:
-    assert isinstance(build("digits-net", {"dropout": 0}), nn.Module)
+    build("digits-net", {"dropout": 0})  # a whole number serves as a float
 
 
 def test_images_that_are_too_small() -> None:

@@ -172,9 +172,7 @@ def on(tmp_path: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_bucket_on_another_machine(
-    kind: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_from_a_bucket_on_another_machine(kind: str, on: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A real server that fails now and then; another launcher is kept out; a machine and its disk are lost."""
     expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
     with bucket(kind, monkeypatch, http_500=4, cut=6, stale=9, slow=5) as (_, root):
@@ -205,9 +203,7 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_at_work_on_a_real_server_is_seen_scaled_and_stopped_from_another_machine(
-    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_at_work_is_seen_scaled_and_stopped_from_another_machine(on: Any, tmp_path: Path, monkeypatch) -> None:
     expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
     with bucket("s3", monkeypatch) as (_, root):
         out = f"{root}/a run"
