@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ LIBRARY = re.compile(r"\(.*\)")
 """the reason that a library gives, in brackets: another version has another one"""
 
 
+@cache
 def sentences() -> dict[str, str]:
     return dict(yaml.safe_load(FILE.read_text()) or {}) if FILE.is_file() else {}
 
@@ -42,8 +44,8 @@ def assert_sentence(name: str, about: str, text: str, hidden: Mapping[str, objec
     assert text.isprintable()
     assert text.startswith(about), text
     if os.environ.get("TORUSGD_WRITE_MESSAGES"):
-        found = {**sentences(), name: text}
-        FILE.write_text(yaml.safe_dump(dict(sorted(found.items())), width=10_000, allow_unicode=True))
+        sentences()[name] = text
+        FILE.write_text(yaml.safe_dump(dict(sorted(sentences().items())), width=10_000, allow_unicode=True))
     assert sentences().get(name) == text
 
 
