@@ -14,7 +14,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Model
 from torusgd.recipe.section import Options
 
-REASON = re.compile(r"(?<=_size\): ).*(?=;)")
+REASON = re.compile(r"(?<=_size\): )[^;]*")
 """torch's"""
 
 
@@ -74,7 +74,7 @@ def test_images_that_are_too_small() -> None:
 
 def test_torchvision_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with refused("torchvision is not installed", TORCH=torch.__version__):
+    with refused("torchvision is not installed", TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
 
 

@@ -134,10 +134,11 @@ def test_train_refuses_it_before_ranks_are_started(
     assert_sentence(name, "", error.removeprefix("torusgd: ").rstrip("\n"))
 
 
-def test_a_joined_rank_refuses_flags_of_a_launcher(mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_rank_refuses_flags_of_a_launcher(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(variable, value)
-    mistake("train", "digits", "--device", "cpu", "--listen", "127.0.0.1:0")
+    code, _, error = run_cli("train", "digits", "--device", "cpu", "--listen", "127.0.0.1:0")
+    assert (code, error.startswith("torusgd: --listen: ")) == (2, True)
 
 
 def test_a_plan_notes_what_a_run_refuses(run_cli: Run, tmp_path: Any) -> None:
