@@ -2,11 +2,12 @@
 
 from functools import reduce
 from operator import add
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import run_ranks, write_profile
 
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
@@ -55,11 +56,11 @@ def every_case(allreduce: AlgorithmAllReduce | NativeAllReduce, ranks: list[int]
     return [f"{allreduce.name} on {ranks}: {what}" for what in wrong]
 
 
-def every_name() -> list[str]:
+def every_name(profile: Path) -> list[str]:
     """All names on all ranks, grids, and two groups of ranks at a time."""
     wrong = []
     for name in NAMES:
-        allreduce = create(name, timeout=240)
+        allreduce = create(name, timeout=240, profile=profile if name == "auto" else None)
         wrong += every_case(allreduce, list(range(WORLD)))
         allreduce.close()
     for name, grid in (("torus", (3, 2)), ("torus:doubling/direct", (2, 3)), ("hierarchical", (2, 3))):
@@ -76,8 +77,8 @@ def every_name() -> list[str]:
     return wrong
 
 
-def test_strips_hold_the_sums_and_are_gathered():
-    assert run_ranks(WORLD, every_name) == [[]] * WORLD
+def test_strips_hold_the_sums_and_are_gathered(tmp_path):
+    assert run_ranks(WORLD, every_name, write_profile(tmp_path, WORLD)) == [[]] * WORLD
 
 
 @pytest.mark.parametrize("name", ["auto", "native", "torus"])

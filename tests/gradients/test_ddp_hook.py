@@ -9,11 +9,10 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import run_ranks, write_profile
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torusgd.comm.tuning.profile import Link, Profile, Timing
 from torusgd.errors import UserError
 from torusgd.gradients.ddp_hook import ddp_hook
 
@@ -87,25 +86,17 @@ def largest_difference(plain: list, ours: list) -> float:
 
 
 def largest_differences(profile: Path) -> list[list[float]]:
-    """For each case and each hook, the largest difference from plain DDP; `auto` probes once, which takes seconds."""
+    """For each case and each hook, the largest difference from plain DDP."""
     found = []
-    for number, (ddp, both, accumulate) in enumerate(CASES):
+    chosen = [hooked if "algorithm" in hooked else {"profile": profile, **hooked} for hooked, _ in HOOKS]
+    for ddp, both, accumulate in CASES:
         plain = gradients(None, copy.copy(ddp), both, accumulate)
-        chosen = [
-            {"profile": profile, **hooked} if (number or hooked) and "algorithm" not in hooked else hooked
-            for hooked, _ in HOOKS
-        ]
         found.append([largest_difference(plain, gradients(how, copy.copy(ddp), both, accumulate)) for how in chosen])
     return found
 
 
 def test_gradients_are_those_of_plain_ddp(tmp_path):
-    link = Link(latency=1e-4, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
-    rows = (("native", 2e-3), ("doubling", 1e-3))
-    timings = tuple(Timing(size=4096, algorithm=name, grid=None, chunks=1, median=t) for name, t in rows)
-    profile = Profile(backend="gloo", hosts=(0,) * 4, message=0.0, inside=link, between=None, timings=timings)
-    (tmp_path / "profile.json").write_text(profile.dump())
-    for found in run_ranks(4, largest_differences, tmp_path / "profile.json"):
+    for found in run_ranks(4, largest_differences, write_profile(tmp_path, 4)):
         for (hooked, bound), differences in zip(HOOKS, zip(*found, strict=True), strict=True):
             assert max(differences) <= bound, (hooked, dict(zip(map(str, CASES), differences, strict=True)))
             assert "wire" not in hooked or max(differences) > 0  # it did go over the narrow wire

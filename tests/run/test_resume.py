@@ -31,13 +31,24 @@ def half_way(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def out(tmp_path: Path, half_way: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(half_way, tmp_path / "out"))
+
+
+def renew_manifest(file: Path) -> None:
+    """The manifest of a checkpoint says that all is well with a file that was changed."""
+    manifest = file.with_name(MANIFEST)
+    sums = json.loads(manifest.read_text()) | {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(sums))
+
+
 @pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12)])
 def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
-    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], damaged: tuple[int, ...],
+    recipe: Path, out: Path, undisturbed: dict[str, Any], damaged: tuple[int, ...],
     resumed_from: int, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
     for step in damaged:
         flip_a_byte(out / "checkpoints" / f"step-{step:08d}" / FILES[0])
     told = run_alone(out, recipe)
@@ -50,10 +61,8 @@ def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
 
 
 def test_a_run_without_a_good_checkpoint_begins_anew_only_when_told_to(
-    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any]
+    recipe: Path, out: Path, undisturbed: dict[str, Any]
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
     for path in list_checkpoints(out / "checkpoints"):
         flip_a_byte(path / FILES[0])
     with refused("damaged checkpoints alone", kind=RunError, TMP=out / "checkpoints"):
@@ -69,25 +78,19 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["5", "4", "3", "2", "1"]
 
 
-def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
+def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, out: Path) -> None:
     with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
         run_alone(out, recipe, max_steps=10)
 
 
-def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
+def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(recipe: Path, out: Path) -> None:
     with pytest.raises(UserError, match="init_sha256"):
-        run_alone(out, recipe, init=str(half_way / "model.safetensors"))
+        run_alone(out, recipe, init=str(out / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
     tree = json.loads(progress.read_text())
     tree["fingerprint"]["train_images"] = 97
     progress.write_text(json.dumps(tree))
-    manifest = progress.with_name(MANIFEST)
-    sums = json.loads(manifest.read_text()) | {FILES[2]: hashlib.sha256(progress.read_bytes()).hexdigest()}
-    manifest.write_text(json.dumps(sums))
+    renew_manifest(progress)
     with refused("a checkpoint of more images", "the checkpoint of step 15"):
         run_alone(out, recipe)
 
@@ -101,54 +104,38 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
     ],
 )
 def test_a_state_that_lacks_a_tensor_is_refused(
-    tmp_path: Path, recipe: Path, half_way: Path, name: str, change: torch.Tensor | None
+    recipe: Path, out: Path, name: str, change: torch.Tensor | None
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
     path = out / "checkpoints" / "step-00000015" / FILES[1]
     tensors = {key: tensor for key, tensor in load_weights(path)[0].items() if key != name}
     save_file(tensors if change is None else {**tensors, name: change}, path)
-    manifest = path.with_name(MANIFEST)
-    sums = json.loads(manifest.read_text()) | {FILES[1]: hashlib.sha256(path.read_bytes()).hexdigest()}
-    manifest.write_text(json.dumps(sums))
+    renew_manifest(path)
     with pytest.raises(UserError, match=f"'{name}'"):
         run_alone(out, recipe)
 
 
-def changed_progress(out: Path, changes: dict[str, Any]) -> None:
-    """The newest checkpoint says something else of its run, and its manifest that all is well."""
-    folder = out / "checkpoints" / "step-00000015"
-    (folder / FILES[2]).write_text(json.dumps(json.loads((folder / FILES[2]).read_text()) | changes))
-    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
-    (folder / MANIFEST).write_text(json.dumps(sums))
-
-
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    "changes",
     [
-        ({"step": "15"}, "step: Input should be a valid integer"),
-        ({"evaluated": -1}, "evaluated: Input should be greater than or equal to 0"),
-        ({"seconds": [1]}, "seconds: Input should be a valid number"),
-        ({"totals": {"samples": {}}}, "totals.samples: Input should be a valid integer"),
-        ({"fingerprint": None}, "fingerprint: "),
-        ({"other_conditions": [7]}, "other_conditions.0: "),
+        {"step": "15"},
+        {"evaluated": -1},
+        {"seconds": [1]},
+        {"totals": {"samples": {}}},
+        {"fingerprint": None},
+        {"other_conditions": [7]},
     ],
 )
-def test_a_strangers_checkpoint_is_refused_in_one_line(
-    tmp_path: Path, recipe: Path, half_way: Path, changes: dict[str, Any], line: str
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
-    changed_progress(out, changes)
+def test_a_strangers_checkpoint_is_refused_in_one_line(recipe: Path, out: Path, changes: dict[str, Any]) -> None:
+    progress = out / "checkpoints" / "step-00000015" / FILES[2]
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | changes))
+    renew_manifest(progress)
     with refused(f"a checkpoint with {changes}", "the checkpoint of step 15"):
         run_alone(out, recipe)
 
 
 def test_a_strangers_checkpoint_folder_leads_nowhere(
-    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    recipe: Path, out: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(half_way, out)
     for number, name in enumerate((*FILES, MANIFEST)):  # newer ones: each has a file that never ends
         folder = out / "checkpoints" / f"step-{20 + number:08d}"
         shutil.copytree(out / "checkpoints" / "step-00000015", folder)

@@ -1,9 +1,10 @@
 """The benchmark of all-reduces: a record for each algorithm and size, the same on all ranks."""
 
 import json
+from pathlib import Path
 
 import pytest
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import run_ranks, write_profile
 from tests.messages import refused
 
 from torusgd.comm.algorithms import NAMES
@@ -13,12 +14,12 @@ from torusgd.errors import UserError
 SIZES = (4, 4096, 100_000)
 
 
-def records() -> list[dict]:
-    return [record.as_dict() for record in bench_allreduce(SIZES, repetitions=3)]
+def records(profile: Path) -> list[dict]:
+    return [record.as_dict() for record in bench_allreduce(SIZES, repetitions=3, profile=profile)]
 
 
-def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks():
-    first, *others = run_ranks(4, records)
+def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
+    first, *others = run_ranks(4, records, write_profile(tmp_path, 4))
     assert others == [first] * 3
     assert json.loads(json.dumps(first)) == first
     assert [(r["bytes"], r["algorithm"]) for r in first] == [(size, name) for size in SIZES for name in NAMES]
