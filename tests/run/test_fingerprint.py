@@ -49,6 +49,7 @@ def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
             ({}, {}, False),
             ({"recipe_sha256": "x"}, {}, True),
             ({"drawn_sha256": "y"}, {}, False),
+            ({"operators": "add.2 mul.3"}, {}, True),
             ({}, {"update": "sharded"}, True),
             ({"conditions": other}, {}, False),
             ({"conditions": {**MINE.conditions, "cpu_flags": other["cpu_flags"]}}, {}, False),
@@ -56,11 +57,12 @@ def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
         ],
     )
     assert found[0] == found[1] == found[2], "every rank finds the same"
-    equal, recipe, drawn, options, cpu, flags, mixed = found[0]
+    equal, recipe, drawn, operators, options, cpu, flags, mixed = found[0]
     assert (equal, mixed) == ([], [other])
     for text, key, two, one in (
         (recipe, "recipe_sha256", "'x'", "'r'"),
         (drawn, "drawn_sha256", "'y'", "'w'"),
+        (operators, "operators", "'add.2 mul.3'", "''"),
         (options, "update", "'sharded'", "'replicated'"),
         (cpu, "cpu", "'EPYC'", "'Xeon'"),
         (flags, "cpu_flags", "'avx512f'", "''"),

@@ -7,5 +7,6 @@ from .contraction import price
 from .draws import beta
 from .methods import METHODS
 from .mode import VERSION, is_portable, portable
+from .sequence import operators_of
 
-__all__ = ["METHODS", "VERSION", "beta", "is_portable", "portable", "price"]
+__all__ = ["METHODS", "VERSION", "beta", "is_portable", "operators_of", "portable", "price"]

@@ -48,7 +48,7 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
             yield
             return
         torch.set_flush_denormal(False)
-        with _Attention(), PortableMode():
+        with Attention(), PortableMode():
             yield
 
 
@@ -62,7 +62,7 @@ class PortableMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator; torch calls this."""
-        with torch._C.DisableTorchFunction():  # a rule's own calls need no `_Attention`
+        with torch._C.DisableTorchFunction():  # a rule's own calls need no `Attention`
             found = _RULES.get(func)
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
@@ -72,7 +72,7 @@ class PortableMode(TorchDispatchMode):
         return result
 
 
-class _Attention(TorchFunctionMode):
+class Attention(TorchFunctionMode):
     """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 Rule = Callable[..., Any]
 
-_MOVES = """
+MOVES = """
     _conj _fill_mem_eff_dropout_mask_ _local_scalar_dense _pin_memory _reshape_alias _to_copy _unsafe_view alias
     as_strided as_strided_ bucketize cat channel_shuffle chunk clone constant_pad_nd contiguous copy copy_
     detach detach_ diagonal diagonal_backward embedding empty empty_like empty_strided expand eye fill fill_
@@ -48,7 +48,7 @@ _MESSAGES = """
 
 PASSING = frozenset(
     getattr(packet, overload)
-    for space, names in ((aten, _MOVES + _COMPARISONS + _SINGLE_OPERATIONS), (torch.ops.c10d, _MESSAGES))
+    for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE_OPERATIONS), (torch.ops.c10d, _MESSAGES))
     for name in names.split()
     if (packet := getattr(space, name, None)) is not None
     for overload in packet.overloads()

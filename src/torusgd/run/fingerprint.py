@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -140,9 +140,10 @@ _WHAT = {
     "data_revision": "another commit of the data set",
     "init_sha256": "other initial weights (--init)",
     "replayed_sha256": "another journal",
+    "operators": "other operators of the network's passes, by another torch or another network of the same name",
 }
-# Characters of two values that are shown whole.
-_LONG = 160
+# Characters of two values that are shown whole, and words of longer ones.
+_LONG, _WORDS = 160, 6
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,17 @@ class Fingerprint:
     """of the journal that is replayed; empty: none"""
     data_revision: str = ""
     """the commit of a data set of the hub; empty: it is none of the hub's"""
+    operators: str = ""
+    """of a virtual worker's passes by portable arithmetic, see `run.operators`; empty for other precisions"""
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
         """UserError if `other`, a checkpoint's, is of another recipe, data set or initial weights."""
         for key, what in _WHAT.items():
             then, now = getattr(other, key), getattr(self, key)
             if then != now:
+                was, is_now = _shown(then, now)
                 raise UserError(
-                    f"{whose} was trained with {what} ({key} {then!r}, now {now!r}); choose another --out, or give "
+                    f"{whose} was trained with {what} ({key} {was}, now {is_now}); choose another --out, or give "
                     "--fresh"
                 )
 
@@ -192,9 +196,14 @@ class Fingerprint:
 
 
 def fingerprint_of(
-    job: Job, train: Source, held_out: Source, drawn_sha256: str = "", conditions: Conditions | None = None
+    job: Job,
+    train: Source,
+    held_out: Source,
+    drawn_sha256: str = "",
+    conditions: Conditions | None = None,
+    operators: str = "",
 ) -> Fingerprint:
-    """Of a job with its data, and on a rank with the hash of the network's weights as they were drawn."""
+    """Of a job with its data, and on a rank with what its network is: the weights as drawn, and the operators."""
     return Fingerprint(
         recipe_sha256=job.recipe.sha256(),
         train_images=len(train),
@@ -204,6 +213,7 @@ def fingerprint_of(
         conditions=conditions or {},
         replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
         data_revision=commit_of(job.data),
+        operators=operators,
     )
 
 
@@ -258,8 +268,13 @@ def _differing(one: Mapping[str, object], two: Mapping[str, object]) -> Differen
 
 
 def _shown(one: object, two: object) -> tuple[str, str]:
-    """Both values; of long lists of words only those that the other lacks."""
+    """Both values; of long lists of words only the first ones that the other lacks."""
     if not (isinstance(one, str) and isinstance(two, str) and len(one) + len(two) > _LONG):
         return repr(one), repr(two)
-    words, others = one.split(), two.split()
-    return repr(" ".join(w for w in words if w not in others)), repr(" ".join(w for w in others if w not in words))
+    words, others = dict.fromkeys(one.split()), dict.fromkeys(two.split())
+    return _first(word for word in words if word not in others), _first(word for word in others if word not in words)
+
+
+def _first(words: Iterable[str]) -> str:
+    found = list(words)
+    return repr(" ".join(found[:_WORDS] + ["..."] * (len(found) > _WORDS)))

@@ -25,6 +25,7 @@ from ..weights import weights_sha256
 from .fingerprint import Fingerprint, conditions, fingerprint_of
 from .job import Job, setup_of
 from .open_data import Data
+from .operators import check_stored, operators_of_passes
 from .summing import Sums
 
 if TYPE_CHECKING:
@@ -56,9 +57,14 @@ def draw_network(job: Job, data: Data, device: torch.device) -> Network:
 
 
 def fingerprint_on_rank(job: Job, data: Data, network: Network, device: torch.device) -> Fingerprint:
-    """Of a job on this rank, with the hash of the weights as they were drawn."""
-    drawn = weights_sha256(network.model.state_dict())
-    return fingerprint_of(job, data.training.source, data.held_out.source, drawn, conditions(job.recipe, device))
+    """Of a job on this rank, with the hash of the weights as they were drawn, and the operators of its passes."""
+    recipe, drawn = job.recipe, weights_sha256(network.model.state_dict())
+    operators = ""
+    if recipe.precision == "portable":
+        check_stored(recipe.model.name)
+        operators = " ".join(operators_of_passes(network.model, recipe))
+    sources = (data.training.source, data.held_out.source)
+    return fingerprint_of(job, *sources, drawn, conditions(recipe, device), operators)
 
 
 def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, form: "GpuForm | None") -> StepState:

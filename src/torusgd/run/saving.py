@@ -34,6 +34,10 @@ _MODEL = "model/"
 _Steps = Annotated[int, Field(ge=0)]
 
 
+_OF_A_NETWORK = ("drawn_sha256", "operators")
+"""what of a fingerprint only a rank knows, which has the network"""
+
+
 @dataclass
 class RunState:
     """How far a run has come; all of it plain JSON."""
@@ -69,7 +73,7 @@ class RunState:
             "seconds": round(self.seconds, 3),
             "resumed_from": self.resumed_from,
             "seconds_to_target": self.seconds_to_target,
-            **{key: value for key, value in self.fingerprint.as_dict().items() if key != "drawn_sha256"},
+            **{key: value for key, value in self.fingerprint.as_dict().items() if key not in _OF_A_NETWORK},
             "init": None if self.initial is None else asdict(self.initial),
             "other_conditions": self.other_conditions,
             "mixed_conditions": self.mixed_conditions,
