@@ -35,8 +35,14 @@ def test_the_order_in_which_gradients_of_three_uses_are_added_is_found() -> None
 
 def test_views_and_copies_are_no_operators() -> None:
     x = torch.ones(2, 3)
-    plain, moved = (operators_of(lambda y=y: (y() * 2).sum()) for y in (lambda: x, lambda: x.t().clone().t().detach()))
-    assert plain == moved
+
+    def plain() -> Tensor:
+        return (x * 2).sum()
+
+    def moved() -> Tensor:
+        return (x.t().clone().t().detach() * 2).sum()
+
+    assert operators_of(plain) == operators_of(moved)
 
 
 def test_attention_is_recorded_by_its_parts() -> None:
@@ -53,7 +59,7 @@ def test_a_torch_with_other_operators_is_refused_and_the_first_is_named(monkeypa
     def by_parts(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
         return F.nll_loss((logits - logits.logsumexp(1, True)), targets)
 
-    monkeypatch.setattr(operators.F, "cross_entropy", by_parts)
+    monkeypatch.setattr(F, "cross_entropy", by_parts)
     with pytest.raises(UserError, match=r"digits-net otherwise than .* from operator 21 of \d+ on, logsumexp:"):
         operators.check_stored("digits-net")
 
