@@ -1,19 +1,22 @@
 """torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
 
-Each of these is usable alone: `Schedule` and `StreamOrder` in your own loop, `Lars` as any torch optimiser, `polish` on
-any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place, `exact_all_reduce`
-in any script of torch.distributed.
+Each of these is usable alone: `Schedule` and `StreamSampler` in your own loop, `Lars` as any torch optimiser, `polish`
+on any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place, `Replicas` and
+`GradientAudit` to find the rank that went wrong, `exact_all_reduce` in any script of torch.distributed.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "GradientAudit": "integrations.gradient_audit",
     "Lars": "optim",
     "Recipe": "recipe.schema",
+    "Replicas": "integrations.replicas",
     "Schedule": "recipe.schedule",
     "ShardedUpdate": "gradients.sharded_update",
     "StreamOrder": "data.order",
+    "StreamSampler": "data.sampler",
     "ddp_hook": "gradients.ddp_hook",
     "exact_all_reduce": "comm.fixed_point",
     "load_recipe": "recipe.load",

@@ -31,7 +31,8 @@ class IntegerHash:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self.sum = torch.zeros((), dtype=torch.int64, device=device)
+        """the hash of what has been added, on the device"""
         self._keys = _word_keys(device)
 
     def add(self, slot: int, begin: int, integers: Tensor) -> None:
@@ -43,11 +44,22 @@ class IntegerHash:
         most = _WORDS * 8 // integers.element_size()
         # Each run has the same keys, times a factor of its own: a table of keys for all words would not fit the cache.
         for run, factor in zip(integers.split(most), _factors(slot, begin, integers.numel(), most), strict=True):
-            self._total += keyed_sum(run, self._keys) * factor
+            self.sum += keyed_sum(run, self._keys) * factor
 
     def value(self) -> int:
         """The hash, between -2**63 and 2**63 - 1; waits for the device."""
-        return int(self._total)
+        return int(self.sum)
+
+
+def tensor_hash(tensor: Tensor) -> Tensor:
+    """The hash of the bits of any dense tensor: int64 [], on its device."""
+    values = tensor.detach().contiguous().reshape(-1)
+    if values.element_size() not in (4, 8):
+        octets = values.view(torch.uint8)
+        values = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
+    found = IntegerHash(tensor.device)
+    found.add(0, 0, values)
+    return found.sum
 
 
 def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:

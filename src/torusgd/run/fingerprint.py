@@ -52,15 +52,26 @@ def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     # Portable arithmetic has the same bits under all conditions but another version of itself.
     if recipe.precision == "portable":
         return {"arithmetic": recipe.arithmetic}
-    # A floating-point kernel is chosen by the processor's instructions and caches, by the build of a library, and by
-    # variables of the environment. Equal conditions are to mean equal bits, so all of these are in them. What has no
-    # part in the arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
+    return {
+        **machine(device),
+        **_decoders(recipe),
+        "threads": recipe.threads,
+    }
+
+
+def machine(device: torch.device) -> Conditions:
+    """What decides the bits of a floating-point kernel on this machine, whatever it is used for; plain JSON."""
+    # A kernel is chosen by the processor's instructions and caches, by the build of a library, and by variables of the
+    # environment. Equal conditions are to mean equal bits, so all of these are in them. What has no part in the
+    # arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
     return {
         "device": device.type,
         **_cpu(),
         **(_gpu(device) if device.type == "cuda" else {}),
-        **_builds(recipe),
-        "threads": recipe.threads,
+        "torusgd": _version("torusgd"),
+        "torch": torch.__version__,
+        "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "numpy": np.__version__,
         "environment": " ".join(library_variables()),
     }
 
@@ -115,15 +126,12 @@ def _gpu(device: torch.device) -> Conditions:
     }
 
 
-def _builds(recipe: Recipe) -> Conditions:
-    """Versions of what computes; those of decoders if a recipe reads pictures, or may."""
-    build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
-    found: Conditions = {"torusgd": _version("torusgd"), "torch": torch.__version__, "torch_build": build}
-    found["numpy"] = np.__version__
-    if recipe.data.source in PICTURES or ":" in recipe.data.source:
-        names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
-        found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in names if _version(name))
-    return found
+def _decoders(recipe: Recipe) -> Conditions:
+    """Versions of the decoders if a recipe reads pictures, or may."""
+    if recipe.data.source not in PICTURES and ":" not in recipe.data.source:
+        return {}
+    names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
+    return {"decoders": " ".join(f"{name}-{_version(name)}" for name in names if _version(name))}
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,202 @@
+"""The stream of samples for anyone's DataLoader: it goes on in mid-epoch, on any number of ranks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from .order import StreamOrder
+
+State = dict[str, int]
+
+
+class StreamSampler(Sampler[list[int]]):
+    """A batch sampler over `StreamOrder` whose state is the number of steps that were trained on.
+
+    Step t's global batch holds the same samples on any number of ranks, and is divided into micro-batches in one way,
+    so that which rank computes which changes nothing but time. An iteration ends with the step that reaches the end of
+    an epoch; the next one goes on where it ended, so no sample is dropped or padded.
+
+    A loader draws batches ahead of the loop, so the sampler can't know what was trained on: call `step` after each
+    step of the optimizer, or let `follow` do so. Save `state_dict()` in the same file as the weights.
+
+    >>> sampler = StreamSampler(length=10, batch_size=4, rank=0, world_size=2)
+    >>> for indices in sampler:  # a DataLoader(dataset, batch_sampler=sampler) does this
+    ...     sampler.step()
+    >>> sampler.state_dict()["consumed"], len(indices)
+    (12, 2)
+
+    Args:
+        length: Samples in an epoch.
+        batch_size: Samples of a step over all ranks, or a function that gives it from the number of samples consumed
+            before that step: it must be the same on all ranks.
+        seed: Decides the order.
+        rank, world_size: Those of torch.distributed if it runs, else 0 and 1.
+        micro_batches: Lists that a step's batch is cut into, over all ranks, as evenly as can be: each rank yields
+            several a step, and which samples share a list is the same on any number of ranks. None: one a rank.
+        repeats: Copies of each sample in a row.
+
+    Raises:
+        ValueError: A length, batch or rank out of range.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int | Callable[[int], int],
+        *,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        micro_batches: int | None = None,
+        repeats: int = 1,
+    ) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if running else 0
+        self.world_size = world_size if world_size is not None else dist.get_world_size() if running else 1
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}: ranks count from 0")
+        self._micro_batches = self.world_size if micro_batches is None else micro_batches
+        if self._micro_batches < self.world_size:
+            raise ValueError(f"{micro_batches} micro-batches for {self.world_size} ranks: take at least one a rank")
+        self._order = StreamOrder(length, seed, repeats)
+        self._batch_size = batch_size
+        # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
+        self._starts = [0]
+        self._steps = 0
+        # The step before which the last iteration began, and that which its samples reach, once all are drawn.
+        self._drawn: tuple[int, int] | None = None
+        self._stop_following: Callable[[], None] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps trained on."""
+        return self._steps
+
+    @property
+    def consumed(self) -> int:
+        """Samples trained on, over all ranks."""
+        return self._start(self._steps)
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the samples before the next step."""
+        return self.consumed // self._epoch_samples
+
+    def step(self, count: int = 1) -> None:
+        """Counts steps as trained on; every rank calls it after the optimizer's step."""
+        self.seek(self._steps + count)
+
+    def follow(self, optimizer: Any) -> None:
+        """Counts each step of a torch optimizer from now on, of this one only.
+
+        A gradient scaler that skips a step doesn't call the optimizer: with float16 call `step` yourself.
+        """
+        if self._stop_following is not None:
+            self._stop_following()
+        self._stop_following = optimizer.register_step_post_hook(lambda *_: self.step()).remove
+
+    def seek(self, steps: int) -> None:
+        """Goes on after so many steps, for loops that count them themselves."""
+        if steps < 0:
+            raise ValueError(f"steps: must not be negative, got {steps}")
+        self._steps = steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accepted since libraries call it; the steps trained on decide what comes next, not this."""
+
+    def batch(self, step: int) -> int:
+        """Samples of a step, over all ranks."""
+        return self._start(step + 1) - self._start(step)
+
+    def positions(self, step: int | None = None) -> list[range]:
+        """This rank's micro-batches of a step, as positions in the stream: keys for draws that any rank can repeat.
+
+        `step` None: the one that is being trained on.
+        """
+        step = self._steps if step is None else step
+        start, batch, count = self._start(step), self.batch(step), self._micro_batches
+        if batch < count:
+            raise ValueError(f"batch_size: {batch} samples can't be cut into {count} micro-batches")
+        edges = [start + batch * index // count for index in range(count + 1)]
+        mine = range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
+        return [range(edges[index], edges[index + 1]) for index in mine]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._drawn is not None and self._steps in range(*self._drawn):
+            first, end = self._drawn
+            raise RuntimeError(
+                f"the samples of {end - first} steps were drawn and {self._steps - first} steps counted as trained on: "
+                "call step() after each step of the optimizer, or follow(optimizer) once; and no library may divide "
+                "the batches between ranks again, since each rank's are its own already"
+            )
+        begin, end = self._steps, self._epoch_end(self._steps)
+        for step in range(begin, end):
+            for positions in self.positions(step):
+                yield self._order.at(positions.start, len(positions))[0].tolist()
+        self._drawn = (begin, end)
+
+    def __len__(self) -> int:
+        """Lists of this rank in the whole epoch that is being trained on, those before a resume included."""
+        steps = self._epoch_end(self._steps) - self._epoch_first(self._steps)
+        return steps * len(self.positions())
+
+    def lr_factor(self, step: int) -> float:
+        """The linear rule's factor on the rate, batch / first batch, for `torch.optim.lr_scheduler.LambdaLR`."""
+        return self.batch(step) / self.batch(0)
+
+    def state_dict(self) -> State:
+        """Plain integers; the same on every rank, and good for any number of ranks."""
+        return {"steps": self._steps, "consumed": self.consumed, **self._identity()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from a state of `state_dict`, of any number of ranks.
+
+        Raises:
+            ValueError: It is of another stream: other samples, seed, repeats, or batches up to that step; or it is
+                older than what this sampler has counted.
+        """
+        for name, value in {**self._identity(), "consumed": self._start(state["steps"])}.items():
+            if state[name] != value:
+                raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
+        if state["steps"] < self._steps:
+            raise ValueError(
+                f"the state is of step {state['steps']} and step {self._steps} was loaded or trained on already: "
+                "use seek() to go back, and don't restore a loader's own state beside the sampler's"
+            )
+        self.seek(state["steps"])
+
+    def _identity(self) -> State:
+        return {"length": self._order.length, "seed": self._order.seed, "repeats": self._order.repeats}
+
+    @property
+    def _epoch_samples(self) -> int:
+        return self._order.length * self._order.repeats
+
+    def _batch(self, consumed: int) -> int:
+        batch = self._batch_size(consumed) if callable(self._batch_size) else self._batch_size
+        if batch < 1:
+            raise ValueError(f"batch_size: at least 1 sample, got {batch} after {consumed} samples")
+        return batch
+
+    def _start(self, step: int) -> int:
+        """Samples consumed before a step."""
+        if not callable(self._batch_size):
+            return step * self._batch(0)
+        while len(self._starts) <= step:
+            self._starts.append(self._starts[-1] + self._batch(self._starts[-1]))
+        return self._starts[step]
+
+    def _epoch_end(self, step: int) -> int:
+        """The first step after the epoch that `step` begins in."""
+        stop = (self._start(step) // self._epoch_samples + 1) * self._epoch_samples
+        while self._start(step) < stop:
+            step += 1
+        return step
+
+    def _epoch_first(self, step: int) -> int:
+        first = self._start(step) // self._epoch_samples * self._epoch_samples
+        while step > 0 and self._start(step - 1) >= first:
+            step -= 1
+        return step

@@ -1,0 +1,116 @@
+"""Silent faults of processors in anyone's loop: a micro-batch's gradients, computed once more on another rank."""
+
+import json
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm.groups import Group, group_of
+from ..errors import CorruptionError, UserError
+from ..gradients.integer_hash import tensor_hash
+from ..rng import AUDIT, keyed_integer, keyed_uniform
+from ..run.fingerprint import machine
+from ..step.drift import named_with_host
+
+
+class GradientAudit:
+    """Has a fraction of the steps check one micro-batch of each rank, bit for bit, on another rank.
+
+    Where two ranks differ a third computes it too, and the one that stands alone is named. It costs two passes in a
+    step that is checked (the rank's own and another's), so `fraction` 0.01 with four micro-batches a step costs 0.5 %.
+
+    Args:
+        compute: The gradients of the micro-batch that a key names, such as a position in the stream of a
+            `StreamSampler`: any rank can be given any rank's key. It must be a function of key and weights alone
+            (dropout seeded by the key) and leave model, buffers and `.grad` as they were; `torch.autograd.grad` does.
+        fraction: Of the steps, from 0 to 1.
+        seed: Decides which.
+        device: Of what computes.
+        group: The ranks; None: all ranks.
+
+    Raises:
+        UserError: On every rank: the ranks compute under different conditions (processor, build of torch,
+            environment), so that their bits may differ without a fault.
+
+    >>> weights = torch.ones(3, requires_grad=True)
+    >>> audit = GradientAudit(lambda key: torch.autograd.grad((weights * key).sum(), [weights]), fraction=1.0)
+    >>> audit.step(key=7)
+    True
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[int], Iterable[Tensor]],
+        *,
+        fraction: float = 0.01,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        group: Group | ProcessGroup | None = None,
+    ) -> None:
+        if not 0 <= fraction <= 1:
+            raise UserError(f"fraction: from 0 to 1 of the steps, got {fraction}")
+        self._compute, self._fraction, self._seed = compute, fraction, seed
+        self._ranks = group_of(group, device)
+        self._steps = 0
+        self._check_conditions(torch.device(device))
+
+    def step(self, key: int) -> bool:
+        """Checks this step if it is drawn; every rank calls it before the optimizer's step.
+
+        `key` names a micro-batch that this rank computed in the step. Returns whether the step was checked.
+
+        Raises:
+            CorruptionError: On every rank: names the rank and host that computed something else.
+        """
+        step, size, me = self._steps, self._ranks.size, self._ranks.rank
+        self._steps += 1
+        if float(keyed_uniform(AUDIT, 3, self._seed, step)) >= self._fraction:
+            return False
+        # Everyone checks someone else, at a distance that changes from step to step; a rank alone checks itself.
+        distance = 1 + int(keyed_integer(size - 1, AUDIT, 4, self._seed, step)) if size > 1 else 0
+        keys = [row[0] for row in self._gathered([key])]
+        rows = self._gathered([self._hash(key), self._hash(keys[(me + distance) % size])])
+        for auditor in range(size):
+            owner = (auditor + distance) % size
+            if rows[owner][0] != rows[auditor][1]:
+                self._blame(step, owner, auditor, keys[owner], rows[owner][0], rows[auditor][1])
+        return True
+
+    def _blame(self, step: int, owner: int, auditor: int, key: int, first: int, second: int) -> None:
+        judge = next((rank for rank in range(self._ranks.size) if rank not in (owner, auditor)), None)
+        verdict = 0
+        if judge is not None:
+            verdict = self._gathered([self._hash(key) if self._ranks.rank == judge else 0])[judge][0]
+        suspects = [auditor] if verdict == first else [owner] if verdict == second else sorted({owner, auditor})
+        who = " or ".join(named_with_host(self._ranks, index) for index in suspects)
+        raise CorruptionError(
+            f"step {step}: {who} computed other gradients of micro-batch {key} than the others: its memory or "
+            "processor has failed, or compute() is no function of key and weights; go on from the last checkpoint "
+            "without that machine"
+        )
+
+    def _hash(self, key: int) -> int:
+        return sum((2 * index + 1) * int(tensor_hash(grad)) for index, grad in enumerate(self._compute(key))) % 2**62
+
+    def _gathered(self, row: list[int]) -> list[list[int]]:
+        rows = torch.zeros(self._ranks.size, len(row), dtype=torch.int64, device=self._ranks.small_device)
+        rows[self._ranks.rank] = torch.tensor(row, device=rows.device)
+        if self._ranks.size > 1:
+            self._ranks.all_reduce(rows)
+        return rows.tolist()
+
+    def _check_conditions(self, device: torch.device) -> None:
+        mine = {**machine(device), "threads": torch.get_num_threads()}
+        first = json.loads(self._ranks.broadcast_text(json.dumps(mine)))
+        other = sorted(name for name in mine if mine[name] != first.get(name))
+        differ = [row[0] for row in self._gathered([len(other)])]
+        index = next((index for index, count in enumerate(differ) if count), None)
+        if index is None:
+            return
+        what = self._ranks.broadcast_text(", ".join(other), index)
+        raise UserError(
+            f"ranks 0 and {self._ranks.ranks[index]} compute under different conditions ({what}), so that their bits "
+            "may differ without a fault: audit among ranks of one kind, by group=..."
+        )

@@ -1,0 +1,248 @@
+"""The stream for a DataLoader: nothing lost or repeated, whatever draws ahead, on any number of ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.polling import until
+from torusgd import StreamSampler
+from torusgd.data.order import StreamOrder
+
+LENGTH = 37
+
+
+def stream(count: int, length: int = LENGTH, seed: int = 0, repeats: int = 1) -> list[int]:
+    return StreamOrder(length, seed, repeats).at(0, count)[0].tolist()
+
+
+def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list[list[int]]]:
+    """The micro-batches of each of the next steps over all ranks; each rank draws so many lists a step."""
+    found = []
+    iterators = [iter(sampler) for sampler in samplers]
+    for _ in range(count):
+        step: list[list[int]] = []
+        for index, sampler in enumerate(samplers):
+            for _ in range(lists):
+                try:
+                    step.append(next(iterators[index]))
+                except StopIteration:
+                    iterators[index] = iter(sampler)
+                    step.append(next(iterators[index]))
+        for sampler in samplers:
+            sampler.step()
+        found.append(step)
+    return found
+
+
+@given(
+    length=st.integers(1, 50),
+    micro=st.integers(1, 5),
+    before=st.sampled_from([1, 2, 3, 4, 6]),
+    after=st.sampled_from([1, 2, 3, 4, 6]),
+    stop=st.integers(0, 15),
+    seed=st.integers(0, 2**40),
+    repeats=st.integers(1, 3),
+)
+def test_a_stop_and_other_ranks_change_nothing(
+    length: int, micro: int, before: int, after: int, stop: int, seed: int, repeats: int
+) -> None:
+    batch = 12 * micro
+
+    def ranks(size: int) -> list[StreamSampler]:
+        return [
+            StreamSampler(length, batch, seed=seed, rank=rank, world_size=size, micro_batches=12, repeats=repeats)
+            for rank in range(size)
+        ]
+
+    first = ranks(before)
+    found = steps_of(first, stop, 12 // before)
+    second = ranks(after)
+    for sampler in second:
+        sampler.load_state_dict(first[-1].state_dict())
+    found += steps_of(second, 5, 12 // after)
+    flat = [sample for step in found for part in step for sample in part]
+    assert flat == stream((stop + 5) * batch, length, seed, repeats)
+    assert [part for step in found for part in step] == [
+        part for step in steps_of(ranks(1), stop + 5, 12) for part in step
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10])
+def test_any_number_of_ranks_shares_a_batch_without_micro_batches(size: int) -> None:
+    samplers = [StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)]
+    found = steps_of(samplers, 9, 1)
+    assert [sample for step in found for part in step for sample in part] == stream(90)
+    assert max(len(part) for step in found for part in step) - min(len(part) for step in found for part in step) <= 1
+
+
+def grown(consumed: int) -> int:
+    return 4 if consumed < 50 else 10
+
+
+def test_a_batch_that_grows_goes_on_from_its_place() -> None:
+    sampler = StreamSampler(LENGTH, grown)
+    found = steps_of([sampler], 14, 1)
+    assert [len(step[0]) for step in found] == [4] * 13 + [10]
+    assert [sampler.lr_factor(step) for step in (0, 12, 13)] == [1, 1, 2.5]
+    again = StreamSampler(LENGTH, grown)
+    again.load_state_dict(sampler.state_dict())
+    assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]
+    with pytest.raises(ValueError, match="consumed"):
+        StreamSampler(LENGTH, 4).load_state_dict(sampler.state_dict())
+
+
+def test_the_length_is_that_of_the_epoch_wherever_it_stands() -> None:
+    sampler = StreamSampler(LENGTH, 4, micro_batches=2)
+    lengths = []
+    for _ in range(4):
+        lengths.append(len(sampler))
+        drawn = 0
+        for _ in sampler:
+            drawn += 1
+            assert len(sampler) == lengths[-1] or drawn == 2 * (lengths[-1] // 2)
+            if drawn % 2 == 0:
+                sampler.step()
+        assert drawn == lengths[-1]
+    assert lengths == [20, 18, 18, 18]  # steps end at 40, 76, 112, 148 samples: after each whole epoch of 37
+    assert sampler.epoch == 4
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list[int]:
+    """What a loop has trained on after so many steps; the loader has drawn more."""
+    seen: list[int] = []
+    parts = 0
+    while True:
+        for batch in loader:
+            seen += batch.tolist()
+            parts += 1
+            if parts % lists == 0:
+                sampler.step()
+                if parts == steps * lists:
+                    return seen
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(0, {}), (2, {"prefetch_factor": 4}), (4, {"persistent_workers": True}), (2, {"persistent_workers": True})],
+)
+def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, Any]) -> None:
+    def loader(sampler: StreamSampler) -> DataLoader[int]:
+        return DataLoader(
+            Numbers(), batch_sampler=sampler, num_workers=workers, multiprocessing_context=None, **options
+        )
+
+    first = StreamSampler(LENGTH, 6, micro_batches=2)
+    seen = trained(first, loader(first), 9, 2)
+    second = StreamSampler(LENGTH, 6)
+    second.load_state_dict(first.state_dict())
+    assert seen + trained(second, loader(second), 9, 1) == stream(18 * 6)
+
+
+def test_an_optimizer_counts_the_steps() -> None:
+    sampler = StreamSampler(LENGTH, 6)
+    layer = torch.nn.Linear(1, 1)
+    old, new = (torch.optim.SGD(layer.parameters(), lr=0.1) for _ in range(2))
+    sampler.follow(old)
+    sampler.follow(new)
+    old.step()
+    assert sampler.steps == 0
+    new.step()
+    assert (sampler.steps, sampler.consumed) == (1, 6)
+
+
+def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -> None:
+    sampler = StreamSampler(LENGTH, 6)
+    list(sampler)
+    with pytest.raises(RuntimeError, match="7 steps were drawn and 0 steps counted"):
+        list(sampler)
+    sampler.step(3)  # as where a library gave every second batch to another rank
+    with pytest.raises(RuntimeError, match="7 steps were drawn and 3 steps counted"):
+        list(sampler)
+    sampler.step(4)
+    assert len(list(sampler)) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"length": 0}, "length"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 2, "world_size": 3}, "3 micro-batches"),
+        ({"micro_batches": 2, "world_size": 3}, "at least one a rank"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"micro_batches": 0}, "0 micro-batches"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        list(StreamSampler(**{"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}))
+
+
+def test_a_state_of_another_stream_or_an_older_one_is_refused() -> None:
+    sampler = StreamSampler(LENGTH, 6)
+    old = sampler.state_dict()
+    sampler.step(2)
+    for other in (StreamSampler(LENGTH + 1, 6), StreamSampler(LENGTH, 6, seed=1), StreamSampler(LENGTH, 5)):
+        with pytest.raises(ValueError, match="another stream"):
+            other.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match="step 2 was loaded"):
+        sampler.load_state_dict(old)
+
+
+SCRIPT = """
+import json, os, sys, torch
+from pathlib import Path
+from torch.utils.data import DataLoader
+from torusgd import StreamSampler
+
+folder = Path(sys.argv[1])
+weights = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(weights.parameters(), lr=0.0)
+sampler = StreamSampler(37, 6)
+saved = folder / "state.json"
+seen = []
+if saved.exists():
+    state = json.loads(saved.read_text())
+    sampler.load_state_dict(state["sampler"])
+    seen = state["seen"]
+loader = DataLoader(range(37), batch_sampler=sampler, num_workers=2, persistent_workers=True)
+while True:
+    for batch in loader:
+        seen += batch.tolist()
+        optimizer.step()
+        sampler.step()
+        if sys.argv[2] == str(sampler.steps):
+            (folder / "between").touch()
+            import time; time.sleep(600)
+        (folder / "new.json").write_text(json.dumps({"sampler": sampler.state_dict(), "seen": seen}))
+        os.replace(folder / "new.json", saved)
+        if sampler.steps == 20:
+            print(json.dumps(seen)); os._exit(0)
+"""
+
+
+def test_a_kill_between_the_optimizers_step_and_the_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    with subprocess.Popen([*command, "11"], start_new_session=True) as process:
+        until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
+        os.killpg(process.pid, signal.SIGKILL)
+    done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=240, check=True)
+    # The eleventh step's weights are lost with the process, and so it is done again: with the same samples.
+    assert done.stdout.strip() == str(stream(120))

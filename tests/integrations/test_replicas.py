@@ -1,0 +1,102 @@
+"""Ranks whose weights, buffers or momentum differ in one bit are named, with the tensor."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torusgd.errors import CorruptionError, UserError
+from torusgd.integrations.replicas import Replicas
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3).to(torch.bfloat16))
+
+
+def _compared(flipped: str, odd: int, ddp: bool) -> str:
+    """What a comparison says after two steps, when one bit of a tensor of one rank is flipped before it."""
+    network = _network()
+    model: nn.Module = DistributedDataParallel(network) if ddp else network
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replicas = Replicas(model, optimizer, every=3)
+    for step in range(3):
+        torch.manual_seed(step)
+        network[2](network[1](network[0](torch.randn(6, 5))).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        if step == 2 and int(os.environ["RANK"]) == odd:
+            tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+            momentum = {
+                f"momentum_buffer of {n}": optimizer.state[p]["momentum_buffer"] for n, p in network.named_parameters()
+            }
+            found = (tensors | momentum)[flipped]
+            with torch.no_grad():
+                found.reshape(-1).view(torch.uint8)[-1 if found.dim() else 0] ^= 1
+        try:
+            replicas.step()
+        except CorruptionError as error:
+            return f"{step}: {error}"
+    return "equal"
+
+
+@pytest.mark.parametrize(
+    ("flipped", "ddp"),
+    [
+        ("0.weight", True),
+        ("2.bias", False),
+        ("1.running_var", False),
+        ("1.num_batches_tracked", True),
+        ("momentum_buffer of 2.weight", True),
+    ],
+)
+def test_one_bit_is_found_and_its_rank_and_tensor_named(flipped: str, ddp: bool) -> None:
+    said = run_ranks(3, _compared, flipped, 1, ddp)
+    assert len(set(said)) == 1
+    assert said[0].startswith("2: after 3 steps rank 1 on ")
+    assert f"differs from most ranks, in {flipped}" in said[0]
+
+
+def test_equal_ranks_pass_and_of_two_no_one_is_to_blame_alone() -> None:
+    assert run_ranks(2, _compared, "", -1, True) == ["equal", "equal"]
+    said = run_ranks(2, _compared, "0.bias", 0, False)
+    assert "rank 0 on " in said[1]
+    assert "rank 1 on " in said[1]
+    assert "no majority" in said[1]
+
+
+def _of_own_data(ignore: tuple[str, ...]) -> str:
+    model = DistributedDataParallel(_network()[:2])
+    replicas = Replicas(model, every=1, ignore=ignore)
+    torch.manual_seed(int(os.environ["RANK"]))
+    model(torch.randn(6, 5)).sum().backward()
+    try:
+        replicas.step()
+    except CorruptionError as error:
+        return str(error)
+    return "equal"
+
+
+def test_batch_norm_in_ddp_is_explained_and_can_be_left_out() -> None:
+    assert "ignore=" in run_ranks(2, _of_own_data, ())[0]
+    assert run_ranks(2, _of_own_data, ("*running_mean", "*running_var"))[0] == "equal"
+
+
+def _sharded() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        Replicas(model)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_sharded_weights_are_refused() -> None:
+    assert all("sharded" in said for said in run_ranks(2, _sharded))
