@@ -184,8 +184,8 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
     [
         ({"length": 0}, "length"),
         ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": 2, "world_size": 3}, "3 micro-batches"),
-        ({"micro_batches": 2, "world_size": 3}, "at least one a rank"),
+        ({"batch_size": 2, "world_size": 3}, "3 micro-batches of a batch of 2"),
+        ({"micro_batches": 2, "world_size": 3}, "one a rank at least"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"micro_batches": 0}, "0 micro-batches"),
     ],

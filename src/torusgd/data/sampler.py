@@ -32,7 +32,7 @@ class StreamSampler(Sampler[list[int]]):
         batch_size: Samples of a step over all ranks, or a function that gives it from the number of samples consumed
             before that step: it must be the same on all ranks.
         seed: Decides the order.
-        rank, world_size: Those of torch.distributed if it runs, else 0 and 1.
+        rank, world_size: None: those of torch.distributed if it runs when they are needed, else 0 and 1.
         micro_batches: Lists that a step's batch is cut into, over all ranks, as evenly as can be: each rank yields
             several a step, and which samples share a list is the same on any number of ranks. None: one a rank.
         repeats: Copies of each sample in a row.
@@ -52,14 +52,7 @@ class StreamSampler(Sampler[list[int]]):
         micro_batches: int | None = None,
         repeats: int = 1,
     ) -> None:
-        running = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else dist.get_rank() if running else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if running else 1
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size}: ranks count from 0")
-        self._micro_batches = self.world_size if micro_batches is None else micro_batches
-        if self._micro_batches < self.world_size:
-            raise ValueError(f"{micro_batches} micro-batches for {self.world_size} ranks: take at least one a rank")
+        self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
         self._order = StreamOrder(length, seed, repeats)
         self._batch_size = batch_size
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
@@ -68,6 +61,14 @@ class StreamSampler(Sampler[list[int]]):
         # The step before which the last iteration began, and that which its samples reach, once all are drawn.
         self._drawn: tuple[int, int] | None = None
         self._stop_following: Callable[[], None] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank if self._rank is not None else dist.get_rank() if _is_distributed() else 0
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size if self._world_size is not None else dist.get_world_size() if _is_distributed() else 1
 
     @property
     def steps(self) -> int:
@@ -83,6 +84,11 @@ class StreamSampler(Sampler[list[int]]):
     def epoch(self) -> int:
         """Whole passes over the samples before the next step."""
         return self.consumed // self._epoch_samples
+
+    @property
+    def epoch_offset(self) -> int:
+        """Lists of this rank from the epoch's first step to the next one: where an iteration begins, of `len`."""
+        return (self._steps - self._epoch_first(self._steps)) * len(self.positions())
 
     def step(self, count: int = 1) -> None:
         """Counts steps as trained on; every rank calls it after the optimizer's step."""
@@ -116,11 +122,15 @@ class StreamSampler(Sampler[list[int]]):
         `step` None: the one that is being trained on.
         """
         step = self._steps if step is None else step
-        start, batch, count = self._start(step), self.batch(step), self._micro_batches
-        if batch < count:
-            raise ValueError(f"batch_size: {batch} samples can't be cut into {count} micro-batches")
+        rank, ranks = self.rank, self.world_size
+        start, batch = self._start(step), self.batch(step)
+        count = ranks if self._micro_batches is None else self._micro_batches
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}: ranks count from 0")
+        if not ranks <= count <= batch:
+            raise ValueError(f"{count} micro-batches of a batch of {batch}: take one a rank at least, of {ranks} ranks")
         edges = [start + batch * index // count for index in range(count + 1)]
-        mine = range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
+        mine = range(count * rank // ranks, count * (rank + 1) // ranks)
         return [range(edges[index], edges[index + 1]) for index in mine]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -200,3 +210,7 @@ class StreamSampler(Sampler[list[int]]):
         while step > 0 and self._start(step - 1) >= first:
             step -= 1
         return step
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,75 @@
+"""Hugging Face Accelerate with the stream of samples, exact sums, a comparison of ranks and precise batch norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
+except ImportError as error:
+    raise ImportError("torusgd.integrations.accelerate: pip install accelerate") from error
+
+from ..data.sampler import StreamSampler
+from ..gradients.ddp_hook import Wire
+from .parts import StepParts
+
+
+def stream_loader(
+    accelerator: Accelerator,
+    dataset: Dataset[Any],
+    batch_size: int | Callable[[int], int],
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[DataLoader[Any], StreamSampler]:
+    """A loader for `accelerator`'s ranks, and its sampler; don't give the loader to `accelerator.prepare`.
+
+    The sampler is in what `accelerator.save_state` writes and `load_state` reads: load before you iterate. It counts
+    once `follow_steps` was called. There are `gradient_accumulation_steps` micro-batches a rank and step.
+
+    Args:
+        accelerator: Of this rank.
+        dataset: With a length.
+        batch_size: Samples of a step over all ranks, or a function of the samples consumed.
+        seed: Decides the order.
+        options: For the DataLoader, such as num_workers.
+    """
+    sampler = StreamSampler(
+        len(dataset),  # type: ignore[arg-type]
+        batch_size,
+        seed=seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        micro_batches=accelerator.num_processes * accelerator.gradient_accumulation_steps,
+    )
+    accelerator.register_for_checkpointing(sampler)
+    # As for one process: it moves batches to the device and marks the last one, and divides nothing.
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_sampler=sampler, **options),
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+    )
+    return loader, sampler
+
+
+def follow_steps(
+    model: nn.Module, optimizer: Any, sampler: StreamSampler, *, wire: Wire | None = None, compare_every: int = 0
+) -> None:
+    """Counts the steps of what `accelerator.prepare` returned; every rank calls it once.
+
+    Args:
+        model: In DistributedDataParallel, if there are several ranks.
+        optimizer: The one whose steps train the model.
+        sampler: Of the loader.
+        wire: `exact` sums gradients over ranks in fixed point; `float16`, `bfloat16` halve the bytes (`ddp_hook`).
+        compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
+    """
+    parts = StepParts(model, optimizer, wire, compare_every)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    sampler.follow(inner)
+    inner.register_step_post_hook(lambda *_: parts.step())

@@ -1,0 +1,64 @@
+"""What the callbacks of all libraries do: exact sums, comparison of ranks, precise batch norm."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..gradients.ddp_hook import Wire, ddp_hook
+from ..step.polish import polish
+from .replicas import Replicas
+
+
+class StepParts:
+    """Puts the sums into a DistributedDataParallel model, and compares the ranks as steps are counted.
+
+    A model that isn't in DistributedDataParallel, as of a run on one rank, has nothing to sum. Running statistics of
+    batch norm are not compared: DistributedDataParallel has each rank change its own.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, wire: Wire | None, compare_every: int) -> None:
+        if wire is not None and isinstance(model, DistributedDataParallel):
+            ddp_hook(model, wire=wire)
+        # Accelerate's optimizers hold torch's.
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._replicas = (
+            Replicas(model, optimizer, every=compare_every, ignore=("*running_mean", "*running_var"))
+            if compare_every
+            else None
+        )
+
+    def step(self) -> None:
+        """Counts a step of the optimizer."""
+        if self._replicas is not None:
+            self._replicas.step()
+
+
+def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]) -> int:
+    """`polish` for batches that are mappings of inputs by name, as Hugging Face's models take them, or tensors."""
+    device = next(model.parameters()).device
+    return polish(_ByName(model), (_Batch(batch, device) for batch in batches))  # type: ignore[misc]
+
+
+class _Batch:
+    """Inputs with the number of samples as their length, on the model's device."""
+
+    def __init__(self, inputs: Tensor | Mapping[str, Tensor], device: torch.device) -> None:
+        tensors = {"": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        self.inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+
+class _ByName(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: _Batch) -> Any:
+        if "" in batch.inputs:
+            return self.model(batch.inputs[""])
+        return self.model(**batch.inputs)

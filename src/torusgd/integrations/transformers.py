@@ -1,0 +1,103 @@
+"""Hugging Face's Trainer with the stream of samples, exact sums, a comparison of ranks and precise batch norm."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "torusgd.integrations.transformers needs transformers: pip install 'transformers[torch]'"
+    ) from error
+
+from ..data.sampler import StreamSampler
+from ..errors import UserError
+from ..gradients.ddp_hook import Wire
+from .parts import StepParts, precise_batch_norm
+
+Inputs = Mapping[str, Tensor]
+
+
+class StreamTrainer(Trainer):
+    """A Trainer that resumes in mid-epoch, on another number of ranks too, without a lost or repeated sample.
+
+    The batch is `per_device_train_batch_size * world_size * gradient_accumulation_steps`: keep that product on other
+    ranks. The micro-batches are the same too if the first factor stays. The position follows from the checkpoint's
+    global step; skipping batches (`ignore_data_skip`) is switched off, for the stream begins where it should.
+
+    Args:
+        wire: `exact` sums gradients over ranks in fixed point; `float16`, `bfloat16` halve the bytes (`ddp_hook`).
+        compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
+        calibration: Gives this rank's batches for precise batch norm before each evaluation (`polish`): the model's
+            inputs as mappings.
+
+    >>> trainer = StreamTrainer(model, args, train_dataset=images, wire="exact")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        wire: Wire | None = None,
+        compare_every: int = 0,
+        calibration: Callable[[], Iterable[Inputs]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.args.ignore_data_skip = True
+        self._wire, self._compare_every, self._calibration = wire, compare_every, calibration
+        self.stream: StreamSampler | None = None
+        self.add_callback(_Follow(self))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        options = self.args
+        lists = options.world_size * options.gradient_accumulation_steps
+        try:
+            length = len(self.train_dataset)
+        except TypeError:
+            raise UserError("train_dataset: the stream needs a dataset with a length, not an iterable one") from None
+        self.stream = StreamSampler(
+            length,
+            options.per_device_train_batch_size * lists,
+            seed=options.seed if options.data_seed is None else options.data_seed,
+            micro_batches=lists,
+        )
+        # Not by accelerate's `prepare`, which would divide the batches between ranks a second time.
+        return DataLoader(
+            self.train_dataset,
+            batch_sampler=self.stream,
+            collate_fn=self.data_collator,
+            num_workers=options.dataloader_num_workers,
+            pin_memory=options.dataloader_pin_memory,
+            persistent_workers=options.dataloader_persistent_workers,
+            prefetch_factor=options.dataloader_prefetch_factor,
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self._calibration is not None:
+            batches = (self._prepare_inputs(inputs) for inputs in self._calibration())
+            precise_batch_norm(self.model, batches)
+        return super().evaluate(*args, **kwargs)
+
+    def parts(self) -> StepParts:
+        """What follows the steps of the model as it trains, wrapped."""
+        return StepParts(self.model_wrapped, self.optimizer, self._wire, self._compare_every)
+
+
+class _Follow(TrainerCallback):
+    def __init__(self, trainer: StreamTrainer) -> None:
+        self._trainer = trainer
+        self._parts: StepParts | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._trainer.stream is not None
+        self._trainer.stream.seek(state.global_step)
+        self._parts = self._trainer.parts()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._trainer.stream is not None
+        assert self._parts is not None
+        self._trainer.stream.seek(state.global_step)
+        self._parts.step()
