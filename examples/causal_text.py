@@ -61,12 +61,13 @@ def main() -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     sampler = StreamSampler(2000, 48, micro_batches=options.micro_batches)
-    loader = DataLoader([text(index) for index in range(2000)], batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+    texts = [text(index) for index in range(2000)]
+    loader: DataLoader[Tensor] = DataLoader(texts, batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
     loss = torch.zeros(())
     for mine in zip(*[iter(loader)] * len(sampler.positions()), strict=True):
         sums, counts = [], []
-        for texts in mine:
-            symbols = pad_sequence(texts, batch_first=True)
+        for part in mine:
+            symbols = pad_sequence(part, batch_first=True)
             wanted = symbols[:, 1:].masked_fill(symbols[:, 1:] == 0, PAD)
             total = nn.functional.cross_entropy(
                 model(symbols[:, :-1]).flatten(0, 1), wanted.flatten(), ignore_index=PAD, reduction="sum"
