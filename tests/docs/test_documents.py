@@ -140,7 +140,7 @@ def test_the_python_of_a_method_card_runs(block: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=str)
 def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
-    if "integrations" in path.parts and path.stem in extras():
+    if path.parent.name == "integrations" and path.stem in ("accelerate", "lightning", "transformers"):
         pytest.importorskip(path.stem, exc_type=ImportError)
     module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
     assert doctest.testmod(module).failed == 0
