@@ -7,22 +7,31 @@ import ast
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from runpy import run_path
+from runpy import run_module
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.__main__ import commands, main
+from benchmarks.record import recorded, runs, sample
 from torch._C._autograd import DeviceType
 
 from torusgd.data.pipeline import Batch
 from torusgd.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[1]
+RANK_ALONE = {
+    "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+"""as torchrun sets them"""
 FOLDERS = ("benchmarks", "examples", "tools")
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
@@ -69,8 +78,56 @@ def test_a_name_that_is_gone_is_found_out() -> None:
     assert not exists("torusgd.no_such_module", "build")
 
 
+@pytest.mark.parametrize("command", [" ".join(name) for name in commands()])
+def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All that it imports is there, and its options are well formed."""
+    monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [])
+    for name in ("PYTHONPATH", "PYTHONHASHSEED"):  # some set them for the processes that they start
+        monkeypatch.setenv(name, os.environ.get(name, "0" if name == "PYTHONHASHSEED" else ""))
+    if command == "step exact-sums":
+        return  # has no options
+    main([*command.split(), "--help"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    ["step audit --rounds 1 --steps 1", "input node-memory --megabytes 1", "slow-ranks synchrony local --seeds 2",
+     "allreduce exact-all-reduce --elements 100 --repetitions 2", "input decode --rounds 2 --height 60 --width 80"],
+)  # fmt: skip
+def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "TORUSGD_RESULTS": str(tmp_path)}
+    environment |= RANK_ALONE if command.startswith("allreduce") else {}
+    words = [sys.executable, "-m", "benchmarks", *command.split()]
+    for number in (1, 2):
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (file,) = tmp_path.glob("*.json")
+        found = runs(file)
+        assert len(found) == number
+    assert found[-1]["command"] == f"python -m benchmarks {command}"
+    assert {"commit", "date", "processor", "versions", "load"} < set(found[-1])
+    assert all(found[-1]["samples"].values())
+
+
+def test_a_run_that_fails_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path))
+    with suppress(SystemExit), recorded("x", "x"):
+        sample("a, ms", [1.0])
+        sys.exit(1)
+    assert not list(tmp_path.iterdir())
+    with recorded("x", "x"):
+        sample("a, ms", [1.0])
+        sample("a, ms", [2.0])
+    assert runs(tmp_path / "x.json")[0]["samples"] == {"a, ms": [1.0, 2.0]}
+
+
 def test_the_steps_of_step_overhead() -> None:
-    script = run_path(str(ROOT / "benchmarks" / "step_overhead.py"))
+    script = run_module("benchmarks.step.step_overhead")
     case = script["Case"]("digits-net", size=8, channels=1, classes=10, images=4, precision="float32")
     batch = Batch(torch.randn(4, 1, 8, 8), torch.arange(4), np.arange(4), replaced=0)
     threads = torch.get_num_threads()
@@ -85,13 +142,13 @@ def test_the_steps_of_step_overhead() -> None:
 
 
 def test_the_step_of_hybrid() -> None:
-    step = run_path(str(ROOT / "benchmarks" / "hybrid.py"))["make_step"](images=2, parallel=1)
+    step = run_module("benchmarks.rehearse.hybrid")["make_step"](images=2, parallel=1)
     step()
     step()
 
 
 def test_the_claims_of_the_proof_differ_in_their_technique_alone() -> None:
-    script = run_path(str(ROOT / "benchmarks" / "proof.py"))
+    script = run_module("benchmarks.accuracy.proof")
     pairs = []
     for claim in script["CLAIMS"]:
         on, off = (
@@ -106,7 +163,7 @@ def test_the_claims_of_the_proof_differ_in_their_technique_alone() -> None:
 
 
 def test_the_verdict_on_a_claim() -> None:
-    script = run_path(str(ROOT / "benchmarks" / "proof.py"))
+    script = run_module("benchmarks.accuracy.proof")
     claim = next(claim for claim in script["CLAIMS"] if claim.technique == "LARS")
     assert claim.expected == 2.0
     assert script["line"](claim, [0.90, 0.91], [0.88, 0.88]).endswith("| +2.0, " + claim.source + " | held |")
@@ -118,10 +175,10 @@ def test_the_verdict_on_a_claim() -> None:
 
 def test_the_section_that_the_gpu_benchmark_writes() -> None:
     """From raw figures: what a part measured, and what failed."""
-    script = run_path(str(ROOT / "benchmarks" / "gpu_section.py"))
+    script = run_module("benchmarks.gpu.gpu_section")
     result = {
         "date": "2026-11-22",
-        "command": "python benchmarks/gpu.py",
+        "command": "python -m benchmarks gpu gpu",
         "device": "cuda",
         "machine": {"gpu": "NVIDIA H200", "torch": "2.15.0", "copy_gb_per_s": [4000.0, 4300.0, 4200.0]},
         "hashes": {
@@ -161,10 +218,9 @@ def test_the_section_that_the_gpu_benchmark_writes() -> None:
     assert "4200 GB/s" not in again
 
 
-def test_the_gpu_benchmark_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_benchmark_on_the_cpu() -> None:
     """Each part that starts no ranks, at a tiny size."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script = run_module("benchmarks.gpu.gpu")
     words = "--device cpu --model resnet18 --pixels 16 --images 2 --rounds 1 --steps 1 --no-compile"
     args = script["parse"](words.split())
     assert args.docs is None
@@ -175,10 +231,9 @@ def test_the_gpu_benchmark_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(script["counts"](args)[form]["operators"] > 100 for form in ("plain", "graphs"))
 
 
-def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone() -> None:
     """Not its own wait after the step, and no copy twice, for the host and for the GPU."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script = run_module("benchmarks.gpu.gpu")
     kinds = DeviceType
 
     def event(name: str, begin: float, end: float, device: Any = kinds.CPU) -> SimpleNamespace:
@@ -205,8 +260,7 @@ def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone(monke
 
 def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run forbids itself for its bits, in the same process, slows down nobody beside it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script = run_module("benchmarks.gpu.gpu")
     seen: dict[str, tuple[bool, bool]] = {}
 
     def step_of(name: str) -> Any:
@@ -234,10 +288,9 @@ def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_par
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch decides at a process' first product whether any may follow under deterministic algorithms."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script = run_module("benchmarks.gpu.gpu")
     script["PARTS"].clear()
     script["PARTS"] |= {
         "machine": lambda args: {"config": os.environ.get("CUBLAS_WORKSPACE_CONFIG")},

@@ -17,7 +17,7 @@ from .recipe.schema import Recipe
 
 # Numbers of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Precision by (GPU's name, torch's version without its build), if benchmarks/gpu.py has found the faster one.
+# Precision by (GPU's name, torch's version without its build), if benchmarks/gpu/gpu.py has found the faster one.
 _FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
 # Compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type.
 _BFLOAT16_FROM = (8, 0)

@@ -42,6 +42,8 @@ class Record:
     """median of the seconds by which the first rank began before the last one"""
     bound_s: float = 0.0
     """seconds by which clocks of several machines may have changed a time"""
+    samples_s: tuple[float, ...] = ()
+    """each repetition"""
 
     @property
     def is_doubtful(self) -> bool:
@@ -53,7 +55,11 @@ class Record:
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.median_s
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "grid": None if self.grid is None else list(self.grid)}
+        return {
+            **asdict(self),
+            "grid": None if self.grid is None else list(self.grid),
+            "samples_s": list(self.samples_s),
+        }
 
 
 def bench_allreduce(
@@ -137,6 +143,7 @@ def _bench(
                     n=repetitions,
                     skew_s=skew,
                     bound_s=bound,
+                    samples_s=tuple(each.seconds for each in times),
                 )
             )
     return records

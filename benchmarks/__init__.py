@@ -1,0 +1,1 @@
+"""A command a claim, each against a named peer: `python -m benchmarks` lists them."""

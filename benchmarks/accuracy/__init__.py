@@ -1,0 +1,1 @@
+"""What a recipe's techniques bring in accuracy."""

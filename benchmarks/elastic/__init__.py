@@ -1,0 +1,1 @@
+"""Ranks that are lost, join and leave, and the control path."""

@@ -1,0 +1,1 @@
+"""Runs that something happens to."""

@@ -1,0 +1,1 @@
+"""From files to batches, and the state in a node's memory."""

@@ -1,0 +1,1 @@
+"""Layers that ranks share, published systems and runs in the network lab."""

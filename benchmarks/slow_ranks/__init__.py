@@ -1,0 +1,1 @@
+"""Ranks that are slow, always or now and then."""

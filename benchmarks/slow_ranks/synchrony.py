@@ -1,0 +1,172 @@
+"""Relaxed synchrony in virtual time: the comparisons of docs/synchrony.md, each a Markdown table on stdout.
+
+    python -m benchmarks slow_ranks synchrony cutoff               rules that choose how many gradients to wait for
+    python -m benchmarks slow_ranks synchrony barriers             error over time: BSP, SSP, ASP, pBSP, pSSP
+    python -m benchmarks slow_ranks synchrony averaging   synchronous, gossip, elastic averaging at 4 to 128 workers
+    python -m benchmarks slow_ranks synchrony local                local SGD and DiLoCo at equal images
+
+Everything is keyed: the same tables each time on one machine, whatever else runs on it.
+"""
+
+import argparse
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from torusgd.recipe.load import load_recipe
+from torusgd.simulate import Point, Setting, simulate
+from torusgd.synchrony.cutoff import (
+    MovingAverage,
+    best_cutoff,
+    elfving,
+    with_counts,
+    with_predictor,
+)
+from torusgd.synchrony.state_space import StateSpace, fit
+
+from ..record import sample
+
+
+def node_times(steps: int, nodes: int, workers: int, seed: int, slow_from: int | None = None) -> np.ndarray:
+    """Seconds of a cluster's workers [steps, nodes * workers].
+
+    Each node is busy with something else for spells (a keyed Markov chain: 2 % of idle steps begin one, 5 % of busy
+    ones end it), which makes all of its workers 1.5 to 3 times as slow; noise is log-normal with 10 %. From
+    `slow_from` on the first node is three times as slow and stays so.
+    """
+    rng = np.random.default_rng(seed)
+    busy, factor, rows = np.zeros(nodes, dtype=bool), np.ones(nodes), []
+    for step in range(steps):
+        turns = rng.random(nodes) < np.where(busy, 0.05, 0.02)
+        factor = np.where(turns, np.where(busy, 1.0, rng.uniform(1.5, 3.0, nodes)), factor)
+        busy ^= turns
+        now = factor.copy()
+        if slow_from is not None and step >= slow_from:
+            now[0] = 3.0
+        rows.append(np.repeat(now, workers) * np.exp(0.1 * rng.normal(size=nodes * workers)))
+    return np.array(rows)
+
+
+class FittedElfving:
+    """Elfving's approximation by mean and deviation over the workers of the step before, as if they were alike."""
+
+    def __init__(self) -> None:
+        self.last: np.ndarray | None = None
+
+    def __call__(self, row: np.ndarray) -> int:
+        last, self.last = self.last, row
+        return len(row) if last is None else best_cutoff(elfving(last.mean(), last.std(), len(row)))
+
+
+def cutoff(options: argparse.Namespace) -> None:
+    nodes, workers, half = 8, 10, 150
+    n = nodes * workers
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(options.seeds):
+        known = node_times(600, nodes, workers, seed=100 + seed)
+        times = node_times(2 * half, nodes, workers, seed=200 + seed, slow_from=half)
+        average = MovingAverage(n, seed)
+        for row in known:
+            average.observe(row, float(row.max()))
+        runs = {
+            "all of them": with_counts(times, len),
+            "static, 96 %": with_counts(times, lambda row: round(0.96 * len(row))),
+            "Elfving, of the step before": with_counts(times, FittedElfving()),
+            "moving average": with_predictor(times, average),
+            "state space, learned": with_predictor(times, StateSpace(fit(known, seed), known, seed)),
+            "oracle": with_counts(times, lambda row: best_cutoff(np.sort(row))),
+        }
+        for name, run in runs.items():
+            found.setdefault(name, []).append((run.throughput(0, half), run.throughput(half)))
+    print(f"{n} workers on {nodes} nodes, gradients a second, n = {options.seeds}: mean (deviation)\n")
+    print("| rule | before | after a node turns slow | of the oracle |\n| --- | --- | --- | --- |")
+    best = found["oracle"]
+    for name, values in found.items():
+        shares = [sum(value) / sum(most) for value, most in zip(values, best, strict=True)]
+        cells = [spread([v[i] for v in values]) for i in (0, 1)]
+        sample(f"{name}, gradients a second", [v[0] for v in values])
+        print(f"| {name} | {cells[0]} | {cells[1]} | {100 * fmean(shares):.1f} % |")
+
+
+def spread(values: list[float]) -> str:
+    return f"{fmean(values):.1f} ({stdev(values):.1f})"
+
+
+def errors(
+    form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, **limit: Any
+) -> list[tuple[Point, ...]]:
+    """The points of each seed's run: `digits` with a network of half the width, 16 images a gradient, no augmentation.
+
+    The network has no dropout and begins with its residual blocks at work, so that short runs of plain SGD get
+    somewhere.
+    """
+    options = ["width=8", "dropout=0.0", "zero_gamma=false"]
+    overrides = [f"model.options.{option}" for option in options] + ["polish=null"]
+    overrides.append("stages=[{until: 20ep, images_per_worker: 16, augment: false}]")
+    return [
+        simulate(
+            Setting(load_recipe("digits", [*overrides, f"seed={seed}"]).recipe, form, workers, delays, lr, compute),
+            points=3,
+            **limit,
+        ).points
+        for seed in range(seeds)
+    ]
+
+
+def barriers(options: argparse.Namespace) -> None:
+    print("6 workers, sleep Gamma(1, 1) s before a step, SGD: error in % at virtual times, "
+          f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
+    print("| rate | barrier | images at the end | 50 s | 100 s | 150 s |\n|" + " --- |" * 6)
+    for lr in options.rates:
+        for form in options.forms or ("bsp", "pbsp:2", "pssp:2x4", "ssp:4", "asp"):
+            runs = errors(form, 6, "gamma:1@1", lr, 0.001, options.seeds, seconds=150.0)
+            cells = [spread([100 * run[i].error for run in runs]) for i in range(1, 4)]
+            images = fmean(run[-1].images for run in runs)
+            sample(f"{lr}, {form}, % error at 150 s", [100 * run[3].error for run in runs])
+            print(f"| {lr} | `{form}` | {images:,.0f} | {' | '.join(cells)} |", flush=True)
+
+
+def averaging(options: argparse.Namespace) -> None:
+    print("Steps of 1 + Exp(1) s, 60 virtual seconds, SGD: error in %, "
+          f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
+    print("| rate | workers | form | images | 20 s | 40 s | 60 s |\n|" + " --- |" * 7)
+    for lr in options.rates:
+        for workers in options.workers:
+            for form in options.forms or ("bsp", "gossip:1", "elastic:4"):
+                runs = errors(form, workers, "exponential", lr, 1.0, options.seeds, seconds=60.0)
+                cells = [spread([100 * run[i].error for run in runs]) for i in range(1, 4)]
+                images = fmean(run[-1].images for run in runs)
+                sample(f"{lr}, {workers} workers, {form}, % error at 60 s", [100 * run[3].error for run in runs])
+                print(f"| {lr} | {workers} | `{form}` | {images:,.0f} | {' | '.join(cells)} |", flush=True)
+
+
+def local(options: argparse.Namespace) -> None:
+    print("4 workers, steps of 1 + Exp(1) s, 8,000 images, SGD: error in %, "
+          f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
+    print("| rate | form | exchanges | virtual seconds | error |\n|" + " --- |" * 5)
+    for lr in options.rates:
+        for form in options.forms or ("bsp", "local:4", "local:16", "diloco:16"):
+            runs = errors(form, 4, "exponential", lr, 1.0, options.seeds, images=8000)
+            seconds, error = fmean(run[-1].time for run in runs), spread([100 * run[-1].error for run in runs])
+            sample(f"{lr}, {form}, % error of 8,000 images", [100 * run[-1].error for run in runs])
+            exchanges = runs[0][-1].images // (4 * 16) // int(form.partition(":")[2] or 1)
+            print(f"| {lr} | `{form}` | {exchanges} | {seconds:,.0f} | {error} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    comparisons = {"cutoff": cutoff, "barriers": barriers, "averaging": averaging, "local": local}
+    parser.add_argument("comparison", choices=comparisons)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="of SGD")
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 128], help="of averaging")
+    parser.add_argument("--forms", nargs="+", help="instead of those of the comparison")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    comparisons[options.comparison](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a training step costs, and what watches it."""

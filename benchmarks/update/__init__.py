@@ -1,0 +1,1 @@
+"""Optimizer steps and sharded updates beside torch's and timm's."""
