@@ -262,7 +262,7 @@ def test_a_temporary_folder_with_too_long_a_name_is_told(tmp_path: Path, recipe:
 
 def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
-    words = [*torusgd_words(out, recipe), "--workers", "2", *pauses(0.002)]
+    words = [*torusgd_words(out, recipe), "--workers", "1", *pauses(0.002)]
     line = " ".join(f"'{word}'" for word in words)
     done = subprocess.run(
         ["script", "-qec", line, "/dev/null"], capture_output=True, text=True, timeout=240, check=False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
@@ -40,13 +39,12 @@ def write_images(root: Path) -> None:
 
 
 def train_cases(images: str, out: str) -> None:
-    ranks, threads = group_of().size, torch.get_num_threads()
+    ranks = group_of().size
     for source, folder in CASES.items():
         recipe = load_recipe("digits", [*RECIPE, f"data={{source: {source}, {DATA}}}"]).recipe
         recipe = recipe.resolve(precision="float32", memory_format="channels_last")
         options = RuntimeOptions(drift_every=1, loader_processes=2 if ranks == 1 else 0)
         train_on_ranks(Path(out) / source, recipe, options, data=Path(images) / folder)
-    torch.set_num_threads(threads)
 
 
 def run_world(size: int, images: Path, out: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.comm.gloo_world import run_ranks
 from tests.run.runs import train_on_ranks
@@ -93,12 +92,7 @@ class Alone(dict[str, dict[str, Any]]):
     def __missing__(self, name: str) -> dict[str, Any]:
         if name == "auto":
             return self["LARS, ring"]
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            self[name] = train_case(self.out, name)
-        finally:
-            torch.set_num_threads(threads)
+        self[name] = train_case(self.out, name)
         return self[name]
 
 
