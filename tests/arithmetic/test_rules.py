@@ -1,5 +1,6 @@
 """Rules against float64: layers forward and backward, free of method, layout, alignment and threads."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -278,6 +279,13 @@ def test_an_operator_without_a_rule_is_refused_by_name_and_module() -> None:
     layer = nn.CTCLoss()
     with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
         layer(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
+
+
+def test_a_truncated_normal_by_a_library_that_is_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = math.erf
+    monkeypatch.setattr(math, "erf", lambda x: math.nextafter(right(x), 0.0))
+    with portable(), pytest.raises(UserError, match=r"math\.erf of this machine's library is off"):
+        nn.init.trunc_normal_(torch.empty(3))
 
 
 def test_draws_follow_torchs_generator_and_know_no_layout() -> None:

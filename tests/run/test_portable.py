@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
 
 from tests.messages import refused
 from tests.run.runs import command, run_here, sets
@@ -103,6 +106,36 @@ def floating_operators(trace: dict[str, Any]) -> tuple[set[str], set[str]]:
             if name != event["name"] and not event.get("has_rule") and {"float", "double"} & set(types):
                 (inside if event["is_inside"] else outside).add(name)
     return outside, inside
+
+
+def test_a_run_on_odd_memory_has_the_same_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that an operator makes begins four bytes behind where an allocator would put it."""
+    dispatch, moved = PortableMode.__torch_dispatch__, set[int]()
+
+    def odd(value: Any, known: set[int]) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(odd(each, known) for each in value)
+        is_new = isinstance(value, Tensor) and value.dtype == torch.float32 and value.data_ptr() not in known
+        if not is_new or value.numel() < 2 or not (
+            value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last))
+        ):  # fmt: skip
+            return value
+        room = torch.empty(value.numel() + 1)[1:]
+        moved.add(room.data_ptr() % 64)
+        return room.as_strided(value.shape, value.stride()).copy_(value)
+
+    def moving(self: PortableMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(self, func, types, args, kwargs)
+        if func._schema.is_mutable or any(each.alias_info for each in func._schema.returns):
+            return result  # in place, or a view
+        return odd(result, {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+
+    plain, _ = run_here(tmp_path / "plain", *WHOLE, max_steps=2)
+    monkeypatch.setattr(PortableMode, "__torch_dispatch__", moving)
+    found, _ = run_here(tmp_path / "odd", *WHOLE, max_steps=2)
+    assert moved
+    assert all(place % 16 for place in moved)
+    assert found["weights_sha256"] == plain["weights_sha256"]
 
 
 @pytest.mark.parametrize("method", ["float64", "float32", pytest.param("int8", marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Rules for elementwise operators that are no single IEEE operation, for lists of tensors, and for draws."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from .reductions import over, square_root
 from .rules import Rule, Rules, aten, in_place
 
 RULES = Rules()
+_ERF_OF_TWO_DEVIATIONS = 0.9544997361036416
+"""rounded correctly"""
 
 # Functions and activations
 
@@ -37,7 +40,20 @@ RULES.both("softplus", lambda x, beta=1, threshold=20: _softplus(x, beta, thresh
 RULES.both("leaky_relu", lambda x, slope=0.01: activations.leaky_relu(x, slope))
 RULES.both("elu", lambda x, alpha=1, scale=1, input_scale=1: activations.elu(x, alpha, scale, input_scale))
 RULES.both("gelu", lambda x, *, approximate="none": activations.gelu(x, approximate))
-RULES.both("erfinv", lambda x: draws.inverse_erf64(x.double().cpu()).to(x))
+RULES.both("erfinv", lambda x: _inverse_erf(x))
+
+
+def _inverse_erf(x: Tensor) -> Tensor:
+    """Of draws between bounds that `trunc_normal_` has by Python's `math.erf`, which is the machine's library's.
+
+    Networks cut at two deviations (timm's) or so far off that any library rounds to 1.
+    """
+    if math.erf(2.0 / math.sqrt(2.0)) != _ERF_OF_TWO_DEVIATIONS:
+        raise UserError(
+            "portable arithmetic: math.erf of this machine's library is off by a bit, by which a truncated normal is "
+            "drawn; draw by normal_, or give --init FILE"
+        )
+    return draws.inverse_erf64(x.double().cpu()).to(x)
 
 
 def _softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
