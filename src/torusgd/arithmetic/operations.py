@@ -40,13 +40,12 @@ RULES.both("softplus", lambda x, beta=1, threshold=20: _softplus(x, beta, thresh
 RULES.both("leaky_relu", lambda x, slope=0.01: activations.leaky_relu(x, slope))
 RULES.both("elu", lambda x, alpha=1, scale=1, input_scale=1: activations.elu(x, alpha, scale, input_scale))
 RULES.both("gelu", lambda x, *, approximate="none": activations.gelu(x, approximate))
-RULES.both("erfinv", lambda x: _inverse_erf(x))
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
-    """Of draws between bounds that `trunc_normal_` has by Python's `math.erf`, which is the machine's library's.
+    """Of draws between bounds that timm's `trunc_normal_` has by Python's `math.erf`, which is the machine's library's.
 
-    Networks cut at two deviations (timm's) or so far off that any library rounds to 1.
+    Networks cut at two deviations, or so far off that any library rounds to 1.
     """
     if math.erf(2.0 / math.sqrt(2.0)) != _ERF_OF_TWO_DEVIATIONS:
         raise UserError(
@@ -54,6 +53,9 @@ def _inverse_erf(x: Tensor) -> Tensor:
             "drawn; draw by normal_, or give --init FILE"
         )
     return draws.inverse_erf64(x.double().cpu()).to(x)
+
+
+RULES.both("erfinv", _inverse_erf)
 
 
 def _softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
