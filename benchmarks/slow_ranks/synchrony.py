@@ -1,6 +1,7 @@
 """Relaxed synchrony in virtual time: the comparisons of docs/synchrony.md, each a Markdown table on stdout.
 
     python -m benchmarks slow_ranks synchrony cutoff               rules that choose how many gradients to wait for
+    python -m benchmarks slow_ranks synchrony progress    steps of 1,000 workers under barriers: the paper's figure
     python -m benchmarks slow_ranks synchrony barriers             error over time: BSP, SSP, ASP, pBSP, pSSP
     python -m benchmarks slow_ranks synchrony averaging   synchronous, gossip, elastic averaging at 4 to 128 workers
     python -m benchmarks slow_ranks synchrony local                local SGD and DiLoCo at equal images
@@ -17,6 +18,7 @@ import torch
 
 from torusgd.recipe.load import load_recipe
 from torusgd.simulate import Point, Setting, simulate
+from torusgd.synchrony.barriers import barrier, steps_begun
 from torusgd.synchrony.cutoff import (
     MovingAverage,
     best_cutoff,
@@ -24,6 +26,7 @@ from torusgd.synchrony.cutoff import (
     with_counts,
     with_predictor,
 )
+from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.state_space import StateSpace, fit
 
 from ..record import sample
@@ -115,6 +118,15 @@ def errors(
     ]
 
 
+def progress(options: argparse.Namespace) -> None:
+    print("1,000 workers, steps of Exp(1) s, 400 virtual seconds: steps begun\n")
+    print("| barrier | mean | least | most |\n|" + " --- |" * 4)
+    named = ("bsp", "pbsp:10", "ssp:5", "pssp:10x5", "asp", "ssp:4", "pssp:10x4")
+    for form in options.forms or (*named, *(f"pbsp:{2**k}" for k in range(7))):
+        steps = steps_begun(1000, barrier(form), delay_model("exponential", seed=0), compute=0.0, seed=0, until=400.0)
+        print(f"| `{form}` | {steps.mean():.1f} | {steps.min()} | {steps.max()} |", flush=True)
+
+
 def barriers(options: argparse.Namespace) -> None:
     print("6 workers, sleep Gamma(1, 1) s before a step, SGD: error in % at virtual times, "
           f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
@@ -157,7 +169,7 @@ def local(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    comparisons = {"cutoff": cutoff, "barriers": barriers, "averaging": averaging, "local": local}
+    comparisons = {"cutoff": cutoff, "progress": progress, "barriers": barriers, "averaging": averaging, "local": local}
     parser.add_argument("comparison", choices=comparisons)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="of SGD")

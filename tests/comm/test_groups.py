@@ -1,9 +1,14 @@
 """Groups: collectives, groups of some members, abort of what is under way, and new groups in the same processes."""
 
+import os
+import resource
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from torusgd.comm import groups
@@ -178,3 +183,38 @@ def test_a_gpu_has_its_index_in_whatever_group(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert groups.group_of(device="cuda").device == torch.device("cuda", 3)
     assert groups.group_of(device="cuda:1").device == torch.device("cuda", 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_group_of_64_ranks_opens_a_socket_to_each_other_one() -> None:
+    """What `allow_files` counts with; ranks are threads here, so that one process has the sockets of all."""
+    size = 64
+    groups.allow_files(size * size)
+    before, store, made = len(os.listdir("/dev/fd")), HashStore(), [None] * size
+
+    def join(rank: int) -> None:
+        made[rank] = groups.connected(PrefixStore("many", store), range(size), rank, CPU, 60.0, nccl=False)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in made
+    each = (len(os.listdir("/dev/fd")) - before) / size
+    assert size - 1 <= each <= size + 4  # and what a Gloo device has itself
+
+
+def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, raised = [64, 1000], []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: raised.append(pair))
+    monkeypatch.setattr(os, "listdir", lambda path: [""] * 10)
+    groups.allow_files(500)
+    assert raised == [(574, 1000)]
+    with refused("a group of more ranks than open files", "ulimit -n"):
+        groups.allow_files(3456)
+    limits[0] = resource.RLIM_INFINITY
+    limits[1] = resource.RLIM_INFINITY
+    groups.allow_files(3456)
+    assert len(raised) == 1

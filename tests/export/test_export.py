@@ -134,6 +134,9 @@ def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, run
     keys, times = [line["key"] for line in lines], [line["time_ms"] for line in lines]
     assert times == sorted(times)
     assert keys[-1] == "run_stop"
+    # What did not happen is not claimed: caches are as they were, and setting up took its time.
+    assert [line["value"] for line in lines if line["key"] == "cache_clear"] == [False]
+    assert times[keys.index("init_stop")] > times[keys.index("init_start")]
     assert keys.count("eval_accuracy") == keys.count("block_start") == keys.count("block_stop") == 2
     assert keys.index("init_stop") < keys.index("run_start") < keys.index("block_start") < keys.index("eval_start")
 

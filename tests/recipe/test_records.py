@@ -190,6 +190,17 @@ def test_you_rate_is_caffes_poly_after_a_quadratic_warmup(name: str) -> None:
         assert plan[index].lr == pytest.approx(32 * (1 - plan[index].start / plan.stop) ** 2, rel=0.01, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["sony-224s", "sony-122s"])
+def test_the_other_readings_of_a_header_load(name: str) -> None:
+    """A header gives the overrides of NNabla's own rules, and of the other reading of batch-size control."""
+    overrides = re.findall(r"^#.*?--set (\S+)(?: --set (\S+))?", recipe_source(name), re.MULTILINE)
+    found = load_recipe(name, [word for words in overrides for word in words if word]).recipe
+    assert (found.optimizer.no_trust, found.optimizer.no_decay) == ((), ())
+    assert (found.data.mean, found.data.augment.rotation) == ((0.5, 0.5, 0.5), 0.5)
+    if name == "sony-224s":
+        assert found.stages[0].until == load_recipe(name).recipe.rate.warmup.length
+
+
 @pytest.mark.parametrize("name", INTEL)
 def test_intel_batches_are_those_of_the_paper(name: str) -> None:
     nodes, batch, steps = INTEL[name]

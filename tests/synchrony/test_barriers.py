@@ -28,6 +28,28 @@ def test_progress_of_200_workers_by_200_seconds(text: str, median: float, spread
     assert steps.max() - steps.min() <= spread
 
 
+PROGRESS = {"bsp": 55, "pbsp:10": 260, "ssp:5": 227, "pssp:10x5": 375, "asp": 402}
+PROGRESS |= {f"pbsp:{2**k}": steps for k, steps in enumerate((402, 388, 344, 281, 220, 171, 136))}
+"""mean steps of P = 1,000 workers by t = 400, steps of Exp(1) s, as read off the paper's figures"""
+
+
+@pytest.mark.parametrize("text", ["bsp", "pbsp:10", "pbsp:64", "asp"])
+def test_progress_of_the_papers_figure(text: str) -> None:
+    """By a fifth of its time, a fifth of its steps: the rates are steady."""
+    delays = delay_model("exponential", seed=0)
+    steps = steps_begun(1000, barrier(text), delays, compute=0.0, seed=0, until=80.0)
+    assert steps.mean() == pytest.approx(PROGRESS[text] / 5, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", PROGRESS)
+def test_the_whole_figure_of_the_paper(text: str) -> None:
+    """The staleness of SSP and pSSP is 4 in the paper: it counts the step that has been begun, ours completed ones."""
+    delays = delay_model("exponential", seed=0)
+    steps = steps_begun(1000, barrier(text), delays, compute=0.0, seed=0, until=400.0)
+    assert steps.mean() == pytest.approx(PROGRESS[text], rel=0.02)
+
+
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_a_sample_of_all_is_the_plain_barrier(staleness: int) -> None:
     def first(sample: float) -> list[object]:

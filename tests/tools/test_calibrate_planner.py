@@ -53,7 +53,7 @@ def test_figures_that_were_never_fitted() -> None:
     assert not {row.id for row in further} & {row.id for row in ROWS}
     errors = [abs(predict_row(row).error) for row in further]
     assert median(errors) <= 0.1
-    assert sorted(errors)[-2] <= 0.15  # one is missed by more: AlexNet on 512 recalled KNL
+    assert max(errors) <= 0.15
 
 
 def test_steps_of_other_runs_were_never_fitted() -> None:
@@ -79,7 +79,7 @@ def test_a_left_out_row_is_predicted_by_the_others_alone(name: str) -> None:
 
 
 def test_a_left_out_system_is_predicted_by_the_others_alone() -> None:
-    group = [row for row in ROWS if (row.cluster, row.software) == ("stampede2-knl", "intel-caffe")]
+    group = [row for row in ROWS if (row.cluster, row.software) == ("stampede2-knl", "intel-caffe-knl")]
     found = predict_left_out(ROWS, [group], load_calibrated().factors)
     assert len(found) == len(group) == 2
     assert found == pytest.approx({name: load_calibrated().system_left_out[name] for name in found}, rel=1e-3)

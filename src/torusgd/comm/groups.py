@@ -11,7 +11,9 @@ under way, whatever communicator it belongs to (`LaunchOrder`).
 
 import itertools
 import json
+import os
 import re
+import resource
 import threading
 import time
 from collections import Counter
@@ -30,6 +32,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..errors import UserError
 from . import store_keys as keys
 from .base import CommError, CommTimeout, ConnectionLost, Done, Work
 
@@ -43,6 +46,8 @@ _ABORT_TAG = (1 << 31) - 1
 _LONGEST = 1800.0
 # from one question whether the wait for the others is given up to the next
 _POLL_SECONDS = 0.02
+# Files that a process opens beside a group's sockets while it trains: data, checkpoints, logs, the store.
+_SPARE_FILES = 64
 
 
 # seconds by which a backend's clock may end a wait before ours: it takes whole milliseconds
@@ -442,6 +447,7 @@ def build(
     nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
+    allow_files(len(ranks))
     index, begin = list(ranks).index(rank), time.perf_counter()
     try:
         if is_given_up is None:
@@ -506,6 +512,23 @@ def connected(
     elif device.type == "cuda":
         group._register_backend(gpu, ProcessGroup.BackendType.GLOO, gloo)
     return group
+
+
+def allow_files(size: int) -> None:
+    """Lets this process open the files of a group of `size` ranks; UserError if it may not open as many.
+
+    Gloo connects each two members at once: a socket to every other one, on NCCL too, where the control messages and
+    a run's small sums go over Gloo.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UserError(
+            f"ulimit -n: this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks; "
+            f"raise the limit of the service or container that starts it to {needed}"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:

@@ -27,7 +27,9 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
     with as_user_error(f"{run.folder}: its summary or events are damaged", of=(KeyError, TypeError, ValueError)):
         # The summary is written at the end, and its own clock says how long before that the run began.
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
-        lines = [_line(begin, entry) for entry in _entries(run, division)]
+        # Of a run that was stopped and went on, what lay between counts as its setting up.
+        setup = max(0.0, begin - (run.folder / "recipe.yaml").stat().st_mtime)
+        lines = [_line(begin, entry) for entry in _entries(run, division, setup)]
     with as_user_error(f"{path}: can't be written"):
         write_text(path, "".join(lines))
 
@@ -44,10 +46,9 @@ def _line(begin: float, entry: Entry) -> str:
     return f":::MLLOG {json.dumps(tree)}\n"
 
 
-def _entries(run: RunRecord, division: str) -> Iterator[Entry]:
-    """Seconds since the run began, kind of line, key, value, metadata."""
+def _entries(run: RunRecord, division: str, setup: float) -> Iterator[Entry]:
+    """Seconds since the training began, kind of line, key, value, metadata; `setup` seconds lay before it."""
 
-    # When a run began to set up, and whether caches were cleared, it does not record: for these the log has its start.
     def point(key: str, value: Any, seconds: float = 0.0, **metadata: Any) -> Entry:
         return seconds, "POINT_IN_TIME", key, value, metadata
 
@@ -55,10 +56,10 @@ def _entries(run: RunRecord, division: str) -> Iterator[Entry]:
         return seconds, f"INTERVAL_{kind}", f"{key}_{kind.lower().replace('end', 'stop')}", None, metadata
 
     about = {"benchmark": "resnet", "org": "torusgd", "division": division, "status": "onprem", "platform": "torusgd"}
-    yield from (point(f"submission_{key}", value) for key, value in about.items())
-    yield point("cache_clear", True)
-    yield interval("START", "init", 0.0)
-    yield from (point(key, value) for key, value in _hyperparameters(run).items())
+    yield from (point(f"submission_{key}", value, -setup) for key, value in about.items())
+    yield point("cache_clear", False, -setup)  # the checker wants the line; nothing clears the machine's caches
+    yield interval("START", "init", -setup)
+    yield from (point(key, value, -setup) for key, value in _hyperparameters(run).items())
     yield interval("END", "init", 0.0)
     yield interval("START", "run", 0.0)
     yield point("train_samples", run.summary["train_images"])

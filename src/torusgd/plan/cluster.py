@@ -35,7 +35,6 @@ class Device(Section):
     name: str
     peak: Annotated[dict[Precision, Positive], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
     memory_bandwidth: Positive  # bytes/s
-    slowness: Positive = 1.0  # factor of the time of its launches, against a fast core's or a GPU's
     memory: Positive | None = None  # bytes; null: not limited
 
 
@@ -46,7 +45,7 @@ class Link(Section):
     bandwidth: Positive
     """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that payload gets
-    stream: Positive | None = None  # bytes/s of a single connection that can't fill the link (TCP); null: it can
+    stream: Positive | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
 
 
 class Cluster(Section):

@@ -301,7 +301,7 @@ def kernel_seconds(
     own = 1.0 - kernels.linear * (1.0 - linear_share)
     moved = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
     memory_seconds = moved / (device.memory_bandwidth * software.memory)
-    launch = software.launch * device.slowness * kernels.launches
+    launch = software.launch * kernels.launches
     # The terms add up rather than hide each other: batch norm and activations wait for the convolution before them.
     return (launch + memory_seconds) * left + math_seconds
 
