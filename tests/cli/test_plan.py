@@ -258,3 +258,15 @@ def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, p
     assert "one worker here" in printed
     assert "never measured" not in printed
     mistake("plan", *command, TMP=tmp_path)
+
+
+def test_the_design_point_of_a_record(plan, tmp_path: Path) -> None:
+    """Das et al.: OverFeat on 64 nodes, 42 times as fast as on one with the same batch."""
+    page = tmp_path / "design.html"
+    out, found = plan("intel-overfeat-64", "--cluster", "cori", "--devices", 64, "--design", "--report", page)
+    for word in ("weak scaling", "critical: features.0", "next limit: ", "pays most: ", "knee", "####"):
+        assert word in out
+    assert found["speedup"] == pytest.approx(42, rel=0.05)
+    assert found["design"]["layers"][-3]["groups"] == 2
+    assert found["design"]["steps"]["links twice as fast"] > found["design"]["steps"]["as it is"]
+    assert "<svg" in page.read_text()

@@ -33,6 +33,14 @@ class Wanted:
     sweep: Annotated[
         bool, option("--sweep", "Also plan for 1 to N devices, and find the knee of the curve.", WANTED)
     ] = False
+    design: Annotated[
+        bool,
+        option(
+            "--design",
+            "Also show layer by layer what limits, the best groups and least images a node, and what would pay most.",
+            WANTED,
+        ),
+    ] = False
     best: Annotated[bool, option("--best", "Also look for better settings.", WANTED)] = False
     to: Annotated[
         str | None,
@@ -92,13 +100,15 @@ class Wanted:
             check_writable("--report", self.report)
         if self.to is not None and self.best:
             raise UserError("--best: is at the recipe's batch, --to looks for a batch; give one of them")
+        if self.to is not None and self.design:
+            raise UserError("--design: is at the recipe's batch, --to looks for a batch; give one of them")
         if self.to is not None and self.delays is not None:
             raise UserError("--delays: is at the recipe's batch, --to looks for a batch; give one of them")
 
     @property
     def has_sweep(self) -> bool:
         """True if there is something to draw over devices."""
-        return self.sweep or self.report is not None or self.plot is not None
+        return self.sweep or self.design or self.report is not None or self.plot is not None
 
     def priced(self, plan: "Forecast | AccuracyPlan") -> dict[str, Any]:
         """A plan as plain values, with its cost if --cost gives a price."""
@@ -235,7 +245,7 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     from ..plan.forecast import forecast
     from ..plan.search import device_counts, fixed_batch, search_settings
     from ..plan.search import sweep as sweep_over
-    from .plan_tables import plot_sweep, show_best, show_forecast, show_sweep
+    from .plan_tables import plot_sweep, show_best, show_curve, show_forecast, show_sweep
 
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
@@ -262,11 +272,29 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
         if wanted.plot is not None:
             plot_sweep(curve, title, wanted.plot)
             terminal.print(f"wrote {wanted.plot}", markup=False)
+    if wanted.design:
+        found["design"] = _show_design(planned, program)
+        show_curve(terminal, curve)
     if wanted.best:
         chosen = search_settings(workload, cluster, program, devices)
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
+
+
+def _show_design(planned: Planned, program: "Software") -> dict[str, Any]:
+    """Prints the design point of the last stage, and what one change of machine or batch brings; as plain values."""
+    from ..plan.design import design, next_steps
+    from .plan_tables import show_design
+
+    workload, cluster, devices = planned.workload, planned.cluster, planned.devices
+    stage = workload.stages[-1]
+    found = design(workload.cost_of(stage), cluster, program, devices, stage.batch)
+    steps = next_steps(workload, cluster, planned.program_on, devices)
+    link = cluster.inside if devices <= cluster.devices_per_node else cluster.between
+    alpha = link.alpha + program.communication.message
+    show_design(console(), found, steps, link.model_copy(update={"alpha": alpha}))
+    return {**found.as_dict(), "steps": {name: each.images_per_second for name, each in steps}}
 
 
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":

@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import UserError, as_user_error, needs
+from ..plan.cluster import Link
+from ..plan.design import Design
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, summary
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, epochs_known, quickest
 from ..plan.timeline import PARTS
-from ..text import byte_size, change, duration, listed, number
+from ..text import byte_size, change, duration, listed, number, plural, short
 from .output import table
 
 if TYPE_CHECKING:
@@ -45,8 +47,9 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     console.print(found)
     run = forecast.run
     console.print(
-        f"{forecast.images_per_second:,.0f} images/s, efficiency {forecast.efficiency:.1%} of one device's; "
-        f"about {byte_size(forecast.memory)} a device"
+        f"{forecast.images_per_second:,.0f} images/s, {forecast.speedup:,.1f} times one device with the same global "
+        f"batch; efficiency {forecast.efficiency:.1%} of one device with as many images each (weak scaling); about "
+        f"{byte_size(forecast.memory)} a device"
     )
     console.print(
         f"time to train {duration(run.seconds)} ({duration(forecast.low)} to {duration(forecast.high)}): "
@@ -64,13 +67,15 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
             f"{forecast.devices:,}",
             f"{forecast.images_per_second:,.0f}",
             f"{forecast.efficiency:.1%}",
+            f"{forecast.speedup:,.1f}",
             f"{max(step.communication / step.seconds for step in forecast.steps):.1%}",
             duration(forecast.run.seconds),
             *([f"{forecast.cost(price):,.2f}"] if price else []),
         ]
         for forecast in sweep.forecasts
     ]
-    headings = ["devices", "images/s", "efficiency", "communication", "time to train", *(["cost"] if price else [])]
+    headings = ["devices", "images/s", "efficiency", "speed-up", "communication", "time to train"]
+    headings += ["cost"] if price else []
     devices = [forecast.devices for forecast in sweep.forecasts]
     console.print(table(headings, rows, bold=[devices.index(sweep.knee)]))
     if sweep.knee == devices[-1]:
@@ -79,6 +84,53 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
         )
     else:
         console.print(_knee(sweep.knee))
+
+
+def show_curve(console: Console, sweep: Sweep) -> None:
+    """A bar for each number of devices: its share of so many single devices with the same global batch."""
+    rows = []
+    for each in sweep.forecasts:
+        share = each.speedup / each.devices
+        mark = " knee" if each.devices == sweep.knee else ""
+        rows.append((f"{each.devices:,}", "#" * round(40 * min(share, 1.25)), f"{share:.0%}{mark}"))
+    console.print(table(("devices", "speed-up of a device, the same global batch", ""), rows, left=[1, 2]))
+
+
+def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Forecast]], link: Link) -> None:
+    """A line for each layer, the critical one bold; what limits, what would next, and the change that pays most.
+
+    `link` is that between the devices; its alpha has the program's own time of a message in it.
+    """
+    critical, names = found.critical, [each.name for each in found.layers]
+    rows = [
+        (each.name, f"{each.flops / 1e9:.3g}", f"{each.sent / 1e6:.3g}", short(each.ratio),
+         "data" if each.groups == found.devices else "model", f"{each.groups:,}", f"{1e3 * each.late():.2f}")
+        for each in found.layers
+    ]  # fmt: skip
+    headings = ("layer", "GFLOP an image", "MB sent", "FLOP a byte", "parallel", "groups", "late, ms")
+    console.print(table(headings, rows, left=[0, 4], bold=[names.index(critical.name)]))
+    console.print(
+        f"critical: {critical.name}; of a step {1e3 * found.bubble:.2f} ms wait for weights and "
+        f"{1e3 * found.exchange:.2f} ms for activations beside {1e3 * found.compute:.2f} ms of compute: efficiency "
+        f"{found.efficiency:.1%}"
+    )
+    slower, longer = found.next_limit("transfer"), found.next_limit("latency")
+    if slower is not None:
+        console.print(f"next limit: {slower[1]}, with links below {link.bandwidth / slower[0] / 1e9:.3g} GB/s")
+    if longer is not None:
+        console.print(f"next limit: {longer[1]}, with a latency above {1e6 * link.alpha * longer[0]:.3g} us a message")
+    console.print(
+        f"{found.balance:,.0f} FLOP a byte of a node's link: at least {plural(found.least_images, 'image')} a node, at "
+        f"most {plural(found.most_nodes, 'node')} at batch {found.batch:,}; {found.flops_a_weight:.1f} FLOP a weight"
+    )
+    now, changes = steps[0][1], steps[1:]
+    rate = now.images_per_second
+    lines = [
+        (name, f"{each.images_per_second:,.0f}", change(each.images_per_second / rate - 1), duration(each.run.seconds))
+        for name, each in steps
+    ]
+    console.print(table(("planned", "images/s", "", "time to train"), lines, left=[0]))
+    console.print(f"pays most: {max(changes, key=lambda each: each[1].images_per_second)[0]}")
 
 
 def _knee(devices: int) -> str:

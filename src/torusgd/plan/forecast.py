@@ -144,7 +144,9 @@ class Forecast:
     low: float
     high: float  # with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error
     images_per_second: float  # mean rate over all steps
-    efficiency: float  # efficiency of a device, against one device alone with the same virtual workers each
+    efficiency: float
+    """efficiency of a device, against one device alone with the same virtual workers each: weak scaling"""
+    speedup: float  # factor of the rate of one device with the same global batch, in one pass: strong scaling
     memory: float  # bytes a device needs, about
     limit: str  # largest obstacle, in words
 
@@ -161,8 +163,8 @@ class Forecast:
         run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
         return {
             "devices": self.devices, "seconds": self.run.seconds, "low": self.low, "high": self.high,
-            "images_per_second": self.images_per_second, "efficiency": self.efficiency, "memory_bytes": self.memory,
-            "limit": self.limit, "run": run, "stages": stages,
+            "images_per_second": self.images_per_second, "efficiency": self.efficiency, "speedup": self.speedup,
+            "memory_bytes": self.memory, "limit": self.limit, "run": run, "stages": stages,
         }  # fmt: skip
 
 
@@ -233,10 +235,11 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     passes = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
     speed = sum(islice(cycle(cluster.speeds or (1.0,)), devices))
     # Against one device alone with as many passes a step, times the fraction of the devices' speed that has work.
-    alone = balance = 0.0
+    alone = same = balance = 0.0
     for stage, number in zip(workload.stages, passes, strict=True):
         one = step_time(workload.cost_of(stage), cluster, software, 1, stage.images, number)
         alone += stage.steps * one.seconds
+        same += stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.batch).seconds
         balance += stage.steps * stage.batch / (stage.images * speed * number)
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(
@@ -248,6 +251,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
         high=high,
         images_per_second=workload.images / run.training,
         efficiency=efficiency,
+        speedup=same / run.training,
         memory=max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages),
         limit=_limit(workload, cluster, software, run, devices),
     )
