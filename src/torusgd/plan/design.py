@@ -17,9 +17,8 @@ import numpy as np
 from ..tensor_parallel.volume import best_groups, hybrid_volume
 from .cluster import Cluster, Link, Software
 from .forecast import Forecast, Workload, forecast
-from .model_cost import Layer, ModelCost
+from .model_cost import Layer, ModelCost, pass_seconds
 from .network import group_phases, phases
-from .roofline import pass_seconds
 from .search import fixed_batch
 from .step_script import activation_bytes, cut_buckets
 
