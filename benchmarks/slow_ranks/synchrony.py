@@ -98,7 +98,7 @@ def spread(values: list[float]) -> str:
 
 
 def errors(
-    form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, **limit: Any
+    form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, momentum: float = 0.0, **limit: Any
 ) -> list[tuple[Point, ...]]:
     """The points of each seed's run: `digits` with a network of half the width, 16 images a gradient, no augmentation.
 
@@ -108,14 +108,9 @@ def errors(
     options = ["width=8", "dropout=0.0", "zero_gamma=false"]
     overrides = [f"model.options.{option}" for option in options] + ["polish=null"]
     overrides.append("stages=[{until: 20ep, images_per_worker: 16, augment: false}]")
-    return [
-        simulate(
-            Setting(load_recipe("digits", [*overrides, f"seed={seed}"]).recipe, form, workers, delays, lr, compute),
-            points=3,
-            **limit,
-        ).points
-        for seed in range(seeds)
-    ]
+    recipes = [load_recipe("digits", [*overrides, f"seed={seed}"]).recipe for seed in range(seeds)]
+    settings = [Setting(recipe, form, workers, delays, lr, compute, momentum) for recipe in recipes]
+    return [simulate(setting, points=3, **limit).points for setting in settings]
 
 
 def progress(options: argparse.Namespace) -> None:
@@ -133,7 +128,7 @@ def barriers(options: argparse.Namespace) -> None:
     print("| rate | barrier | images at the end | 50 s | 100 s | 150 s |\n|" + " --- |" * 6)
     for lr in options.rates:
         for form in options.forms or ("bsp", "pbsp:2", "pssp:2x4", "ssp:4", "asp"):
-            runs = errors(form, 6, "gamma:1@1", lr, 0.001, options.seeds, seconds=150.0)
+            runs = errors(form, 6, "gamma:1@1", lr, 0.001, options.seeds, options.momentum, seconds=150.0)
             cells = [spread([100 * run[i].error for run in runs]) for i in range(1, 4)]
             images = fmean(run[-1].images for run in runs)
             sample(f"{lr}, {form}, % error at 150 s", [100 * run[3].error for run in runs])
@@ -174,6 +169,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="of SGD")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 128], help="of averaging")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of barriers: the server's")
     parser.add_argument("--forms", nargs="+", help="instead of those of the comparison")
     options = parser.parse_args()
     torch.set_num_threads(1)

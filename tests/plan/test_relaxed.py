@@ -18,7 +18,7 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
     workload = Workload(ModelCost.__new__(ModelCost), (PlannedStage(10, 4, ranks * share),), 4000, 100, 0)
     run = RunTime(0.0, 10 * step.seconds, 0.0, (step,))
     rate = workload.images / run.training
-    forecast = Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 0.0, "")
+    forecast = Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
     return workload, forecast
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -91,6 +92,24 @@ def test_a_step_is_plain_sgds_to_a_millionth(form: str, count: int) -> None:
         weights = weights - workers.lr * torch.stack(gradients).mean(dim=0)
         assert (moment.weights() - weights).abs().max() < 1e-6
         weights = moment.weights()
+
+
+def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
+    workers = replace(workers_of(3), momentum=0.5)
+    weights, velocity = workers.passes.initial.clone(), torch.zeros_like(workers.passes.initial)
+    for step, moment in zip(range(4), moments("bsp")(workers), strict=False):
+        gradients = [workers.passes.gradient(weights, step * 3 + worker) for worker in range(3)]
+        velocity = 0.5 * velocity + torch.stack(gradients).mean(dim=0)
+        weights = weights - workers.lr * velocity
+        assert (moment.weights() - weights).abs().max() < 1e-6
+        weights = moment.weights()
+
+
+@pytest.mark.parametrize(("form", "momentum"), [("gossip:0.5", 0.9), ("bsp", 1.0)])
+def test_momentum_is_for_barriers_and_below_1(form: str, momentum: float) -> None:
+    recipe = load_recipe("digits", OVERRIDES).recipe
+    with refused("a momentum that no barrier takes", "--momentum", MOMENTUM=f"{momentum:g}"):
+        simulate(Setting(recipe, form, 4, "constant", lr=0.1, momentum=momentum))
 
 
 def test_elastic_averaging_keeps_the_centre_between_the_workers() -> None:

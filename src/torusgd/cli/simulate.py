@@ -38,6 +38,7 @@ def simulate(
     ] = None,
     compute: Annotated[float, option("--compute", "Take so many virtual seconds a gradient, plus delay.", FORM)] = 1.0,
     lr: Annotated[float | None, option("--lr", "Step at this rate. Default: the recipe's rate.lr.", FORM)] = None,
+    momentum: Annotated[float, option("--momentum", "Momentum of the server, under barriers.", FORM)] = 0.0,
     seconds: Annotated[float | None, option("--seconds", "End after so many virtual seconds.", FORM)] = None,
     images: Annotated[int | None, option("--images", "End after so many images.", FORM)] = None,
     data: DataPath = None,
@@ -46,7 +47,7 @@ def simulate(
 ) -> None:
     """Train a recipe's model in virtual time: real gradients, keyed delays, the same bits each time.
 
-    The optimiser is plain SGD at one rate, whatever the recipe's is. It ends after --seconds, --images, or the images
+    The optimiser is SGD at one rate, whatever the recipe's is. It ends after --seconds, --images, or the images
     of the recipe's stages.
     """
     check_writable("--json", json_file)
@@ -61,14 +62,16 @@ def simulate(
     prepare_process(loaded, torch.device("cpu"))
     workers = loaded.virtual_workers if workers is None else workers
     delays = delays or loaded.synchrony.delays or "exponential"
-    setting = Setting(loaded, form, workers, delays, loaded.rate.lr if lr is None else lr, compute)
+    setting = Setting(loaded, form, workers, delays, loaded.rate.lr if lr is None else lr, compute, momentum)
     found = run(
         setting, data, seconds=math.inf if seconds is None else seconds, images=math.inf if images is None else images
     )
     terminal = console()
     what = form or f"synchrony.form = {loaded.synchrony.form}"
     terminal.print(
-        f"{loaded.name}, {what}, {workers} workers, delays {delays}, SGD of rate {setting.lr:g}", markup=False
+        f"{loaded.name}, {what}, {workers} workers, delays {delays}, SGD of rate {setting.lr:g}"
+        + (f" and momentum {momentum:g}" if momentum else ""),
+        markup=False,
     )
     rows = [(f"{point.time:,.2f}", f"{point.images:,}", percent(point.error)) for point in found.points]
     terminal.print(table(("virtual seconds", "images", "error"), rows))

@@ -115,6 +115,8 @@ class Workers:
     compute: float
     lr: float
     seed: int
+    momentum: float = 0.0
+    """of the server, a push, under barriers; other forms have none"""
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,15 @@ def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
     A gradient weighs 1/P, so that P of them of the same weights are one synchronous step.
     """
     weights = workers.passes.initial.clone()
+    velocity = torch.zeros_like(weights)
     pushed: dict[int, Tensor] = {}
     gradients = 0
     for passage in passages(workers.count, rule, workers.delays, workers.compute, workers.seed):
         arrived = [pushed.pop(worker) for worker in passage.workers if worker in pushed]
         if arrived:
             gradients += len(arrived)
-            weights.sub_(sum(arrived[1:], start=arrived[0]) / workers.count, alpha=workers.lr)
+            velocity.mul_(workers.momentum).add_(sum(arrived[1:], start=arrived[0]) / workers.count)
+            weights.sub_(velocity, alpha=workers.lr)
             yield Moment(passage.time, gradients, weights.clone)
         for worker, step in zip(passage.workers, passage.steps, strict=True):
             pushed[worker] = _gradient(workers, weights, worker, step)
@@ -301,6 +305,8 @@ class Setting:
     lr: float
     compute: float = 1.0
     """virtual seconds of a gradient without its delay"""
+    momentum: float = 0.0
+    """of the server's SGD; above 0 for barriers alone"""
 
 
 @dataclass(frozen=True)
@@ -337,13 +343,15 @@ def simulate(
     if setting.workers < 1 or not 0 < setting.lr < math.inf or not 0 < setting.compute < math.inf:
         raise UserError("simulate: needs at least 1 worker, a rate above 0, and seconds of compute above 0")
     run = moments(setting.form) if setting.form else recipe_moments(recipe.synchrony)
+    if setting.momentum and (getattr(run, "func", None) is not barrier or not 0 < setting.momentum < 1):
+        raise UserError(f"--momentum {setting.momentum:g}: below 1, and for barriers: bsp, ssp, asp, pbsp, pssp")
     delays = delay_model(setting.delays, recipe.seed, unit=setting.compute)
     train, held_out = open_sources(recipe.data, data, recipe.seed)
     if seconds == images:
         images = Schedule(recipe, len(train)).stop
     judged = Pipeline(held_out, recipe.held_out_data, recipe.seed)
     passes = Passes(recipe, Pipeline(train, recipe.data, recipe.seed), judged)
-    workers = Workers(passes, setting.workers, delays, setting.compute, setting.lr, recipe.seed)
+    workers = Workers(passes, setting.workers, delays, setting.compute, setting.lr, recipe.seed, setting.momentum)
     found = [Point(0.0, 0, passes.error(passes.initial))]
     for moment in run(workers):
         drawn = moment.gradients * passes.images
