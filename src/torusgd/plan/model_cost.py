@@ -88,6 +88,11 @@ class Layer:
         """Values of the weight tensor."""
         return self.ifm * self.ofm * self.kernel // self.groups
 
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one image's forward pass; the input gradient and the weight gradient cost the same each."""
+        return self.weights * self.out_area
+
 
 @dataclass(frozen=True)
 class ModelCost:
