@@ -105,7 +105,7 @@ def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
         weights = moment.weights()
 
 
-@pytest.mark.parametrize(("form", "momentum"), [("gossip:0.5", 0.9), ("bsp", 1.0)])
+@pytest.mark.parametrize(("form", "momentum"), [("gossip:0.5", 0.9), ("bsp", 1.5)])
 def test_momentum_is_for_barriers_and_below_1(form: str, momentum: float) -> None:
     recipe = load_recipe("digits", OVERRIDES).recipe
     with refused("a momentum that no barrier takes", "--momentum", MOMENTUM=f"{momentum:g}"):
