@@ -120,6 +120,7 @@ def progress(options: argparse.Namespace) -> None:
     for form in options.forms or (*named, *(f"pbsp:{2**k}" for k in range(7))):
         steps = steps_begun(1000, barrier(form), delay_model("exponential", seed=0), compute=0.0, seed=0, until=400.0)
         print(f"| `{form}` | {steps.mean():.1f} | {steps.min()} | {steps.max()} |", flush=True)
+        sample(f"{form}, mean steps", [steps.mean()])
 
 
 def barriers(options: argparse.Namespace) -> None:
