@@ -197,7 +197,8 @@ def test_the_other_readings_of_a_header_load(name: str) -> None:
     assert (found.optimizer.no_trust, found.optimizer.no_decay) == ((), ())
     assert (found.data.mean, found.data.augment.rotation) == ((0.5, 0.5, 0.5), 0.5)
     if name == "sony-224s":
-        assert found.stages[0].until == load_recipe(name).recipe.rate.warmup.length
+        assert found.rate.warmup is not None
+        assert found.stages[0].until == found.rate.warmup.length
 
 
 @pytest.mark.parametrize("name", INTEL)
