@@ -21,7 +21,9 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.__main__ import commands, main
+from benchmarks.compare import compared
 from benchmarks.record import recorded, runs, sample
+from benchmarks.tables import DOCS, written
 from torch._C._autograd import DeviceType
 
 from torusgd.data.pipeline import Batch
@@ -124,6 +126,25 @@ def test_a_run_that_fails_leaves_none(tmp_path: Path, monkeypatch: pytest.Monkey
         sample("a, ms", [1.0])
         sample("a, ms", [2.0])
     assert runs(tmp_path / "x.json")[0]["samples"] == {"a, ms": [1.0, 2.0]}
+
+
+def test_what_moved_by_more_than_its_spread_is_named() -> None:
+    def run(command: str, *values: float) -> dict[str, Any]:
+        about = {"commit": "a", "date": "2026-11-23", "processor": "p", "load": [0.0, 0.0]}
+        return {"command": command, **about, "samples": {"x, ms": list(values)}}
+
+    before, other = run("a", 1.0, 1.1, 1.2, 1.3, 1.4), run("b", 9.0)
+    assert compared([before]) == []
+    assert compared([before, other, run("a", 2.0, 2.1, 2.2, 2.3, 2.4)])[1].endswith("MOVED")
+    assert compared([before, run("a", 1.1, 1.2, 1.3, 1.4, 1.5)])[1] == "  x, ms: 1.2 to 1.3 (+8.3%)"
+    assert compared([before, run("a", 2.0)])[1].endswith("n 1"), "one sample can't say"
+
+
+def test_tables_of_the_docs_are_those_of_the_results() -> None:
+    """`python -m benchmarks.tables` writes them."""
+    pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
+    assert any("<!-- benchmarks.tables: " in text for text in pages.values())
+    assert all(written(text) == text for text in pages.values())
 
 
 def test_the_steps_of_step_overhead() -> None:
