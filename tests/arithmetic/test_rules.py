@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
+from torusgd.arithmetic.reductions import grid_sum, on_grid
 from torusgd.errors import UserError
 
 Function = Callable[..., Tensor]
@@ -302,3 +303,16 @@ def test_draws_follow_torchs_generator_and_know_no_layout() -> None:
     assert torch.equal(dropped, again)
     assert set(dropped.unique().tolist()) == {0.0, 2.0}
     assert first[2].abs().max() <= 2
+
+
+@pytest.mark.parametrize("shape", [(3, 9, 40, 250), (5, 4, 300, 41), (1500, 700), (2, 3, 1031, 67), (70001, 3)])
+@pytest.mark.parametrize("last_channels", [False, True])
+def test_large_sums_by_integers_are_those_of_float64(shape: tuple[int, ...], last_channels: bool) -> None:
+    x = draws(*shape, seed=5) * 3 + 1
+    x = last(x) if last_channels else x
+    for dims in [(0, *range(2, x.dim())), (x.dim() - 1,), tuple(range(x.dim()))]:
+        exact = on_grid(x, dims).sum(dims)
+        assert torch.equal(grid_sum(x, dims), exact)
+        assert torch.equal(grid_sum(x[..., ::2], dims), on_grid(x[..., ::2], dims).sum(dims))
+    x[1, 2] = float("nan")
+    assert grid_sum(x, tuple(range(x.dim()))).isnan()

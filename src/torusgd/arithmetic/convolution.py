@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 from ..errors import UserError
 from .contraction import quantised
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply
+from .scales import amax_over, scales
 
-_WINDOW_BYTES = 1 << 23
-"""of the windows of the images that are multiplied at a time: about a core's share of the last cache"""
+_CHUNK = 1 << 21
+"""bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache"""
 
 
 @dataclass(frozen=True)
@@ -77,27 +78,20 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     )  # fmt: skip
     if result.numel() == 0:
         return result
-    images, image_units = quantised(x.unflatten(1, (shape.groups, -1)), (2, 3, 4))
+    scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
     if _is_depthwise(weight, shape):
-        padded = _padded(images.squeeze(2), shape).double()
+        padded = _padded(x.mul(scale).round_(), shape).double()
         total = _taps_sum(padded, weights.double(), shape, output)
         result.copy_(total.mul_(image_units.view(len(x), -1, 1, 1)).mul_(weight_units.view(1, -1, 1, 1)))
     else:
-        units = image_units.view(len(x), -1)
-
-        def compute(method: Method) -> Tensor:
-            kernels = tuple(_rows(part, shape) for part in method.prepare(weights))
-            parts = _channels_last(method, images.flatten(1, 2), shape)
-            for chunk in _chunks(x, weight, output):
-                windows = tuple(_windows(part[chunk], shape, output) for part in parts)
-                product = multiply(method, kernels, tuple(part.transpose(-1, -2) for part in windows))
-                product = product.view(shape.groups, -1, units[chunk].shape[0], output[0] * output[1])
-                product.mul_(weight_units.view(shape.groups, -1, 1, 1)).mul_(units[chunk].t()[:, None, :, None])
-                result[chunk].copy_(product.flatten(0, 1).unflatten(2, output).transpose(0, 1))
-            return result
-
-        exactly(compute, x.device)
+        vertical, horizontal = shape.padding
+        windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
+        kernels = weights.permute(0, 2, 3, 1).reshape(shape.groups, len(weight) // shape.groups, -1).mT
+        around = (horizontal, horizontal, vertical, vertical)
+        units = _units(image_units, weight_units, shape.groups)
+        part = (windows, kernels, result.permute(0, 2, 3, 1))
+        exactly(lambda method: _correlate(method, x, scale, around, units, [part]), x.device)
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
 
 
@@ -108,39 +102,75 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
     result = torch.empty(len(gradient), inputs, *size, device=gradient.device, memory_format=_format(gradient, weight))
     if gradient.numel() == 0:
         return result.zero_()
-    gradients, image_units = quantised(gradient.unflatten(1, (groups, -1)), (2, 3, 4))
+    scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
-    height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
-    inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
     if _is_depthwise(weight, shape):
+        height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
+        inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
         padded = torch.zeros(len(gradient), inputs, height, width, dtype=torch.float64, device=gradient.device)
-        whole, kernels = gradients.squeeze(2).double(), weights.double().flatten(0, 1).flatten(2)
+        whole, kernels = gradient.mul(scale).round_().double(), weights.double().flatten(0, 1).flatten(2)
         for number, tap in enumerate(shape.taps()):
             shape.at(padded, tap, output).addcmul_(whole, kernels[:, :, number, None])
         scaled = padded[:, :, *inside].mul_(image_units.view(len(gradient), -1, 1, 1))
         return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
+    ways = [
+        _phases(*each) for each in zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
+    ]
+    (before, after), (left, right) = (_reach(phases, n) for phases, n in zip(ways, output, strict=True))
+    last, parts = result.permute(0, 2, 3, 1), []
+    for row in ways[0]:
+        for column in ways[1]:
+            pixels = last[:, row.pixel :: shape.stride[0], column.pixel :: shape.stride[1]]
+            if not (row.taps and column.taps):
+                pixels.zero_()
+                continue
+            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 3, 4, 1, 2).flatten(1, 3)
+            windows = Windows(
+                (len(row.taps), len(column.taps)), (1, 1), (row.apart, column.apart), (row.count, column.count),
+                (row.first + before, column.first + left),
+            )  # fmt: skip
+            parts.append((windows, kernels, pixels))
+    units = _units(image_units, weight_units, groups)
+    around = (left, right, before, after)
+    exactly(lambda method: _correlate(method, gradient, scale, around, units, parts), gradient.device)
+    return result
 
-    units = image_units.view(len(gradient), -1)
 
-    def compute(method: Method) -> Tensor:
-        kernels = tuple(part.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous() for part in method.prepare(weights))
-        kernels = tuple(part[0] for part in kernels) if groups == 1 else kernels
-        for chunk in _chunks(result, weight, output):
-            parts = method.prepare(gradients[chunk])
-            product = multiply(method, kernels, tuple(_channels_first(part) for part in parts))
-            columns = product.view(groups, shape.kernel[0] * shape.kernel[1], -1, *units[chunk].shape[:1], *output)
-            if shape.is_pointwise:
-                total = columns[:, 0]
-            else:
-                total = columns.new_zeros(*columns.shape[:1], *columns.shape[2:4], height, width)
-                for number, tap in enumerate(shape.taps()):
-                    shape.at(total, tap, output).add_(columns[:, number])
-            total = total[..., *inside].mul_(weight_units.view(groups, -1, 1, 1, 1))
-            total.mul_(units[chunk].t()[:, None, :, None, None])
-            result[chunk].copy_(total.flatten(0, 1).transpose(0, 1))
-        return result
+@dataclass(frozen=True)
+class Phase:
+    """The pixels of an input, `stride` apart, that meet the same elements of the kernel, along one dimension."""
 
-    return exactly(compute, gradient.device)
+    pixel: int
+    """the first one"""
+    count: int
+    taps: list[int]
+    """elements of the kernel, the last first, so that the pixels of the output that they meet go up"""
+    first: int
+    """of the output, that the first tap meets for the first pixel; negative before the image"""
+    apart: int
+    """pixels of the output between two taps"""
+
+    @property
+    def elements(self) -> slice:
+        """The taps, the first of them first."""
+        return slice(self.taps[-1], self.taps[0] + 1, self.taps[0] - self.taps[1] if len(self.taps) > 1 else 1)
+
+
+def _phases(kernel: int, stride: int, padding: int, dilation: int, size: int) -> list[Phase]:
+    phases = []
+    for pixel in range(min(stride, size)):
+        taps = [tap for tap in reversed(range(kernel)) if (pixel + padding - tap * dilation) % stride == 0]
+        meets = [(pixel + padding - tap * dilation) // stride for tap in taps]
+        apart = meets[1] - meets[0] if len(meets) > 1 else 1
+        phases.append(Phase(pixel, -(-(size - pixel) // stride), taps, meets[0] if meets else 0, apart))
+    return phases
+
+
+def _reach(phases: list[Phase], size: int) -> tuple[int, int]:
+    """Zeros before and after an output of `size` pixels that windows of all phases need."""
+    used = [phase for phase in phases if phase.taps]
+    last = max(phase.first + phase.apart * (len(phase.taps) - 1) + phase.count for phase in used)
+    return max(0, *(-phase.first for phase in used)), max(0, last - size)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
@@ -151,27 +181,130 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         return x.new_zeros(size)
     if gradient.numel() // channels > MOST_TERMS:
         raise UserError(f"portable arithmetic: a weight's gradient sums more than {MOST_TERMS} products")
-    gradients, gradient_units = quantised(gradient, (0, 2, 3))
-    images, image_units = quantised(x, (0, 2, 3))
+    gradient_scale, gradient_units = scales(amax_over(gradient, (0, 2, 3)))
+    scale, image_units = scales(amax_over(x, (0, 2, 3)))
     if size[:2] == (groups, 1):
-        padded, whole = _padded(images, shape).double(), gradients.double()
+        padded, whole = _padded(x.mul(scale).round_(), shape).double(), gradient.mul(gradient_scale).round_().double()
         sums = [(shape.at(padded, tap, output) * whole).sum((0, 2, 3)) for tap in shape.taps()]
         total = torch.stack(sums, 1).mul_(gradient_units.view(-1, 1)).mul_(image_units.view(-1, 1))
         return total.view(size).float()
+    windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
+    around = (shape.padding[1], shape.padding[1], shape.padding[0], shape.padding[0])
 
     def compute(method: Method) -> Tensor:
-        parts, total = _channels_last(method, images, shape), None
-        for chunk in _chunks(x, torch.empty(size, device="meta"), output):
-            left = method.prepare(gradients[chunk].unflatten(1, (groups, -1)))
-            windows = tuple(_windows(part[chunk], shape, output) for part in parts)
-            product = multiply(method, tuple(_channels_first(part) for part in left), windows)
+        total = None
+        for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
+            left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
+            right = _slices(method, x[chunk], scale, around)
+            rows = tuple(_grouped(part.flatten(0, 2), groups).transpose(-1, -2) for part in left)
+            product = multiply(method, rows, tuple(windows.of(part, groups) for part in right))
             total = product if total is None else total.add_(product)
         assert total is not None
         return total
 
-    total = exactly(compute, x.device).view(groups, -1, shape.kernel[0] * shape.kernel[1], size[1])
+    total = exactly(compute, x.device).view(groups, -1, windows.taps, size[1])
     total.mul_(gradient_units.view(groups, -1, 1, 1)).mul_(image_units.view(groups, 1, 1, -1))
     return total.flatten(0, 1).transpose(1, 2).float().reshape(size)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a product over padded images [N, H, W, C] takes of them; sizes are (vertical, horizontal)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    apart: tuple[int, int]
+    """pixels between two elements of the kernel"""
+    output: tuple[int, int]
+    first: tuple[int, int] = (0, 0)
+    """pixel of the first window's corner"""
+
+    @property
+    def taps(self) -> int:
+        """Pixels of a window."""
+        return self.kernel[0] * self.kernel[1]
+
+    def of(self, images: Tensor, groups: int, rows: slice = slice(None)) -> Tensor:
+        """Windows of some rows of the output: [N * rows * W', kernel * C], or with several groups in front of it."""
+        count, _, _, channels = images.shape
+        an_image, row, pixel, _ = images.stride()
+        begin, end, _ = rows.indices(self.output[0])
+        size = (groups, count, end - begin, self.output[1], *self.kernel, channels // groups)
+        (down, right), (apart_y, apart_x), (y, x) = self.stride, self.apart, self.first
+        strides = (channels // groups, an_image, row * down, pixel * right, row * apart_y, pixel * apart_x, 1)
+        corner = images.storage_offset() + (y + begin * down) * row + x * pixel
+        windows = images.as_strided(size, strides, corner)
+        length = self.taps * channels // groups
+        return windows[0].reshape(-1, length) if groups == 1 else windows.reshape(groups, -1, length)
+
+
+def _correlate(
+    method: Method,
+    images: Tensor,
+    scale: Tensor,
+    around: tuple[int, ...],
+    units: Tensor,
+    parts: list[tuple[Windows, Tensor, Tensor]],
+) -> Tensor:
+    """Products of windows of images with kernels, into views of a result; a chunk at a time, which fits a cache.
+
+    Args:
+        method: By which products go.
+        images: float32 [N, C, H, W].
+        scale: Of each image and channel, or of each image, [N, C or 1, 1, 1].
+        around: Zeros to the left, right, above and below.
+        units: [N, groups, O], by which integers are multiplied.
+        parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
+    """
+    groups, wide = units.shape[1], 16 * min(units[0].numel(), 512)
+    prepared = [(each, tuple(_alone(part) for part in method.prepare(k)), out) for each, k, out in parts]
+    per_image = max(w.output[0] * w.output[1] * max(w.taps * images.shape[1], wide) for w, _, _ in parts)
+    for chunk in _runs(len(images), per_image):
+        left = _slices(method, images[chunk], scale[chunk], around)
+        unit = units[chunk].unsqueeze(2)
+        for windows, kernels, out in prepared:
+            width = windows.output[1] * max(windows.taps * images.shape[1], wide)
+            for rows in _runs(windows.output[0], width * len(unit)):
+                product = multiply(method, tuple(windows.of(part, groups, rows) for part in left), kernels)
+                product = product.view(groups, len(unit), -1, unit.shape[-1]).transpose(0, 1).mul_(unit)
+                place = out[chunk, rows]
+                place.copy_(product.transpose(1, 2).reshape(place.shape))
+    return images
+
+
+def _runs(count: int, size: int) -> list[slice]:
+    """Runs of at most a chunk, of things of a size."""
+    step = max(1, _CHUNK // max(size, 1))
+    return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+
+def _slices(method: Method, images: Tensor, scale: Tensor, around: tuple[int, ...]) -> Operand:
+    """Integers of images [N, C, H, W] with zeros around them, as a method takes them: [N, H, W, C] without gaps."""
+    integers = torch.mul(images.contiguous(memory_format=torch.channels_last), scale).round_().permute(0, 2, 3, 1)
+    parts = method.prepare(integers)
+    return tuple(pad(part, (0, 0, *around)) for part in parts) if any(around) else parts
+
+
+def _alone(kernels: Tensor) -> Tensor:
+    return kernels[0] if len(kernels) == 1 else kernels
+
+
+def _grouped(rows: Tensor, groups: int) -> Tensor:
+    """[P, C] as [groups, P, C / groups], if there are several."""
+    return rows if groups == 1 else rows.unflatten(1, (groups, -1)).transpose(0, 1)
+
+
+def _units(images: Tensor, kernels: Tensor, groups: int) -> Tensor:
+    """The products of units of each image and group, and of each output channel: [N, groups, O / groups]."""
+    return images.view(len(images), groups, 1) * kernels.view(1, groups, -1)
+
+
+def _group_scales(images: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """2**s for each image and channel, or each image, [N, C or 1, 1, 1], and 2**-s for each image and group."""
+    scale, units = scales(amax_over(images.unflatten(1, (groups, -1)), (2, 3, 4)))
+    if groups == 1:
+        return scale.squeeze(1), units
+    return scale.expand(-1, -1, images.shape[1] // groups, -1, -1).flatten(1, 2), units
 
 
 def _is_depthwise(weight: Tensor, shape: Geometry) -> bool:
@@ -198,43 +331,3 @@ def _taps_sum(padded: Tensor, weights: Tensor, shape: Geometry, output: tuple[in
         total = pixels * factor if total is None else total.addcmul_(pixels, factor)
     assert total is not None
     return total
-
-
-def _rows(weights: Tensor, shape: Geometry) -> Tensor:
-    """Weights [O, C, *kernel] as rows in the order of a window: [O, kernel * C], or with several groups in front."""
-    rows = weights.permute(0, 2, 3, 1).reshape(len(weights), -1)
-    return rows if shape.groups == 1 else rows.unflatten(0, (shape.groups, -1))
-
-
-def _channels_last(method: Method, images: Tensor, shape: Geometry) -> Operand:
-    """Padded images of integers as a method takes them: [N, H, W, C] without gaps."""
-    last = images.permute(0, 2, 3, 1)
-    vertical, horizontal = shape.padding
-    if vertical or horizontal:
-        last = pad(last, (0, 0, horizontal, horizontal, vertical, vertical))
-    return tuple(part.contiguous() for part in method.prepare(last))
-
-
-def _windows(images: Tensor, shape: Geometry, output: tuple[int, int]) -> Tensor:
-    """Windows of padded images [N, H, W, C]: [N * H' * W', kernel * C], or with several groups in front of it."""
-    count, _, _, channels = images.shape
-    a_image, row, pixel, _ = images.stride()
-    size = (shape.groups, count, *output, *shape.kernel, channels // shape.groups)
-    (down, right), (apart_y, apart_x) = shape.stride, shape.dilation
-    strides = (channels // shape.groups, a_image, row * down, pixel * right, row * apart_y, pixel * apart_x, 1)
-    windows = images.as_strided(size, strides, images.storage_offset())
-    rows = count * output[0] * output[1]
-    return windows[0].reshape(rows, -1) if shape.groups == 1 else windows.reshape(shape.groups, rows, -1)
-
-
-def _channels_first(gradients: Tensor) -> Tensor:
-    """Gradients [N, groups, O, H', W'] as rows: [O, N * H' * W'], or with several groups in front."""
-    rows = gradients.permute(1, 2, 0, 3, 4).reshape(*gradients.shape[1:3], -1)
-    return rows[0] if len(rows) == 1 else rows
-
-
-def _chunks(x: Tensor, weight: Tensor, output: tuple[int, int]) -> list[slice]:
-    """Runs of images whose windows fit a cache."""
-    window = x.shape[1] * weight.shape[2] * weight.shape[3]
-    count = max(1, _WINDOW_BYTES // (8 * window * output[0] * output[1]))
-    return [slice(begin, begin + count) for begin in range(0, len(x), count)]

@@ -5,8 +5,8 @@ at its first use for each shape, layout, device and number of threads (`Method.m
 on the caller's own, and where one element is wrong it is left out for that shape.
 
     float64    one product; sums stay below 2**53
-    int8       slices of 7 bits, `torch._int_mm`, int32 sums of at most 2**17 terms
-    float32    slices of 7 bits, sums of at most 1,024 terms, below 2**24
+    int8       slices of 8 bits, `torch._int_mm`, int32 sums of fewer than 2**17 terms
+    float32    slices of 8 bits, sums of at most 1,024 terms, up to 2**24
     bfloat16   the same slices; a device that gives float32 sums of bfloat16 products
 """
 
@@ -26,7 +26,7 @@ from .scales import LARGEST
 
 MOST_TERMS = 1 << 25
 """of a sum: LARGEST**2 times as many is below 2**53"""
-_SLICE = 128
+_SLICE = 256
 _CHECK = 22
 """first word of the draws of a check; those of `rng` end at 20"""
 
@@ -63,13 +63,15 @@ class Float64:
 
 
 class Int8:
-    """hi*hi * 2**14 + (hi*lo + lo*hi) * 2**7 + lo*lo, where q = 128 * hi + lo and lo is within -64..64."""
+    """hi*hi * 2**16 + (hi*lo + lo*hi) * 2**8 + lo*lo, where q = 256 * hi + lo and lo is within -128..127."""
 
     name = "int8"
 
     def prepare(self, integers: Tensor) -> Operand:
-        upper, lower = slices(integers)
-        return upper.to(torch.int8), lower.to(torch.int8)
+        # A conversion of integers takes their low bits.
+        whole = integers.to(torch.int16)
+        lower = whole.to(torch.int8)
+        return whole.add_(_SLICE // 2).bitwise_right_shift_(8).to(torch.int8), lower
 
     def product(self, a: Operand, b: Operand) -> Tensor:
         return _joined(_int_product, a, b)
@@ -101,21 +103,27 @@ METHODS: dict[str, Method] = {method.name: method for method in (Float64(), Int8
 
 
 def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
-    """hi = round-half-even(q / 128) and lo = q - 128 * hi, float32, of integers q up to LARGEST."""
-    upper = (integers * (1 / _SLICE)).round_()
+    """hi = floor((q + 128) / 256), within -63..64, and lo = q - 256 * hi, float32, of integers q up to LARGEST."""
+    upper = (integers + _SLICE // 2).mul_(1 / _SLICE).floor_()
     return upper, integers - upper * _SLICE
 
 
 def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> Tensor:
-    total = multiply(a[0], b[0]).mul_(_SLICE)
-    # Each of the two middle sums is below 2**53 by far, and so is every step on the way.
-    total.add_(multiply(a[0], b[1])).add_(multiply(a[1], b[0])).mul_(_SLICE)
-    return total.add_(multiply(a[1], b[1]))
+    upper, middle, lower = multiply(a[0], b[0]), multiply(a[0], b[1]).add_(multiply(a[1], b[0])), multiply(a[1], b[1])
+    if middle.dtype == torch.int32 and a[0].shape[-1] <= _FEW_TERMS:
+        lower = lower.add_(middle, alpha=_SLICE).double()
+    else:
+        lower = lower.double().add_(middle.double(), alpha=_SLICE)
+    # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
+    return lower.add_(upper.double(), alpha=_SLICE * _SLICE)
 
 
-_INT_TERMS = 1 << 17
-"""of int32 sums: 127 * 127 times as many is below 2**31"""
+_INT_TERMS = (1 << 17) - 1
+"""of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the two in the middle"""
+_FEW_TERMS = 509
+"""of int32 sums of the middle times 256 and the lowest"""
 _FLOAT_TERMS = 1024
+"""of float32 sums: 128 * 128 times as many is 2**24"""
 
 
 def _int_product(a: Tensor, b: Tensor) -> Tensor:
@@ -127,12 +135,11 @@ def _int_product(a: Tensor, b: Tensor) -> Tensor:
         b = torch.nn.functional.pad(b, (0, -columns % 8, 0, -terms % 8))
     else:
         rows, columns = a.shape[0], b.shape[1]
-    pieces = zip(a.split(_INT_TERMS, 1), b.split(_INT_TERMS), strict=True)
-    total: Tensor | None = None
-    for left, right in pieces:
-        piece = torch._int_mm(left, right).double()
-        total = piece if total is None else total.add_(piece)
-    assert total is not None
+    if a.shape[1] <= _INT_TERMS:
+        total = torch._int_mm(a, b)
+    else:
+        pieces = zip(a.split(_INT_TERMS, 1), b.split(_INT_TERMS), strict=True)
+        total = torch.stack([torch._int_mm(left, right).double() for left, right in pieces]).sum(0)
     return total[:rows, :columns]
 
 
@@ -227,8 +234,8 @@ def _try(method: Method, a: Operand, b: Operand) -> tuple[Tensor, bool | None]:
 
 
 _AT_THE_BOUND = ("largest", "alternating", "mixed")
-# Both slices of 16192 = 126 * 128 + 64 are large; -16256 and 16256 have the largest upper slice.
-_EXTREMES = torch.tensor([LARGEST, -LARGEST, 16192.0, -16192.0, 64.0, -64.0, 0.0, 8127.0])
+# The slices of 16256 are 64 and -128, the largest of both; those of 16255 are 63 and 127.
+_EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0.0, 8127.0])
 
 
 def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Operand:

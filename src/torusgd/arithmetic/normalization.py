@@ -10,7 +10,7 @@ and, with h = d * std_inverse, the gradient of x is (g - sum(g) / n - h * (sum(g
 import torch
 from torch import Tensor
 
-from .reductions import count_of, grid_sum, mean, quotient, square_root
+from .reductions import block_sum, blocks, count_of, grid_sum, mean, quotient, square_root
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -41,22 +41,35 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         scale = inverse_std(running_var, eps)
-        out = _affine(x - _channels(running_mean, x), scale, weight, bias)
+        out = _affine(x, _channels(running_mean, x), scale, weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
-    middle = mean(x, dims)
-    distance = x - _channels(middle, x)
-    total = grid_sum(distance * distance, dims)
+    least, most = x.amin(dims, True), x.amax(dims, True)
+    center = quotient(block_sum(lambda part: x[part], x, dims, torch.maximum(most, least.neg())), count)
+    # Rounding keeps order, so that the largest square is that of the least or of the largest value.
+    furthest = torch.maximum(most - center, center - least)
+
+    def squares(part: slice) -> Tensor:
+        distance = x[part] - center
+        return distance.mul_(distance)
+
+    total = block_sum(squares, x, dims, furthest * furthest).flatten()
+    middle = center.flatten()
     deviation = inverse_std(quotient(total, count), eps)
     if running_mean is not None and running_var is not None:
         _move(running_mean, middle, momentum)
         _move(running_var, quotient(total, max(count - 1, 0)), momentum)
-    return _affine(distance, deviation, weight, bias), middle, deviation
+    return _affine(x, center, deviation, weight, bias), middle, deviation
 
 
-def _affine(distance: Tensor, deviation: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    out = distance.mul_(_channels(deviation if weight is None else deviation * weight, distance))
-    return out if bias is None else out.add_(_channels(bias, out))
+def _affine(x: Tensor, center: Tensor, deviation: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    factor = _channels(deviation if weight is None else deviation * weight, x)
+    out = torch.empty_like(x)
+    for part in blocks(x) if x.numel() else ():
+        block = torch.sub(x[part], center, out=out[part]).mul_(factor)
+        if bias is not None:
+            block.add_(_channels(bias, x))
+    return out
 
 
 def _move(running: Tensor, new: Tensor, momentum: float) -> None:
@@ -91,16 +104,21 @@ def batch_norm_gradient(
     scale = deviation if weight is None else deviation * weight
     if not (training or needed[1] or needed[2]):
         return gradient * _channels(scale, x), None, None
-    normal = (x - _channels(middle, x)).mul_(_channels(deviation, x))
-    shift, stretch = grid_sum(gradient, dims), grid_sum(gradient * normal, dims)
+    center, factor = _channels(middle, x), _channels(deviation, x)
+    products = torch.empty_like(x)
+    for part in blocks(x):
+        torch.sub(x[part], center, out=products[part]).mul_(factor).mul_(gradient[part])
+    shift, stretch = grid_sum(gradient, dims, True), grid_sum(products, dims, True)
     result = None
-    if needed[0]:
-        if training:
-            result = _input_gradient(gradient, normal, shift, stretch, count_of(x, dims), dims)
-            result.mul_(_channels(scale, x))
-        else:
-            result = gradient * _channels(scale, x)
-    return result, stretch.float() if needed[1] else None, shift.float() if needed[2] else None
+    if needed[0] and not training:
+        result = gradient * _channels(scale, x)
+    elif needed[0]:
+        result, count = products, count_of(x, dims)
+        by_shift, by_stretch, last = quotient(shift, count), quotient(stretch, count), _channels(scale, x)
+        for part in blocks(x):
+            normal = torch.sub(x[part], center).mul_(factor).mul_(by_stretch)
+            torch.sub(gradient[part], by_shift, out=result[part]).sub_(normal).mul_(last)
+    return result, stretch.flatten().float() if needed[1] else None, shift.flatten().float() if needed[2] else None
 
 
 def _input_gradient(

@@ -56,31 +56,27 @@ def max_pool(
     shape = _geometry(kernel, stride, padding, dilation)
     output = _output(x, shape, ceil_mode)
     padded = _padded(x, shape, output, -math.inf)
-    best, where = None, None
-    for number, tap in enumerate(shape.taps()):
+    best, where, has_nan = None, None, bool(x.amax().isnan())
+    for tap in shape.taps():
         values = shape.at(padded, tap, output)
         if best is None or where is None:
-            best, where = values.clone(), torch.zeros_like(values, dtype=torch.uint8 if _few(shape) else torch.int16)
+            best, where = values.clone(), torch.zeros_like(values, dtype=torch.int32)
             continue
         # A NaN is greater than nothing, and nothing is greater than it.
-        better = (values > best) | (values.isnan() & ~best.isnan())
-        best, where = torch.where(better, values, best), where.masked_fill_(better, number)
+        better = (values > best) | (values.isnan() & ~best.isnan()) if has_nan else values > best
+        torch.where(better, values, best, out=best)
+        where.masked_fill_(better, tap[0] * x.shape[3] + tap[1])
     assert best is not None
     assert where is not None
     return best, _pixel_numbers(where, x.shape[3], shape)
 
 
-def _few(shape: Geometry) -> bool:
-    return shape.kernel[0] * shape.kernel[1] < 256
-
-
-def _pixel_numbers(taps: Tensor, width: int, shape: Geometry) -> Tensor:
-    device = taps.device
-    offsets = torch.tensor([y * width + x for y, x in shape.taps()], device=device)
-    rows = torch.arange(taps.shape[2], device=device) * shape.stride[0] - shape.padding[0]
-    columns = torch.arange(taps.shape[3], device=device) * shape.stride[1] - shape.padding[1]
+def _pixel_numbers(offsets: Tensor, width: int, shape: Geometry) -> Tensor:
+    device = offsets.device
+    rows = torch.arange(offsets.shape[2], device=device) * shape.stride[0] - shape.padding[0]
+    columns = torch.arange(offsets.shape[3], device=device) * shape.stride[1] - shape.padding[1]
     # A window that begins with padding has -inf there, which is also the greatest value of one of nothing else.
-    return (offsets[taps.int()] + (rows * width).unsqueeze(1) + columns).clamp_(min=0)
+    return offsets.long().add_((rows * width).unsqueeze(1) + columns).clamp_(min=0)
 
 
 def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:

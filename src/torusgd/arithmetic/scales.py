@@ -32,9 +32,13 @@ def amax_over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     Raises:
         UserError: The values are not float32.
     """
+    _check(x)
+    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
+
+
+def _check(x: Tensor) -> None:
     if x.dtype != torch.float32:
         raise UserError(f"portable arithmetic: a product or sum of {x.dtype}; it takes torch.float32 alone")
-    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,5 +68,12 @@ def grid_offset(amax: Tensor) -> Tensor:
     Returns:
         float32, shaped like it.
     """
+    _check(amax)
     exponent = (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE)
     return exponent.add_(2 * _ONE + _ONE // 2).view(torch.float32)
+
+
+def grid_unit(offset: Tensor) -> Tensor:
+    """2**(e - 22), the distance between multiples of the grid of an offset: float64, NaN where that is."""
+    power = (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double()
+    return power.mul_(2.0**-23).add_(offset - offset)
