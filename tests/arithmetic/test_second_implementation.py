@@ -185,14 +185,14 @@ def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
     assert by_numpy(steps, *SHORT, *changes, numbers=numbers) != unchanged(steps, *changes)
 
 
-def of_all_channels(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return contraction.quantised(x, ALL if dims == (0, 2, 3) else dims)
+def of_all_channels(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return scales.amax_over(x, ALL if dims == (0, 2, 3) else dims)
 
 
 PLACES: dict[str, list[tuple[Any, str, Any]]] = {
     "largest": [(scales, "_CARRY", scales._CARRY + (1 << 17))],
     "rounding": [(convolution, "quantised", half_up_of_tensors), (contraction, "quantised", half_up_of_tensors)],
-    "channels": [(convolution, "quantised", of_all_channels)],
+    "channels": [(convolution, "amax_over", of_all_channels)],
     "grid": [(reductions, "grid_offset", lambda amax: scales.grid_offset(amax) * 2)],
     "quotient": [(normalization, "quotient", lambda total, count: torch.div(total.float(), float(count)))],
     "log2_e": [(functions, "LOG2_E", functions.LOG2_E * (1 + 1e-7))],

@@ -47,7 +47,8 @@ def test_a_pass_outside_of_portable_arithmetic_fails(tmp_path: Path, monkeypatch
 _NAMES = """
     _has_compatible_shallow_copy_type _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs add add_ alias
     amax amin aminmax as_strided ceil_ clamp clamp_ clamp_min_ clone constant_pad_nd contiguous copy_ detach detach_
-    div dropout empty_like eq expand fill_ flatten frexp full_like gather gt index isfinite isnan item lift_fresh lt
+    div dropout empty_like eq expand fill_ flatten flip floor_ frexp full_like gather gt index isfinite isnan item
+    lift_fresh lt mT
     masked_fill masked_fill_ max maximum mul mul_ nan_to_num narrow ne neg neg_ new_empty new_empty_strided new_ones
     new_zeros ones_like pad permute relu_ reshape resolve_conj resolve_neg round round_ rsub scatter_ select set_
     slice split split_with_sizes squeeze sub sub_ t threshold_backward to transpose trunc unbind unflatten unsqueeze

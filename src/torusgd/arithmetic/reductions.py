@@ -68,7 +68,8 @@ def block_sum(terms: Callable[[slice], Tensor], like: Tensor, dims: tuple[int, .
         raised = terms(part) + own
         order = sorted(range(raised.dim()), key=raised.stride, reverse=True)  # inner sums are fast along memory only
         places = tuple(number for number, dim in enumerate(order) if dim in dims)
-        sums.permute(order).add_(_sum(*(x.view(torch.int32).permute(order) for x in (raised, own)), places))
+        bits, start = (x.view(torch.int32).permute(order) for x in (raised, own))
+        sums.permute(order).add_(_sum(bits, start, places))
     return total.double().mul_(grid_unit(offset))
 
 
