@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from ..errors import RunError, UserError, as_user_error
+from ..errors import RunError, UserError
 from ..text import percent, plural
 from .options import option
 from .output import console
@@ -31,9 +31,10 @@ def status(run: RunFolder, as_json: Annotated[bool, option("--json", "Print all 
         typer.echo(f"{view.name}: {gone(found)}")
     else:
         terminal = console()
-        foreign = (KeyError, TypeError, ValueError, AttributeError)
-        with as_user_error(f"{view.name}: its status can't be understood", of=foreign):
+        try:
             lines = _lines(found.state, found.reported, found.age)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
         for line in lines:
             terminal.print(line, markup=False)
 

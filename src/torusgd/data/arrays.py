@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError, as_user_error, in_one_line
+from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
 from .file_lists import MOST_CLASSES, Arrays, Once, Progress, make_here
@@ -140,10 +140,15 @@ def find_idx(path: Path, stem: str, dims: int) -> Path:
 
 def read_idx(file: Path, dims: int) -> Pixels:
     """An IDX file of unsigned bytes with so many dims; UserError if its header says another kind or length."""
-    foreign = (OSError, EOFError, zlib.error, MemoryError, ValueError)
-    not_whole = as_user_error(f"{file}: can't be read", "if it is damaged, fetch it again", foreign)
-    with not_whole, cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
-        return _read_idx(file, stream, dims)
+    try:
+        with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
+            return _read_idx(file, stream, dims)
+    except UserError:  # a ValueError of our own
+        raise
+    except (gzip.BadGzipFile, EOFError, zlib.error, MemoryError, ValueError) as error:
+        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
+    except OSError as error:
+        raise UserError(f"{file}: can't be read: {error.strerror}") from error
 
 
 def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import RunError, UserError, as_user_error, needs
+from ..errors import RunError, UserError, as_user_error, in_one_line, needs
 from ..locks import LOCK, held
 from .file_lists import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
@@ -179,8 +179,7 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
     """
     with needs(f"{file}: to read its table of classes takes SciPy", "scipy"):
         from scipy.io import loadmat
-    # Whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's.
-    with as_user_error(f"{file}: no development kit of ILSVRC 2012", "fetch it again", Exception):
+    try:
         with gzip.open(file) as stream:
             content = stream.read(_MOST_DEVKIT + 1)
         if len(content) > _MOST_DEVKIT:
@@ -198,4 +197,7 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
         images = {str(each["WNID"]): int(each["num_train_images"]) for each in leaves.values()}
         numbers = [int(line) for line in truth.split()]
         labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
+    except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
+        reason = in_one_line(error)
+        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
     return dict(sorted(images.items())), labels

@@ -1,7 +1,7 @@
 """The order of training samples: an endless stream whose whole state is the number of samples consumed."""
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -47,7 +47,6 @@ class StreamOrder:
         self.repeats = repeats
         self._epochs: dict[int, Future[Int64]] = {}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(2, "torusgd-order")  # a batch may span two epochs, which are made side by side
 
     def permutation(self, epoch: int) -> Int64:
         """The indices of one epoch, int64 [length]."""
@@ -81,5 +80,12 @@ class StreamOrder:
             if epoch not in self._epochs:
                 # A batch may span two epochs, and the next permutation is made early: three are in use at most.
                 self._epochs = {each: made for each, made in self._epochs.items() if abs(each - epoch) <= 1}
-                self._epochs[epoch] = self._pool.submit(self.permutation, epoch)
+                made = self._epochs[epoch] = Future[Int64]()
+                threading.Thread(target=self._make, args=(epoch, made), daemon=True).start()
             return self._epochs[epoch]
+
+    def _make(self, epoch: int, made: "Future[Int64]") -> None:
+        try:
+            made.set_result(self.permutation(epoch))
+        except BaseException as error:
+            made.set_exception(error)

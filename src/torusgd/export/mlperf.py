@@ -24,12 +24,14 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
         raise UserError(f"{run.folder}: --format mlperf needs a finished run")
     if run.recipe.optimizer.name not in ("sgd", "lars"):
         raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
-    with as_user_error(f"{run.folder}: its summary or events are damaged", of=(KeyError, TypeError, ValueError)):
+    try:
         # The summary is written at the end, and its own clock says how long before that the run began.
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
         # Of a run that was stopped and went on, what lay between counts as its setting up.
         setup = max(0.0, begin - (run.folder / "recipe.yaml").stat().st_mtime)
         lines = [_line(begin, entry) for entry in _entries(run, division, setup)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run.folder}: its summary or events are damaged: {type(error).__name__} {error}") from None
     with as_user_error(f"{path}: can't be written"):
         write_text(path, "".join(lines))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import RunError, UserError, as_user_error
+from ..errors import RunError, UserError
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..rundir.run_view import StatusFile
@@ -278,11 +278,14 @@ class PlanComparison:
     @classmethod
     def load(cls, path: Path) -> "PlanComparison":
         """Reads a plan; UserError if it is none."""
-        foreign = (OSError, ValueError, KeyError, TypeError, OverflowError)
-        with as_user_error(f"--plan {path}: is no plan", f"make one with torusgd plan ... --json {path}", foreign):
+        try:
             tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
             return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
+        except OSError as error:
+            raise UserError(f"--plan {path}: {error.strerror}; make one with torusgd plan ... --json {path}") from None
+        except (ValueError, KeyError, TypeError, OverflowError):
+            raise UserError(f"--plan {path}: is no plan; make one with torusgd plan ... --json {path}") from None
 
     def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:
         """UserError unless it is a plan of this recipe and these batches, on so many ranks."""

@@ -17,7 +17,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, STATE, list_checkpoints
-from .run_view import HEAD, STATUS, forget_requests, is_run
+from .run_view import HEAD, STATUS, forget_requests
 
 TRACE = "trace.json"
 # The file with the name by which servers know the run, however often it is resumed.
@@ -81,7 +81,7 @@ class RunDir:
             known = self._agents()
             # They start the ranks again with the same words when one fails or the nodes change; then `--fresh` is old.
             fresh = fresh and known.isdisjoint(agents)
-            if not is_run(self.path):
+            if not self._is_run():
                 self._refuse_strangers(fresh)
             elif fresh:
                 self._delete_run()
@@ -139,6 +139,13 @@ class RunDir:
             return set(parse_json(read_text(self.path / _AGENTS)))
         except (OSError, ValueError, TypeError):
             return set()
+
+    def _is_run(self) -> bool:
+        try:
+            with self.recipe.open(errors="replace") as file:
+                return file.readline().startswith(HEAD)
+        except FileNotFoundError:
+            return False
 
     def _refuse_strangers(self, fresh: bool) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}

@@ -117,7 +117,7 @@ def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
 
     `is_alive`: whether somebody holds the run's lock; None: by the folder's lock.
     """
-    if not is_run(folder):
+    if not _is_run(folder):
         raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
     is_running = is_locked(folder) if is_alive is None else is_alive
     with as_user_error(f"{folder}: its status can't be read", of=(OSError, ValueError)):
@@ -153,8 +153,7 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder holds the recipe that a run has written there."""
+def _is_run(folder: Path) -> bool:
     with suppress(OSError, ValueError), (folder / "recipe.yaml").open(errors="replace") as file:
         return file.readline().startswith(HEAD)
     return False
