@@ -74,9 +74,10 @@ def test_a_wrong_idx_file_is_refused(tmp_path: Path, name: str, zipped: bool) ->
 
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
     file, content = tmp_path / "images.gz", gzip.compress(GOOD)
-    for damaged in (content[:-20], content[:30] + b"\0\0\0\0" + content[34:], GOOD):
+    damages = {"cut short": content[:-20], "zeros": content[:30] + b"\0\0\0\0" + content[34:], "not packed": GOOD}
+    for damage, damaged in damages.items():
         file.write_bytes(damaged)
-        with refused("a damaged gzip file", FILE=file, REASON=LIBRARY):
+        with refused(f"a damaged gzip file: {damage}", FILE=file, REASON=LIBRARY):
             read_idx(file, dims=3)
 
 

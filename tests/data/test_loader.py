@@ -100,7 +100,7 @@ def test_an_error_is_raised_where_it_happened(monkeypatch: pytest.MonkeyPatch) -
     background = loader(source, threads=3, ahead=5)
     taking = run(background, shares(7))
     assert len([next(taking), next(taking)]) == 2
-    with refused("a stripe out of reach", kind=OSError, STRIPE=re.compile("stripe \\d+")):
+    with refused("a stripe out of reach of a thread", kind=OSError, STRIPE=re.compile("stripe \\d+")):
         next(taking)
     source.unreadable.clear()
     assert len(list(run(background, shares(7)))) == 7

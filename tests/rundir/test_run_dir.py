@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.messages import LIBRARY, refused
+from tests.messages import refused
 
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe, read_run_recipe
@@ -173,9 +173,10 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
-        for use in (lambda: RunDir(path).lock().__enter__(), RunDir(path).data_revision):  # noqa: B023
-            with refused("a file in place of a run's folder", f"--out {path}: ", PATH=path, REASON=LIBRARY):
-                use()
+        with refused(f"to lock a file's {path.name}", f"--out {path}: ", PATH=path), RunDir(path).lock():
+            pass
+        with refused("to read a file as a run's folder", f"--out {path}: ", PATH=path):
+            RunDir(path).data_revision()
 
 
 def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
