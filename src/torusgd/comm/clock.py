@@ -172,7 +172,7 @@ def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.fl
 
 
 def machine_number(further: str = "") -> int:
-    """A number of 56 bits for the kernel that this process runs on, and for what else tells processes apart.
+    """A number of 56 bits for the kernel that this process runs on, and for what else separates processes.
 
     Containers and network namespaces on one machine have one kernel.
     """
