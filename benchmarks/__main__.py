@@ -33,8 +33,13 @@ def main(words: list[str]) -> None:
     known = commands()
     group, command = (*(word.replace("_", "-") for word in words[:2]), "", "")[:2]
     if (group, command) not in known:
-        print(*[f"{' '.join(name):35} {line}" for name, line in known.items() if group in ("", name[0])], sep="\n")
-        sys.exit(f"python -m benchmarks {' '.join(words)}: none of that name" if command else 0)
+        wanted = [word for word in words[:2] if word not in ("-h", "--help")]
+        listed = {name: line for name, line in known.items() if not wanted or wanted[0] == name[0]}
+        print(*[f"{' '.join(name):35} {line}" for name, line in (listed or known).items()], sep="\n")
+        if wanted and (len(wanted) > 1 or not listed):
+            print(f"python -m benchmarks {' '.join(wanted)}: none of that name", file=sys.stderr)
+            sys.exit(2)
+        return
     module = import_module(f"benchmarks.{group.replace('-', '_')}.{command.replace('-', '_')}")
     sys.argv = [f"python -m benchmarks {group} {command}", *words[2:]]
     with recorded(f"{group}-{command}", " ".join(sys.argv)):

@@ -323,3 +323,23 @@ def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_par
         '{"machine": {"config": ":4096:8"}, "hashes": {"error": "the run was cut short"}}',
         '{"machine": {"config": ":4096:8"}, "hashes": {"hash": 1}}',
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "listed", "code"),
+    [
+        ([], 20, 0),
+        (["--help"], 20, 0),
+        (["elastic"], 3, 0),
+        (["elastic", "--help"], 3, 0),
+        (["nope"], 20, 2),
+        (["step", "nope"], 3, 2),
+    ],
+)
+def test_the_list_of_benchmarks(words: list[str], listed: int, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code
+    assert len(done.stdout.splitlines()) >= listed
+    assert ("none of that name" in done.stderr) == (code == 2)
