@@ -1,6 +1,5 @@
 """Silent faults of processors in anyone's loop: a micro-batch's gradients, computed once more on another rank."""
 
-import json
 from collections.abc import Callable, Iterable
 
 import torch
@@ -95,15 +94,12 @@ class GradientAudit:
         return sum((2 * index + 1) * int(tensor_hash(grad)) for index, grad in enumerate(self._compute(key))) % 2**62
 
     def _gathered(self, row: list[int]) -> list[list[int]]:
-        rows = torch.zeros(self._ranks.size, len(row), dtype=torch.int64, device=self._ranks.small_device)
-        rows[self._ranks.rank] = torch.tensor(row, device=rows.device)
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(rows)
-        return rows.tolist()
+        mine = torch.tensor(row, dtype=torch.int64, device=self._ranks.small_device)
+        return [gathered.tolist() for gathered in self._ranks.all_gather(mine)]
 
     def _check_conditions(self, device: torch.device) -> None:
         mine = {**machine(device), "threads": torch.get_num_threads()}
-        first = json.loads(self._ranks.broadcast_text(json.dumps(mine)))
+        first = self._ranks.broadcast_json(mine)
         other = sorted(name for name in mine if mine[name] != first.get(name))
         differ = [row[0] for row in self._gathered([len(other)])]
         index = next((index for index, count in enumerate(differ) if count), None)

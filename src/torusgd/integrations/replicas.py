@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..comm.groups import Group, group_of
 from ..errors import CorruptionError, UserError
-from ..gradients.integer_hash import tensor_hash
-from ..rng import DRIFT, keyed_hash
+from ..gradients.integer_hash import odd_keys, tensor_hash
+from ..rng import DRIFT
 from ..step.drift import differing, named_with_host
 
 _MOST_NAMED = 4
@@ -73,15 +72,15 @@ class Replicas:
     def check(self) -> None:
         """Compares now. CorruptionError, on every rank: it names ranks, hosts and tensors."""
         names, hashes = self._hashes()
-        odd = (keyed_hash(DRIFT, 2, np.arange(len(hashes))) | np.uint64(1)).view(np.int64)
-        whole = (hashes * torch.from_numpy(odd).to(hashes.device)).sum()
-        rows = self._gathered(torch.stack([whole, torch.tensor(len(names), device=whole.device)]))
+        whole = (hashes * odd_keys(DRIFT, 2, len(hashes)).to(hashes.device)).sum()
+        row = torch.stack([whole, torch.tensor(len(names), device=whole.device)])
+        rows = [gathered.tolist() for gathered in self._ranks.all_gather(row)]
         if len({row[1] for row in rows}) > 1:
             counts = ", ".join(f"rank {rank}: {row[1]}" for rank, row in zip(self._ranks.ranks, rows, strict=True))
             raise CorruptionError(f"after {self._steps} steps ranks hold different numbers of tensors ({counts})")
         if len({row[0] for row in rows}) == 1:
             return
-        columns = list(zip(*self._gathered(hashes), strict=True))
+        columns = list(zip(*(gathered.tolist() for gathered in self._ranks.all_gather(hashes)), strict=True))
         different = [name for name, column in zip(names, columns, strict=True) if len(set(column)) > 1]
         suspects, is_clear = differing({index: row[0] for index, row in enumerate(rows)})
         who = ", ".join(named_with_host(self._ranks, index) for index in sorted(suspects)[:_MOST_NAMED])
@@ -117,11 +116,3 @@ class Replicas:
             for key in sorted(state):
                 if isinstance(state[key], Tensor):
                     yield f"{key} of {name.removeprefix('module.')}", state[key]
-
-    def _gathered(self, row: Tensor) -> list[list[int]]:
-        """Each rank's row of integers, by rank index."""
-        rows = torch.zeros(self._ranks.size, len(row), dtype=torch.int64, device=row.device)
-        rows[self._ranks.rank] = row
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(rows)
-        return rows.tolist()
