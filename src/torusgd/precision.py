@@ -56,7 +56,6 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
-        """Divides the gradients by the loss scale, and lets it grow after enough good steps."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
         self.grow()

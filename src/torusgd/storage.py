@@ -85,7 +85,6 @@ class Store:
         return self._patiently(name, read)
 
     def get(self, name: str, file: Path) -> None:
-        """Copies an object to a file; raises as `read`."""
         self._patiently(name, lambda: self._files.get_file(self._path(name), str(file)))
 
     def write(self, name: str, data: bytes) -> None:
@@ -107,7 +106,6 @@ class Store:
         self._patiently(name, lambda: self._files.put_file(str(file), self._path(name)))
 
     def delete(self, name: str) -> None:
-        """Removes an object, if it is there."""
         with suppress(FileNotFoundError):
             self._patiently(name, lambda: self._files.rm_file(self._path(name), **self._small))
 

@@ -29,12 +29,10 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Seconds as milliseconds: 12.3 ms."""
     return f"{1e3 * seconds:.1f} ms" if is_number(seconds) else NONE
 
 
 def byte_size(count: float) -> str:
-    """A number of bytes, in the largest unit of which it has one: 100 B, 1.5 GiB."""
     for name in ("GiB", "MiB", "KiB"):
         if count >= _UNITS[name.upper()]:
             return f"{count / _UNITS[name.upper()]:.4g} {name}"
@@ -60,7 +58,6 @@ def plain(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number with four significant digits, or with thousands marked: 0.1235, 81,920."""
     return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
@@ -83,12 +80,10 @@ def change(error: float | None) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things: 1 rank, 2,000 ranks."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names or numbers, one after the other: 3, 5."""
     return ", ".join(map(str, names))
 
 

@@ -62,7 +62,6 @@ def app(words: Container[str] = COMMANDS) -> typer.Typer:
 
 
 def show_version(is_wanted: bool) -> None:
-    """Prints the version of the installed package and ends the command."""
     if is_wanted:
         print(f"torusgd {version('torusgd')}")
         raise typer.Exit

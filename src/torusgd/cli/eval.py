@@ -93,7 +93,6 @@ def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], co
 
 
 def describe(result: "Evaluation") -> str:
-    """An evaluation in one line."""
     excluded = f", {result.excluded} undecodable left out" if result.excluded else ""
     return (
         f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}  on {result.images} held-out images"

@@ -211,7 +211,6 @@ class Planned:
 
     @property
     def devices(self) -> int:
-        """How many of the cluster's devices train."""
         assert self.runtime.workers is not None
         return self.runtime.workers
 
@@ -222,7 +221,6 @@ class Planned:
         return where if software.program is None else f"{where}, as {software.program}, not torusgd"
 
     def program(self, runtime: "RuntimeOptions") -> "Software":
-        """The program that trains by these options."""
         from ..plan.program import measured_software, program_for, resolve_model_parallel
 
         # A record's block describes in torusgd's words what the profile was measured with: the profile goes before it.
@@ -241,7 +239,6 @@ class Planned:
 
 
 def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
-    """Prints a plan, its curve and its search if wanted; all of it as plain values."""
     from ..plan.forecast import forecast
     from ..plan.search import device_counts, fixed_batch, search_settings
     from ..plan.search import sweep as sweep_over
@@ -298,7 +295,6 @@ def _show_design(planned: Planned, program: "Software") -> dict[str, Any]:
 
 
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
-    """The throughput of relaxed synchrony with delays, beside synchronous steps: of the given form, or of all."""
     from ..plan.forecast import forecast
     from ..plan.relaxed import candidate_forms, measured_delays, relaxed_forecasts
     from ..plan.search import fixed_batch

@@ -31,7 +31,6 @@ _MOST_STAGES = 5
 
 
 def show_forecast(console: Console, forecast: Forecast, price: float | None) -> None:
-    """Step by part, rate, efficiency, time to train with its band, and the limit."""
     # Of many stages (progressive resizing) the first and the last one.
     count = len(forecast.steps)
     shown = range(count) if count <= _MOST_STAGES else (0, count - 1)
@@ -61,7 +60,6 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
 
 
 def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
-    """A line for each number of devices, and the knee."""
     rows = [
         [
             f"{forecast.devices:,}",
@@ -185,7 +183,6 @@ def _accuracy_table(
 
 
 def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays: str) -> None:
-    """A line for each form, and which brings most images a second."""
     headings = (f"with delays {delays}", "a step, ms", "gradients used", "images/s", "of synchronous")
     rows = [
         (f.form, f"{1e3 * f.seconds:.2f}", f"{f.share:.1%}", f"{f.images_per_second:,.0f}", f"{f.speedup:.2f}")
@@ -202,7 +199,6 @@ def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays:
 
 
 def show_best(console: Console, best: SearchResult) -> None:
-    """The settings that were chosen, and the seconds that each saves."""
     if not best.choices:
         console.print("--best: nothing was found that is faster than the profile's own settings")
         return
@@ -213,7 +209,6 @@ def show_best(console: Console, best: SearchResult) -> None:
 
 
 def show_published(console: Console, predictions: Sequence[Prediction]) -> None:
-    """Published, predicted and error of each row, and the bases of ratios."""
     published = [prediction.row for prediction in predictions]
     groups, rows = counted_groups(published), []
     for prediction in predictions:

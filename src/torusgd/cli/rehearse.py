@@ -75,7 +75,6 @@ def _check(planned: Planned) -> None:
 
 
 def show_rehearsal(found: "Rehearsal") -> None:
-    """The scale, a step as rehearsed and as planned, and how far they are apart."""
     terminal = console()
     terminal.print(
         f"lab: {found.scale}; it carries {8e-6 * found.ceiling.rate:.0f} Mb/s a host, "

@@ -148,7 +148,6 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
 
 
 def show_result(summary: Mapping[str, Any], folder: str) -> None:
-    """Prints the result and its folder."""
     terminal = console()
     ranks, images = plural(summary["world_size"], "rank"), summary["eval_images"]
     terminal.print(

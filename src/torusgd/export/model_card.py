@@ -38,7 +38,6 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
 
 
 def configuration(trained: TrainedModel) -> dict[str, Any]:
-    """The network and how its images are made, by timm's names for them."""
     data, name = trained.recipe.held_out_data, trained.recipe.model.name
     height, width = sides(data.image_size)
     return {

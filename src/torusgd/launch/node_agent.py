@@ -190,7 +190,6 @@ def _understood() -> Iterator[None]:
 
 
 def _number(value: Any) -> int:
-    """A count, a rank or an exit code."""
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise ValueError
     return value

@@ -90,7 +90,6 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
 def _normalised(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> list[nn.Module]:
-    """A convolution, its batch norm and its activation."""
     return [
         nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False),
         nn.BatchNorm2d(outputs, eps=1e-4),
@@ -153,7 +152,6 @@ def _check_width(width: int) -> None:
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:
-    """A convolution with bias and its activation."""
     return [nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU(inplace=True)]
 
 

@@ -128,7 +128,6 @@ class Telemetry:
         self.console.print(text, markup=False)
 
     def close(self) -> None:
-        """Ends the progress line and closes the files."""
         if self._progress is not None:
             self._progress.stop()
         self._trackers.flush()

@@ -101,7 +101,6 @@ class Trackers:
         self._each(lambda tracker: tracker.flush())
 
     def close(self) -> None:
-        """Sends what is under way, and ends all of them."""
         self._each(lambda tracker: tracker.close())
         self._open = None
 

@@ -177,7 +177,6 @@ class Software(Section):
     error: NotNegative = 0.1  # relative error (standard deviation of the logarithm) of predictions with this profile
 
     def start_on(self, devices: int) -> float:
-        """Seconds of start-up on so many devices."""
         if not isinstance(self.start, dict):
             return self.start
         # Evenly from one logged size to the next, and beyond the last as there.
@@ -221,14 +220,12 @@ class Calibrated(Section):
 
 @cache
 def load_parameters() -> tuple[Parameter, ...]:
-    """The parameters that are fitted, of parameters.yaml."""
     tree = parse_mapping(files(__package__).joinpath("parameters.yaml").read_text(), "parameters.yaml")
     return tuple(validate(Parameter, each, "parameters.yaml") for each in tree["parameters"])
 
 
 @cache
 def load_calibrated() -> Calibrated:
-    """The result of the fit."""
     tree = json.loads(files(__package__).joinpath("calibrated.json").read_text())
     return validate(Calibrated, tree, "calibrated.json")
 

@@ -38,7 +38,6 @@ class PlannedStage:
 
     @property
     def batch(self) -> int:
-        """Images of a step."""
         return self.images * self.workers - self.spare
 
 
@@ -73,7 +72,6 @@ class Workload:
 
     @property
     def images(self) -> int:
-        """Training images of the whole run."""
         return sum(stage.steps * stage.batch for stage in self.stages)
 
 

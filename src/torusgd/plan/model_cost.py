@@ -85,7 +85,6 @@ class Layer:
 
     @property
     def weights(self) -> int:
-        """Values of the weight tensor."""
         return self.ifm * self.ofm * self.kernel // self.groups
 
     @property
@@ -109,7 +108,6 @@ class ModelCost:
 
     @property
     def parameters(self) -> int:
-        """Number of trained values."""
         return sum(gradient.values for gradient in self.gradients)
 
 

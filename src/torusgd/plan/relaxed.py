@@ -77,7 +77,6 @@ def relaxed_forecasts(
 
 
 def candidate_forms(devices: int) -> list[str]:
-    """The forms that a search tries."""
     # Backups of 4 % were the best of 100 workers in Chen et al. (arXiv 1604.00981).
     backup = [f"backup:{max(1, devices // 25)}"] if devices > 1 else []
     return ["cutoff", *backup, *(f"local:{steps}" for steps in (4, 16, 64))]

@@ -142,7 +142,6 @@ class _Network:
         self._numbers = count()
 
     def send(self, message: Send, now: float) -> None:
-        """Sends a message at the time `now`."""
         ahead = self._price(message)
         if not self._pipelined:
             ahead = [Phase("all", sum(phase.seconds for phase in ahead), sum(phase.lead for phase in ahead))]

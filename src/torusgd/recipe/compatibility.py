@@ -82,7 +82,6 @@ class Rule:
         return self.part.is_in(setup) and self.other.is_in(setup)
 
     def line(self, setup: Setup) -> str:
-        """The error, in one line."""
         value = f" = {value}" if (value := setup.value(self.part.key)) else ""
         return f"{self.part.key}{value}: {self.why.format(setup)}; {self.remedy.format(setup)}"
 
@@ -96,7 +95,6 @@ def check(setup: Setup, parts: Collection[Part] = ()) -> None:
 
 
 def refusals(setup: Setup) -> list[str]:
-    """The errors of all rules that a run breaks."""
     return [rule.line(setup) for rule in RUN_RULES if rule.is_broken(setup)]
 
 

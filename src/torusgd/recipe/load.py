@@ -103,7 +103,6 @@ _Loader.add_implicit_resolver(
 
 
 def recipe_names() -> list[str]:
-    """The names of the built-in recipes, sorted."""
     return sorted(f.name.removesuffix(".yaml") for f in files(__package__).iterdir() if f.name.endswith(".yaml"))
 
 

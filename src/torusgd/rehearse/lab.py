@@ -115,7 +115,6 @@ class LabRanks:
         return [path.read_text(errors="replace") if path.exists() else "" for path in self._outputs]
 
     def end(self) -> None:
-        """Kills the ranks that still run."""
         self._spawner.end()
 
 

@@ -38,7 +38,6 @@ class Rehearsal:
 
     @property
     def rehearsed(self) -> float:
-        """Median exposed communication of the steps."""
         return median(self.waits)
 
     @property

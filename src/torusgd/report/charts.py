@@ -181,7 +181,6 @@ _SMOOTH = 25  # steps over which images a second are averaged
 
 
 def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Loss, accuracy, rate, batch and speed over epochs; those without a point are left out."""
     epochs = "epochs"
     charts = [
         line_chart("loss (log scale)", epochs, [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),

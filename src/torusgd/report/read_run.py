@@ -45,7 +45,6 @@ class RunRecord:
         return self.folder.resolve().name or str(self.folder)
 
     def numbers(self, key: str) -> list[float]:
-        """A number of each step."""
         return [float(step[key]) for step in self.steps]
 
     @cached_property

@@ -64,7 +64,6 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def result_table(runs: Sequence[RunRecord]) -> Table:
-    """How good the weights are."""
     rows: list[Fact] = [
         ("top-1", lambda run: percent(final(run).get("top1"))),
         ("top-5", lambda run: percent(final(run).get("top5"))),
@@ -80,7 +79,6 @@ def result_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def time_table(runs: Sequence[RunRecord]) -> Table:
-    """Where rank 0's time went, in seconds and shares."""
 
     def beside(run: RunRecord, part: str) -> str:
         found = time_shares(run).get(part)
@@ -101,7 +99,6 @@ def time_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def ranks_table(runs: Sequence[RunRecord]) -> Table:
-    """Ranks, which of them were slow, and what went wrong and was mended."""
     rows: list[Fact] = [
         ("ranks", lambda run: count(run.summary.get("world_size", len(_shares(run)) or None))),
         ("virtual workers of each rank", lambda run: _counts(_shares(run))),
@@ -140,7 +137,6 @@ def plan_table(runs: Sequence[RunRecord]) -> Table | None:
 
 
 def conditions_table(runs: Sequence[RunRecord]) -> Table:
-    """Hashes, and what the bits depend on."""
     names = dict.fromkeys(name for run in runs for name in _conditions(run))
     rows: list[Fact] = [
         ("weights (SHA-256)", lambda run: str(run.summary.get("weights_sha256") or NONE)),
@@ -201,7 +197,6 @@ def run_seconds(run: RunRecord) -> float | None:
 
 
 def images_per_second(run: RunRecord) -> float | None:
-    """Over all steps."""
     seconds = sum(run.numbers("step_seconds"))
     return sum(run.numbers("batch")) / seconds if seconds else None
 
