@@ -236,7 +236,7 @@ def scaling(
     most = resolve_workers(options, device, resolved)
     if most == 1:
         raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
-    counts = rank_counts(most)
+    counts = sorted({*(2**power for power in range(most.bit_length())), most})
     # A given grid is for the most ranks.
     own = {n: options if n == most else options.without(["grid"]) for n in counts}
     chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
@@ -256,15 +256,6 @@ def scaling(
         points = compare(resolved, chosen, runs, profile, data)
     show_points(points)
     write_json(json_file, [asdict(point) for point in points])
-
-
-def rank_counts(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most` itself.
-
-    >>> rank_counts(6)
-    [1, 2, 4, 6]
-    """
-    return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
 def compare(

@@ -98,12 +98,10 @@ class Wanted:
 
             check_jinja()
             check_writable("--report", self.report)
-        if self.to is not None and self.best:
-            raise UserError("--best: is at the recipe's batch, --to looks for a batch; give one of them")
-        if self.to is not None and self.design:
-            raise UserError("--design: is at the recipe's batch, --to looks for a batch; give one of them")
-        if self.to is not None and self.delays is not None:
-            raise UserError("--delays: is at the recipe's batch, --to looks for a batch; give one of them")
+        at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
+        for flag, is_given in at_its_batch.items():
+            if self.to is not None and is_given:
+                raise UserError(f"{flag}: is at the recipe's batch, --to looks for a batch; give one of them")
 
     @property
     def has_sweep(self) -> bool:

@@ -146,7 +146,8 @@ class ShardedUpdate:
         states = [self.sharded.state.get(shard, {}) for shard in self._reducer.owned]
         for key in states[0]:
             values = [state[key] for state in states]
-            if _are_shards(values, self._reducer.owned):
+            pairs = zip(values, self._reducer.owned, strict=True)
+            if all(isinstance(value, Tensor) and value.shape == shard.shape for value, shard in pairs):
                 values = self._gather.gather_state(values, is_first)
             else:
                 values = [value.clone() if isinstance(value, Tensor) else value for value in values]
@@ -212,10 +213,6 @@ class ShardedUpdate:
                 parameter.grad = None
 
         return hook
-
-
-def _are_shards(values: Sequence[Any], shards: Sequence[Tensor]) -> bool:
-    return all(isinstance(v, Tensor) and v.shape == shard.shape for v, shard in zip(values, shards, strict=True))
 
 
 def _is_whole(value: Any, parameter: Tensor) -> bool:

@@ -120,11 +120,6 @@ class Communication(Section):
     linear_groups: Count | None = None
     """number of groups of ranks, inside each of which linear layers are split (Das et al.); null: data-parallel"""
 
-    @property
-    def sends_norms_last(self) -> bool:
-        """Whether `wide_norms` applies; the other rules describe programs that don't read a recipe."""
-        return self.wide_norms and self.buckets.rule == "torusgd"
-
     @field_validator("algorithm")
     @classmethod
     def _known(cls, name: str) -> str:

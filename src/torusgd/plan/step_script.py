@@ -109,7 +109,9 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     communication = software.communication
     whole = [i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] not in split]
     gradients = tuple(cost.gradients[i] for i in whole)
-    is_wide = [communication.sends_norms_last and gradient.is_norm for gradient in gradients]
+    # The other rules describe programs that don't read a recipe.
+    sends_norms_last = communication.wide_norms and communication.buckets.rule == "torusgd"
+    is_wide = [sends_norms_last and gradient.is_norm for gradient in gradients]
     needed = work.needed[whole][_sending_order(is_wide)]
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8

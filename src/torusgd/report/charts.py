@@ -11,7 +11,6 @@ from typing import Any
 
 from ..text import is_number, short
 from .read_run import RunRecord
-from .tables import time_shares
 
 WIDTH, HEIGHT = 380, 230  # size of a chart's view box, of which the axes leave the inner part
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
@@ -195,11 +194,6 @@ def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def time_bars(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Of each run the parts of its time as a stacked bar."""
-    return [stacked_bar(run.name, {name: share for name, (_, share) in time_shares(run).items()}) for run in runs]
 
 
 def stacked_bar(name: str, shares: Mapping[str, float]) -> dict[str, Any]:

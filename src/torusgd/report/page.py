@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import needs
 from ..plan.timeline import PARTS
 from ..text import NONE, count, duration, percent, plain, plural
-from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts, time_bars
+from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts
 from .read_run import RunRecord
 from .tables import (
     Row,
@@ -19,6 +19,7 @@ from .tables import (
     ranks_table,
     result_table,
     run_seconds,
+    time_shares,
     time_table,
     training_table,
 )
@@ -47,7 +48,7 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
         notes=_notes(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         charts=run_charts(runs),
-        bars=time_bars(runs),
+        bars=[stacked_bar(run.name, {part: share for part, (_, share) in time_shares(run).items()}) for run in runs],
         times=time_table(runs),
         tables=[table for table in tables if table is not None],
         mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],

@@ -10,8 +10,7 @@ from torch import nn
 from ..comm.groups import Group
 from ..gradients.update import Update
 from ..models import head_of, model_of
-from ..models.compiled import compile_blocks
-from ..models.registry import check_repeatable
+from ..models.registry import check_repeatable, compile_blocks
 from ..optim import build_optimizer
 from ..precision import Precision
 from ..recipe.compatibility import BY_CLOCKS
