@@ -242,7 +242,7 @@ def test_the_section_that_the_gpu_benchmark_writes() -> None:
 def test_the_gpu_benchmark_on_the_cpu() -> None:
     """Each part that starts no ranks, at a tiny size."""
     script = run_module("benchmarks.gpu.gpu")
-    words = "--device cpu --model resnet18 --pixels 16 --images 2 --rounds 1 --steps 1 --no-compile"
+    words = "--device cpu --model fashion-net --pixels 16 --images 2 --rounds 1 --steps 1 --no-compile"
     args = script["parse"](words.split())
     assert args.docs is None
     args.until = math.inf

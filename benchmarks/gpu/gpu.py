@@ -180,7 +180,7 @@ def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable
         from torchvision.models import get_model
 
         model = get_model(args.model, weights=None, num_classes=CLASSES)
-    except (ImportError, OSError, RuntimeError):
+    except (ImportError, OSError, RuntimeError, ValueError):
         model = model_of(recipe, CLASSES)
     model = model.to(device, memory_format=torch.channels_last).train()
     # A run that is compiled forbids Inductor to time kernels, for the whole process; nobody's own loop does.

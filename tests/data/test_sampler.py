@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -43,6 +43,7 @@ def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list
     return found
 
 
+@settings(max_examples=30)
 @given(
     length=st.integers(1, 50),
     micro=st.integers(1, 5),

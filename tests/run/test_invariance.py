@@ -74,7 +74,6 @@ RUNTIME = {
     "halving-doubling": RuntimeOptions(allreduce="halving-doubling"),
     "torus": RuntimeOptions(allreduce="torus", buckets=0.01),
 }
-SAME_AS_FLOAT32 = set(RUNTIME)
 COMPARED = (
     "weights_sha256", "top1", "top5", "loss", "train_loss", "replaced_images", "excluded_images", "redone_steps",
     "skipped_steps", "top1_before_polish",
@@ -103,7 +102,8 @@ def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(1, tmp_path_factory.mktemp("alone"), [*CASES])
+    found = run_world(1, tmp_path_factory.mktemp("alone"), [name for name in CASES if name not in RUNTIME])
+    return found | dict.fromkeys(RUNTIME, found["float32"])  # on one rank nothing is sent
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
@@ -114,8 +114,7 @@ def test_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, Any], tmp_
 
 def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
     hashes = {name: result["weights_sha256"] for name, result in alone.items()}
-    assert {hashes[name] for name in SAME_AS_FLOAT32} == {hashes["float32"]}
-    assert len(set(hashes.values())) == len(hashes) - len(SAME_AS_FLOAT32)
+    assert len(set(hashes.values())) == len(hashes) - len(RUNTIME)
     assert alone["torn images"]["replaced_images"] > 0
     assert alone["torn images"]["excluded_images"] > 0
     assert alone["float16"]["skipped_steps"] > 0

@@ -47,10 +47,11 @@ def taken_over() -> AbstractContextManager[object]:
 
 
 def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> None:
-    """Has a machine see the lock once as it was; the call takes all patches back."""
+    """Has a machine see the lock once as it was."""
+    usual = lease.newest
 
     def newest() -> Any:
-        monkeypatch.undo()
+        monkeypatch.setattr(lease, "newest", usual)
         return found
 
     monkeypatch.setattr(lease, "newest", newest)

@@ -9,7 +9,7 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.polling import until
 from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd
-from tests.run.runs import TINY, events, run_here
+from tests.run.runs import TINY, events, run_here, sets
 from tests.step.trainers import job_of, run_of
 from torch import Tensor
 
@@ -60,9 +60,9 @@ def test_a_late_ranks_work_is_done_by_others_with_the_same_weights(tmp_path: Pat
 
 
 def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again(tmp_path: Path, recipe: Path) -> None:
-    out, workers = tmp_path / "out", "virtual_workers=12"
-    undisturbed = results(run_alone(tmp_path / "alone", recipe, workers))
-    slow = [word for each in (workers, "data.options={pause: 0.02, rank: 1}") for word in ("--set", each)]
+    out, short = tmp_path / "out", ("virtual_workers=12", "stages=[{until: 12st, images_per_worker: 3}]")
+    undisturbed = results(run_alone(tmp_path / "alone", recipe, *short))
+    slow = sets(*short, "data.options={pause: 0.02, rank: 1}")
     process = torusgd(tmp_path / "1", out, recipe, "--workers", "3", "--work-stealing", "--shares", "even", *slow)
     until(lambda: last_step(out) >= 6, "it trains", process)
     os.kill(process.rank(out, 0), signal.SIGKILL)  # it has most often just taken something over
