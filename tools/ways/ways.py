@@ -44,6 +44,7 @@ BESIDE_GRADIENT = {
     "Stragglers": "watchers",
     "StepWatch": "watchers",
     "ControlMessage": "losses, statistics and counts (the control vector)",
+    "wants_stop": "losses, statistics and counts (the control vector)",
     "StepClock": "the step's times",
 }
 BESIDE_LOSS = {

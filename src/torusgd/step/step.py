@@ -33,7 +33,7 @@ from .membership import Membership
 from .model_state import StepState
 from .pass_thread import PassThread
 from .stats import STATS, StepClock, StepStats
-from .watch import Requests, StepView, StepWatch
+from .watch import Requests, StepView, StepWatch, wants_stop
 from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 
 # In a virtual worker's hash, beside the numbers of its slots.
@@ -307,8 +307,7 @@ class TrainStep:
         counts = control.counts
         if counts.failed:
             raise self.images.failure(view.step, counts.failed, counts.ranks, self.world.ranks[self.world.rank])
-        is_stopping = control.words(Requests.name)[0] > 0
-        if counts.contributions < len(entry.workers) or (is_stopping and not entry.workers):
+        if counts.contributions < len(entry.workers) or (wants_stop(control) and not entry.workers):
             raise _Abandoned
         if not entry.workers:
             raise _NobodyInTime

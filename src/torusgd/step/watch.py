@@ -146,3 +146,8 @@ class Requests(StepWatch):
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         return dict(zip(("stop", "save", "keep", "change"), map(bool, control.words(self.name)), strict=True))
+
+
+def wants_stop(control: ControlVector) -> bool:
+    """Whether any rank was requested to stop."""
+    return control.words(Requests.name)[0] > 0
