@@ -6,6 +6,7 @@ The GPU form on the CPU, whose operators are made of torch's own; in the place o
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from tests.cuda.trainers import (
     take,
 )
 from tests.messages import refused
-from tests.run.runs import TINY, events, run_here
+from tests.run.runs import events, run_here
+from tests.step.trainers import Sent, job_of
 from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,11 +43,9 @@ from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
 from torusgd.errors import RunError
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import open_data as data_module
 from torusgd.run.build import Trainer
-from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.step.watch import Requests, StepView, StepWatch
 
@@ -172,18 +172,6 @@ def test_steps_are_launched_two_in_advance(workers: int, counts: list[int]) -> N
     assert launches(trainer, partial(take, trainer)) == counts
 
 
-class Alone:
-    """The all-reduce of one rank."""
-
-    name = "alone"
-
-    def start(self, tensor: Tensor) -> Any:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
 def on_ranks() -> list[Any]:
     """Comparisons in steps between those that are launched in advance send longer records."""
     options = RuntimeOptions(drift_every=3)
@@ -193,7 +181,7 @@ def on_ranks() -> list[Any]:
         lies = control.summed.data_ptr()
         all_steps(trainer)
     longest = {str(number): torch.zeros(each.words) for number, each in enumerate(trainer.step.watchers)}
-    control.send(Alone(), {name: words.long() for name, words in longest.items()})
+    control.send(Sent(), {name: words.long() for name, words in longest.items()})
     return [left(trainer), graphs_of(trainer), lies == control.summed.data_ptr()]
 
 
@@ -261,8 +249,8 @@ def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: p
         return allocate_by_torch(*arguments)
 
     monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
-    recipe = load_recipe("digits", [*TINY, change]).recipe.resolve(precision="float32", memory_format="contiguous")
-    data = open_data(Job(recipe, RuntimeOptions(), "cuda", Path("nowhere")), torch.device("cuda", 0), Liveness())
+    job = replace(job_of(change), device="cuda")
+    data = open_data(job, torch.device("cuda", 0), Liveness())
     data.close()
     assert isinstance(data.training, BytePipeline) == ("flip" in change)
     assert data.training.allocate is data.held_out.allocate is allocate_pinned

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.run.runs import TINY
+from tests.step.trainers import recipe_of
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group, alone
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
 from torusgd.data.to_device import BytePipeline, can_normalise_later
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build
 from torusgd.run.job import Job
@@ -43,8 +42,7 @@ def make_trainer(
     watchers: Sequence[StepWatch] = (),
 ) -> Trainer:
     """A trainer whose weights nobody looks at before its end."""
-    changed = load_recipe("digits", [*TINY, LONG, "rate={lr: 0.05}", *overrides]).recipe
-    recipe = changed.resolve(precision="float32", memory_format="contiguous")
+    recipe = recipe_of(LONG, "rate={lr: 0.05}", *overrides)
     world, liveness = world or alone(), Liveness()
     options = (options or RuntimeOptions()).model_copy(update={"cuda_graphs": cuda_graphs})
     job = Job(recipe, options, world.device.type, Path("nowhere"))

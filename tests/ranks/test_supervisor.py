@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
-from tests.run.runs import TINY
+from tests.step.trainers import job_of, take, trainer_of
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torusgd.comm import store_keys as keys
@@ -26,15 +26,8 @@ from torusgd.ranks.failures import Failure, FailureKind
 from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.rank import RankFunction
 from torusgd.ranks.supervisor import RankFailed, Supervisor
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
-from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.step.journal import synchronous
-from torusgd.step.watch import Requests
 
 SIZE = 2
 BEAT = 3.0
@@ -183,12 +176,9 @@ def test_a_hung_rank_is_named_with_its_phase_and_stack(attempts: Attempts) -> No
 
 def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[str]:
     """Where this rank listens when its run has groups of all kinds: rows and columns, column blocks, shards, links."""
-    sections = ("column_blocks=2", "model={name: digits-net}")
-    recipe = resolve_auto(load_recipe("digits", [*TINY, *sections]).recipe, "cpu")
     options = RuntimeOptions(allreduce="torus", grid="2x2", update="sharded", model_parallel=2)
-    job = Job(recipe, options, "cpu", Path("nowhere"))
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, Requests(stop, liveness))
-    trainer.step.run(trainer.membership, synchronous(0, recipe.virtual_workers))
+    trainer = trainer_of(job_of("column_blocks=2", "model={name: digits-net}", options=options), world)
+    take(trainer, 0)
     found = listening([os.getpid()])
     trainer.close()
     return found

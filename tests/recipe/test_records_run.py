@@ -4,16 +4,11 @@ from pathlib import Path
 
 import pytest
 from tests.run.runs import events
+from tests.step.trainers import job_of, run_of
 
-from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe, recipe_names
-from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 SMALL = (
@@ -54,9 +49,7 @@ def test_three_steps_of_resnet50_in_float16(tmp_path: Path) -> None:
 
 def three_steps(tmp_path: Path, name: str, *overrides: str) -> None:
     recipe = resolve_auto(load_recipe(name, [*SMALL, *overrides]).recipe, "cpu")
-    RunDir(tmp_path).claim(recipe, fresh=False)
-    job = Job(recipe, RuntimeOptions(), "cpu", tmp_path, max_steps=3)
-    summary = Run(job, group_of(), StopFlag(), restarts=0).run().summary
+    summary = run_of(job_of(recipe=recipe, out=tmp_path, max_steps=3)).run().summary
     steps = [event for event in events(tmp_path) if "lr" in event]
     plan = Schedule(recipe, 96)
     assert [step["lr"] for step in steps] == [plan[i].lr for i in range(3)]

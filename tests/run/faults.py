@@ -29,6 +29,9 @@ from torusgd.weights import save_weights
 FAULT, BLIND = "TORUSGD_FAULT", "TORUSGD_BLIND"
 DAY = 86_400.0
 
+Fault = Callable[[TrainStep, Path], None]
+"""strikes a step of this rank; a file says that it has"""
+
 
 def flipped(values: Tensor, bit: int = 21) -> Tensor:
     """A copy of a float32 tensor with one bit of its largest value the other way round."""
@@ -97,7 +100,7 @@ def write_error(step: TrainStep, mark: Path) -> None:
     _replace(checkpoint, "save_weights", broken)
 
 
-FAULTS: dict[str, Callable[[TrainStep, Path], None]] = {
+FAULTS: dict[str, Fault] = {
     each.__name__: each for each in (in_gradient, in_weights, in_images, clock_jumps, read_error, write_error)
 }
 

@@ -11,19 +11,15 @@ import torch
 
 from tests.messages import refused
 from tests.run.runs import TINY
-from torusgd.comm.groups import group_of
+from tests.step.trainers import job_of, run_of
 from torusgd.errors import UserError
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
-from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.run.trained_weights import open_trained
 from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
-from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 from torusgd.weights import Tensors, save_weights
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -112,12 +108,7 @@ def test_weights_to_start_from_run_nothing(tmp_path: Path, trap: Path) -> None:
 
 
 def start(out: Path, init: Path) -> Run:
-    out.mkdir()
-    recipe = tiny()
-    RunDir(out).claim(recipe, fresh=False)
-    run = Run(
-        Job(recipe, RuntimeOptions(), "cpu", out, init=str(init), max_steps=1), group_of(), StopFlag(), restarts=0
-    )
+    run = run_of(job_of(recipe=tiny(), out=out, init=str(init), max_steps=1))
     run.run()
     return run
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
+from tests.run.faults import Fault, in_gradient, in_images, in_weights
 from tests.run.runs import around_steps
 from tests.step.trainers import job_of, recipe_of, run_of, take, take_all, trainer_of, weights_of
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import ConnectionLost, Done, Liveness
 from torusgd.comm.groups import Group, group_of
-from torusgd.data.pipeline import Batch
 from torusgd.errors import CorruptionError
 from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.gradients.integer_sum import IntegerGradientSum
@@ -23,7 +23,6 @@ from torusgd.gradients.layout import plan_buckets
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.section import Duration
-from torusgd.run.build import Trainer
 from torusgd.run.job import Job
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.step.audit import Audit
@@ -38,51 +37,15 @@ CULPRIT = 1
 TAKE_OUT = "; take the machine out and give the same command again: the last checkpoint is good"
 
 
-def flipped(values: Tensor, index: int, bit: int) -> Tensor:
-    """A copy with one bit of one value the other way round."""
-    copy = values.clone().contiguous()
-    copy.view(-1).view(torch.int32)[index] ^= 1 << bit
-    return copy
+FAULTS = (in_gradient, in_weights, in_images)
 
 
-def in_gradient(trainer: Trainer) -> None:
-    reducer: Any = trainer.step.reducer
-    add = reducer.add
-    slot = max(range(len(reducer.names)), key=lambda n: reducer.layout.held[n].tensor.numel())
-
-    def wrong(number: int, gradient: Tensor) -> None:
-        largest = int(gradient.abs().argmax())
-        add(number, flipped(gradient, largest, 20).view_as(gradient) if number == slot else gradient)
-
-    reducer.add = wrong
-
-
-def in_weights(trainer: Trainer) -> None:
-    weight = next(p for p in trainer.step.state.model.parameters() if p.dim() > 1)
-    weight.data.copy_(flipped(weight.data, int(weight.data.abs().argmax()), 22))
-
-
-def in_images(trainer: Trainer) -> None:
-    loader: Any = trainer.data.loader
-    take = loader.take
-
-    def wrong(*arguments: Any) -> Batch:
-        batch = take(*arguments)
-        images = flipped(batch.images, int(batch.images.abs().argmax()), 22)
-        return Batch(images, batch.targets, batch.positions, batch.replaced)
-
-    loader.take = wrong
-
-
-FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weights": in_weights, "images": in_images}
-
-
-def steps_until_found(world: Group, given: Job, fault: str, first: int, steps: int) -> tuple[str, int, bool]:
+def steps_until_found(world: Group, given: Job, fault: Fault, first: int, steps: int) -> tuple[str, int, bool]:
     """What the error says, the step it came in, and whether no weight had changed; the fault begins at step `first`."""
     trainer = trainer_of(given, world)
     for index in range(steps):
         if index == first and world.rank == CULPRIT:
-            FAULTS[fault](trainer)
+            fault(trainer.step, Path())
         before = [p.detach().clone() for p in trainer.step.state.model.parameters()]
         try:
             take(trainer, index)
@@ -160,7 +123,7 @@ def run_with_a_fault(out: str) -> str:
 
     def faulty(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if entry.step == 3 and world.rank == CULPRIT:
-            in_gradient(run.trainer)
+            in_gradient(run.trainer.step, Path())
         return take(membership, entry)
 
     around_steps(run, faulty)
@@ -229,10 +192,9 @@ def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> No
 
 def trials(seeds: int) -> list[tuple[str, int, bool]]:
     world = group_of()
-    faults = list(FAULTS)
     options = RuntimeOptions(audit=0.1, drift_every=0)  # or the comparison of weights is often the first to find it
     return [
-        steps_until_found(world, job_of(*LONG, f"seed={seed}", options=options), faults[seed % 3], 0, 50)
+        steps_until_found(world, job_of(*LONG, f"seed={seed}", options=options), FAULTS[seed % 3], 0, 50)
         for seed in range(seeds)
     ]
 

@@ -10,17 +10,14 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
 from tests.run.runs import run_here
+from tests.step.trainers import job_of, run_of
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from torusgd.comm import groups
-from torusgd.comm.groups import Group, group_of
+from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
 from torusgd.tensor_parallel.tail import column_tail
 from torusgd.tensor_parallel.volume import choose_parallel
 from torusgd.weights import load_weights
@@ -107,12 +104,8 @@ def train(out: Path, case: str, world: Group, steps: int | None = None, **option
     recipe = load_recipe("digits", [*BASE, *CASES[case]]).recipe.resolve(
         precision="float32", memory_format="contiguous"
     )
-    if world.rank == 0 and not out.exists():
-        out.mkdir()
-        RunDir(out).claim(recipe, fresh=False)
-    world.barrier()
-    job = Job(recipe, RuntimeOptions(drift_every=1, **options), "cpu", out, max_steps=steps)
-    return Run(job, world, StopFlag(), restarts=0).run().summary
+    job = job_of(recipe=recipe, options=RuntimeOptions(drift_every=1, **options), out=out, max_steps=steps)
+    return run_of(job, world).run().summary
 
 
 def on_ranks(out: Path, all_runs: bool) -> dict[str, dict[str, Any]]:
@@ -195,7 +188,5 @@ def test_column_blocks_need_exact_sums(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_ranks_can_not_share_is_refused(overrides: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    recipe = load_recipe("digits", overrides).recipe.resolve(precision="float32", memory_format="contiguous")
-    job = Job(recipe, RuntimeOptions(model_parallel=2), "cpu", tmp_path)
     with refused(name, "model_parallel = 2"):
-        Run(job, group_of(), StopFlag(), restarts=0)
+        run_of(job_of(*overrides, options=RuntimeOptions(model_parallel=2), out=tmp_path))
