@@ -1,9 +1,12 @@
-"""Activations and their gradients: float64 formulas rounded once, or single float32 operations."""
+"""Activations and their gradients, by the arguments of ATen's operators.
+
+They are float64 formulas rounded once, or single float32 operations.
+"""
 
 import torch
 from torch import Tensor
 
-from .functions import elementwise, erf64, exp64, expm1_64, log64, sigmoid64, tanh64
+from .functions import elementwise, erf64, exp64, expm1_64, log64, sigmoid, sigmoid64, tanh64
 from .reductions import over
 
 ROOT_HALF = 0.7071067811865476
@@ -14,12 +17,12 @@ _TANH_SCALE = 0.7978845608028654
 _TANH_CUBE = 0.044715
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """x * (erf(x * sqrt(1/2)) + 1) / 2, or its approximation by tanh."""
     return elementwise(_gelu_by_tanh if approximate == "tanh" else _gelu, x)
 
 
-def gelu_gradient(gradient: Tensor, x: Tensor, approximate: str) -> Tensor:
+def gelu_gradient(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     """The gradient of `gelu`'s input."""
     return elementwise(_gelu_by_tanh_gradient if approximate == "tanh" else _gelu_gradient, x, gradient)
 
@@ -95,20 +98,38 @@ def hardswish_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.where(x >= 3, gradient, inside.masked_fill_(x <= -3, 0.0))
 
 
-def leaky_relu(x: Tensor, slope: float) -> Tensor:
+def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
     """x, or x * slope where it is not above 0."""
     return torch.where(x > 0, x, x * slope)
 
 
-def leaky_relu_gradient(gradient: Tensor, x: Tensor, slope: float) -> Tensor:
-    """g, or g * slope."""
+def leaky_relu_gradient(gradient: Tensor, x: Tensor, slope: float, is_result: bool) -> Tensor:
+    """g, or g * slope; x and the result have the same sign."""
     return torch.where(x > 0, gradient, gradient * slope)
 
 
-def elu(x: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
+def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     """scale * x above 0, else scale * alpha * (e**(x * input_scale) - 1)."""
     below = elementwise(lambda x: expm1_64(x.mul_(input_scale)).mul_(alpha * scale), x)
     return torch.where(x > 0, x * scale, below)
+
+
+def elu_gradient(
+    gradient: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
+) -> Tensor:
+    """g * scale above 0, else g * (y + alpha * scale) * input_scale, with the result y."""
+    below = (x if is_result else elu(x, alpha, scale, input_scale)) + alpha * scale
+    return torch.where(x > 0, gradient * scale, below.mul_(gradient).mul_(input_scale))
+
+
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    """ln(1 + e**(beta * x)) / beta, or x above the threshold."""
+    return torch.where(x * beta > threshold, x, elementwise(lambda x: over(softplus64(x * beta), beta), x))
+
+
+def softplus_gradient(gradient: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    """g * sigmoid(beta * x), or g above the threshold."""
+    return torch.where(x * beta > threshold, gradient, sigmoid(x * beta).mul_(gradient))
 
 
 def softplus64(x: Tensor) -> Tensor:

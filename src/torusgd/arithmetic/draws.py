@@ -36,12 +36,12 @@ def inverse_erf64(x: Tensor) -> Tensor:
     return torch.where(x.abs() == 1.0, x * torch.inf, value)
 
 
-def uniform_(x: Tensor, low: float, high: float, generator: torch.Generator | None = None) -> Tensor:
+def uniform_(x: Tensor, low: float = 0, high: float = 1, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with u * (high - low) + low, u of 53 bits in [0, 1)."""
     return _fill(x, generator, lambda u: u.mul_(high - low).add_(low))
 
 
-def normal_(x: Tensor, mean: float, std: float, generator: torch.Generator | None = None) -> Tensor:
+def normal_(x: Tensor, mean: float = 0, std: float = 1, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with erfinv(2 u - 1) * sqrt(2) * std + mean, u of 53 bits within (0, 1)."""
 
     def transform(u: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def normal_(x: Tensor, mean: float, std: float, generator: torch.Generator | Non
     return _fill(x, generator, transform)
 
 
-def bernoulli_(x: Tensor, probability: float, generator: torch.Generator | None = None) -> Tensor:
+def bernoulli_(x: Tensor, probability: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with 1 where u < probability, else 0."""
     return _fill(x, generator, lambda u: (u < probability).double())
 

@@ -25,9 +25,12 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x.mul_(factor)
 
 
-@RULES.of(aten.mm.default, aten.bmm.default)
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return matmul(a, b)
+RULES |= {
+    aten.mm.default: matmul,
+    aten.bmm.default: matmul,
+    aten.mv.default: lambda a, b: matmul(a, b.unsqueeze(1)).squeeze(1),
+    aten.dot.default: lambda a, b: matmul(a.unsqueeze(0), b.unsqueeze(1)).view(()),
+}
 
 
 @RULES.of(aten.addmm.default, aten.baddbmm.default)
@@ -36,16 +39,6 @@ def _added_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: f
     if beta == 0:
         return product
     return product.add_(c if beta == 1 else c * beta)
-
-
-@RULES.of(aten.mv.default)
-def _matrix_vector(a: Tensor, b: Tensor) -> Tensor:
-    return matmul(a, b.unsqueeze(1)).squeeze(1)
-
-
-@RULES.of(aten.dot.default)
-def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    return matmul(a.unsqueeze(0), b.unsqueeze(1)).view(())
 
 
 # Convolutions
@@ -117,9 +110,13 @@ def _convolution_gradients(
 # Norms
 
 
-@RULES.of(aten.native_batch_norm.default)
-def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return normalization.batch_norm(x, *args)
+RULES |= {
+    aten.native_batch_norm.default: normalization.batch_norm,
+    aten.native_layer_norm.default: normalization.layer_norm,
+    aten.native_layer_norm_backward.default: normalization.layer_norm_gradient,
+    aten.native_group_norm.default: normalization.group_norm,
+    aten.native_group_norm_backward.default: normalization.group_norm_gradient,
+}
 
 
 @RULES.of(aten.cudnn_batch_norm.default)
@@ -147,38 +144,6 @@ def _batch_norm_gradients_of_cudnn(
     return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, True, [True] * 3)
 
 
-def _last(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(x.dim() - len(shape), x.dim()))
-
-
-@RULES.of(aten.native_layer_norm.default)
-def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    return normalization.layer_norm(x, _last(x, shape), weight, bias, eps)
-
-
-@RULES.of(aten.native_layer_norm_backward.default)
-def _layer_norm_gradients(
-    gradient: Tensor, x: Tensor, shape: list[int], middle: Tensor, deviation: Tensor, weight: Tensor | None,
-    bias: Tensor | None, needed: list[bool],
-) -> normalization.Gradients:  # fmt: skip
-    return normalization.layer_norm_gradient(gradient, x, _last(x, shape), middle, deviation, weight, needed)
-
-
-@RULES.of(aten.native_group_norm.default)
-def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, pixels: int, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return normalization.group_norm(x, groups, weight, bias, eps)
-
-
-@RULES.of(aten.native_group_norm_backward.default)
-def _group_norm_gradients(
-    gradient: Tensor, x: Tensor, middle: Tensor, deviation: Tensor, weight: Tensor | None, n: int, c: int,
-    pixels: int, groups: int, needed: list[bool],
-) -> normalization.Gradients:  # fmt: skip
-    return normalization.group_norm_gradient(gradient, x, groups, middle, deviation, weight, needed)
-
-
 # Sums
 
 
@@ -195,19 +160,13 @@ def _mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dt
     return reductions.mean(x, all_dims(x, dims), keepdim).to(dtype or x.dtype)
 
 
-@RULES.of(aten.var.correction)
-def _variance(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return reductions.variance(x, all_dims(x, dims), 1 if correction is None else correction, keepdim)[0]
-
-
-@RULES.of(aten.std.correction)
-def _deviation(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return square_root(_variance(x, dims, correction=correction, keepdim=keepdim))
-
-
 @RULES.of(aten.var_mean.correction)
 def _variance_mean(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     return reductions.variance(x, all_dims(x, dims), 1 if correction is None else correction, keepdim)
+
+
+RULES[aten.var.correction] = lambda *args, **options: _variance_mean(*args, **options)[0]
+RULES[aten.std.correction] = lambda *args, **options: square_root(_variance_mean(*args, **options)[0])
 
 
 @RULES.of(aten.linalg_vector_norm.default)
@@ -277,82 +236,35 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 # Pooling
 
 
-@RULES.of(aten.max_pool2d_with_indices.default)
-def _max_pool(
-    x: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return pools.max_pool(x, kernel, stride, padding, dilation, ceil_mode)
-
-
-@RULES.of(aten.max_pool2d_with_indices_backward.default)
-def _max_pool_gradient(
-    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Tensor
-) -> Tensor:
-    return pools.max_pool_gradient(gradient, x, indices)
-
-
-@RULES.of(aten.avg_pool2d.default)
-def _average_pool(
-    x: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), ceil_mode: bool = False,
-    with_padding: bool = True, divisor: int | None = None,
-) -> Tensor:  # fmt: skip
-    return pools.average_pool(x, kernel, stride, padding, ceil_mode, with_padding, divisor)
-
-
-RULES[aten.avg_pool2d_backward.default] = pools.average_pool_gradient
-RULES[aten._adaptive_avg_pool2d.default] = pools.adaptive_average_pool
-RULES[aten._adaptive_avg_pool2d_backward.default] = pools.adaptive_average_pool_gradient
-
-
-@RULES.of(aten.upsample_nearest2d.default)
-def _upsample(x: Tensor, size: list[int], up: float | None = None, across: float | None = None) -> Tensor:
-    return pools.nearest_upsample(x, size)
-
-
-@RULES.of(aten.upsample_nearest2d_backward.default)
-def _upsample_gradient(gradient: Tensor, size: list[int], input_size: list[int], *scales: float | None) -> Tensor:
-    return pools.nearest_upsample_gradient(gradient, input_size[2:])
+RULES |= {
+    aten.max_pool2d_with_indices.default: pools.max_pool,
+    aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
+    aten.avg_pool2d.default: pools.average_pool,
+    aten.avg_pool2d_backward.default: pools.average_pool_gradient,
+    aten._adaptive_avg_pool2d.default: pools.adaptive_average_pool,
+    aten._adaptive_avg_pool2d_backward.default: pools.adaptive_average_pool_gradient,
+    aten.upsample_nearest2d.default: pools.nearest_upsample,
+    aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
+}
 
 
 # Softmax, losses, attention
 
-
-@RULES.of(aten._softmax.default)
-def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return losses.softmax(x, dim)
+RULES |= {
+    aten._softmax.default: lambda x, dim, half_to_float: losses.softmax(x, dim),
+    aten._softmax_backward_data.default: lambda g, y, dim, dtype: losses.softmax_gradient(g, y, dim),
+    aten._log_softmax.default: lambda x, dim, half_to_float: losses.log_softmax(x, dim),
+    aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: losses.log_softmax_gradient(g, y, dim),
+    aten.nll_loss_forward.default: losses.nll_loss,
+    aten.nll_loss_backward.default: losses.nll_loss_gradient,
+    aten.binary_cross_entropy_with_logits.default: losses.binary_cross_entropy,
+}
 
 
 @RULES.of(aten._safe_softmax.default)
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Zeros where all are masked."""
     return losses.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
-
-
-@RULES.of(aten._softmax_backward_data.default)
-def _softmax_gradient(gradient: Tensor, result: Tensor, dim: int, dtype: Any) -> Tensor:
-    return losses.softmax_gradient(gradient, result, dim)
-
-
-@RULES.of(aten._log_softmax.default)
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return losses.log_softmax(x, dim)
-
-
-@RULES.of(aten._log_softmax_backward_data.default)
-def _log_softmax_gradient(gradient: Tensor, result: Tensor, dim: int, dtype: Any) -> Tensor:
-    return losses.log_softmax_gradient(gradient, result, dim)
-
-
-RULES[aten.nll_loss_forward.default] = losses.nll_loss
-RULES[aten.nll_loss_backward.default] = losses.nll_loss_gradient
-
-
-@RULES.of(aten.binary_cross_entropy_with_logits.default)
-def _binary_cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, positive: Tensor | None = None, reduction: int = 1
-) -> Tensor:
-    return losses.binary_cross_entropy(x, target, weight, positive, reduction)
 
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.

@@ -94,7 +94,7 @@ def _weights(scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int
 
 
 def binary_cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None, positive: Tensor | None, reduction: int
+    x: Tensor, target: Tensor, weight: Tensor | None = None, positive: Tensor | None = None, reduction: int = _MEAN
 ) -> Tensor:
     """Of logits: (1 - t) * x + (1 + (p - 1) * t) * ln(1 + e**-x), in float64, with the weight p of positives."""
 

@@ -7,6 +7,8 @@ and, with h = d * std_inverse, the gradient of x is (g - sum(g) / n - h * (sum(g
 `reductions.grid_sum`; means and variances are float64 quotients, rounded to float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -132,9 +134,10 @@ def _input_gradient(
 
 
 def layer_norm(
-    x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and of each row the mean and the inverse deviation, of length 1 in the last dimensions `dims`."""
+    """The output, and of each row the mean and the inverse deviation, of length 1 in the last dimensions `shape`."""
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
     middle = mean(x, dims, True)
     distance = x - middle
     deviation = inverse_std(quotient(grid_sum(distance * distance, dims, True), count_of(x, dims)), eps)
@@ -145,17 +148,13 @@ def layer_norm(
 
 
 def layer_norm_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    dims: tuple[int, ...],
-    middle: Tensor,
-    deviation: Tensor,
-    weight: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
+    gradient: Tensor, x: Tensor, shape: Sequence[int], middle: Tensor, deviation: Tensor, weight: Tensor | None,
+    bias: Tensor | None, needed: list[bool],
+) -> Gradients:  # fmt: skip
     """Gradients of input, weight and bias, as `layer_norm` has its arguments; those not needed are None."""
     normal = (x - middle).mul_(deviation)
-    rows = tuple(range(x.dim() - len(dims)))
+    first = x.dim() - len(shape)
+    rows, dims = tuple(range(first)), tuple(range(first, x.dim()))
     weights = grid_sum(gradient * normal, rows).float() if needed[1] else None
     biases = grid_sum(gradient, rows).float() if needed[2] else None
     if not needed[0]:
@@ -167,11 +166,11 @@ def layer_norm_gradient(
 
 
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, pixels: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm over the channels and pixels of each group; mean and inverse deviation are [N, groups]."""
     rows = x.reshape(len(x), groups, -1)
-    out, middle, deviation = layer_norm(rows, (2,), None, None, eps)
+    out, middle, deviation = layer_norm(rows, rows.shape[2:], None, None, eps)
     out = out.view(x.shape)
     if weight is not None:
         out.mul_(_channels(weight, x))
@@ -181,14 +180,9 @@ def group_norm(
 
 
 def group_norm_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    groups: int,
-    middle: Tensor,
-    deviation: Tensor,
-    weight: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
+    gradient: Tensor, x: Tensor, middle: Tensor, deviation: Tensor, weight: Tensor | None, n: int, c: int,
+    pixels: int, groups: int, needed: list[bool],
+) -> Gradients:  # fmt: skip
     """Gradients of input, weight and bias; those that are not needed are None."""
     shape = (len(x), groups, -1)
     rows, inner = x.reshape(shape), gradient if weight is None else gradient * _channels(weight, x)
@@ -199,7 +193,10 @@ def group_norm_gradient(
     biases = grid_sum(gradient, dims).float() if needed[2] else None
     result = None
     if needed[0]:
-        found = layer_norm_gradient(inner.reshape(shape), rows, (2,), middle, deviation, None, [True, False, False])
-        assert found[0] is not None
-        result = found[0].view(x.shape)
+        only_input = [True, False, False]
+        found, *_ = layer_norm_gradient(
+            inner.reshape(shape), rows, rows.shape[2:], middle, deviation, None, None, only_input
+        )
+        assert found is not None
+        result = found.view(x.shape)
     return result, weights, biases

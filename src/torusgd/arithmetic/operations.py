@@ -23,7 +23,8 @@ _ERF_OF_TWO_DEVIATIONS = 0.9544997361036416
 
 for _name, _function in {"exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
                          "silu": activations.silu, "hardsigmoid": activations.hardsigmoid,
-                         "hardswish": activations.hardswish}.items():  # fmt: skip
+                         "hardswish": activations.hardswish, "softplus": activations.softplus, "elu": activations.elu,
+                         "leaky_relu": activations.leaky_relu, "gelu": activations.gelu}.items():  # fmt: skip
     RULES.both(_name, _function)
 
 
@@ -36,10 +37,6 @@ RULES.both("rsqrt", lambda x: _reciprocal(square_root(x)))
 RULES.both("expm1", lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x))
 RULES.both("sin", lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x))
 RULES.both("cos", lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x))
-RULES.both("softplus", lambda x, beta=1, threshold=20: _softplus(x, beta, threshold))
-RULES.both("leaky_relu", lambda x, slope=0.01: activations.leaky_relu(x, slope))
-RULES.both("elu", lambda x, alpha=1, scale=1, input_scale=1: activations.elu(x, alpha, scale, input_scale))
-RULES.both("gelu", lambda x, *, approximate="none": activations.gelu(x, approximate))
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
@@ -58,43 +55,16 @@ def _inverse_erf(x: Tensor) -> Tensor:
 RULES.both("erfinv", _inverse_erf)
 
 
-def _softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
-    def compute(v: Tensor) -> Tensor:
-        return over(activations.softplus64(v * beta), beta)
-
-    return torch.where(x * beta > threshold, x, elementwise(compute, x))
-
-
-@RULES.of(aten.gelu_backward.default)
-def _gelu_gradient(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    return activations.gelu_gradient(gradient, x, approximate)
-
-
-@RULES.of(aten.leaky_relu_backward.default)
-def _leaky_relu_gradient(gradient: Tensor, x: Tensor, slope: float, is_result: bool) -> Tensor:
-    return activations.leaky_relu_gradient(gradient, x, slope)
-
-
-@RULES.of(aten.elu_backward.default)
-def _elu_gradient(
-    gradient: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
-) -> Tensor:
-    """g * scale above 0, else g * (y + alpha * scale) * input_scale, with the result y."""
-    below = (x if is_result else activations.elu(x, alpha, scale, input_scale)) + alpha * scale
-    return torch.where(x > 0, gradient * scale, below.mul_(gradient).mul_(input_scale))
-
-
-@RULES.of(aten.softplus_backward.default)
-def _softplus_gradient(gradient: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
-    return torch.where(x * beta > threshold, gradient, sigmoid(x * beta).mul_(gradient))
-
-
 RULES |= {
     aten.silu_backward.default: activations.silu_gradient,
     aten.sigmoid_backward.default: activations.sigmoid_gradient,
     aten.tanh_backward.default: activations.tanh_gradient,
     aten.hardswish_backward.default: activations.hardswish_gradient,
     aten.hardsigmoid_backward.default: activations.hardsigmoid_gradient,
+    aten.gelu_backward.default: activations.gelu_gradient,
+    aten.leaky_relu_backward.default: activations.leaky_relu_gradient,
+    aten.elu_backward.default: activations.elu_gradient,
+    aten.softplus_backward.default: activations.softplus_gradient,
 }
 
 
@@ -258,21 +228,6 @@ def _all_reduce(tensors: list[Tensor], group: Any, operation: Any, *args: Any) -
 # Draws
 
 
-@RULES.of(aten.normal_.default)
-def _normal(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Tensor:
-    return draws.normal_(x, mean, std, generator)
-
-
-@RULES.of(aten.uniform_.default)
-def _uniform(x: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
-    return draws.uniform_(x, low, high, generator)
-
-
-@RULES.of(aten.bernoulli_.float)
-def _bernoulli(x: Tensor, probability: float = 0.5, *, generator: Any = None) -> Tensor:
-    return draws.bernoulli_(x, probability, generator)
-
-
 @RULES.of(aten.native_dropout.default)
 def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if not train:
@@ -291,21 +246,16 @@ def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -
 
 
 RULES |= {
-    aten.rand.default: partial(_drawn, _uniform),
-    aten.rand.generator: partial(_drawn, _uniform),
-    aten.randn.default: partial(_drawn, _normal),
-    aten.randn.generator: partial(_drawn, _normal),
+    aten.normal_.default: draws.normal_,
+    aten.uniform_.default: draws.uniform_,
+    aten.bernoulli_.float: draws.bernoulli_,
+    aten.rand.default: partial(_drawn, draws.uniform_),
+    aten.rand.generator: partial(_drawn, draws.uniform_),
+    aten.randn.default: partial(_drawn, draws.normal_),
+    aten.randn.generator: partial(_drawn, draws.normal_),
+    aten.rand_like.default: lambda x, **options: draws.uniform_(torch.empty_like(x, **options)),
+    aten.randn_like.default: lambda x, **options: draws.normal_(torch.empty_like(x, **options)),
 }
-
-
-@RULES.of(aten.rand_like.default)
-def _uniform_like(x: Tensor, **options: Any) -> Tensor:
-    return _uniform(torch.empty_like(x, **options))
-
-
-@RULES.of(aten.randn_like.default)
-def _normal_like(x: Tensor, **options: Any) -> Tensor:
-    return _normal(torch.empty_like(x, **options))
 
 
 @RULES.of(aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -1,10 +1,12 @@
 """Pooling, nearest upsampling, and their gradients: gathers, and sums over the grid of each image and channel.
 
-Of equal values the maximum is the first in row order of the window; a NaN wins over all, and the first of them.
+The functions have the arguments of ATen's operators. Of equal values the maximum is the first in row order of the
+window; a NaN wins over all, and the first of them.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +47,9 @@ def _padded(x: Tensor, shape: Geometry, output: tuple[int, int], value: float) -
 
 
 def max_pool(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The maxima of windows, and for each the number of its pixel, y * width + x: int64."""
     shape = _geometry(kernel, stride, padding, dilation)
     output = _output(x, shape, ceil_mode)
@@ -79,7 +77,9 @@ def _pixel_numbers(offsets: Tensor, width: int, shape: Geometry) -> Tensor:
     return offsets.long().add_((rows * width).unsqueeze(1) + columns).clamp_(min=0)
 
 
-def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+def max_pool_gradient(
+    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Tensor
+) -> Tensor:
     """The gradient of each maximum goes to its pixel; those of one pixel are added."""
     total = torch.zeros(*x.shape[:2], x.shape[2] * x.shape[3], dtype=torch.float64, device=x.device)
     total.scatter_add_(2, indices.flatten(2), on_grid(gradient, _PIXELS).flatten(2))
@@ -87,14 +87,9 @@ def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def average_pool(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    with_padding: bool,
-    divisor: int | None,
-) -> Tensor:
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    ceil_mode: bool = False, with_padding: bool = True, divisor: int | None = None,
+) -> Tensor:  # fmt: skip
     """The means of windows; see torch's `avg_pool2d` for what the divisor counts."""
     shape = _geometry(kernel, stride, padding)
     output = _output(x, shape, ceil_mode)
@@ -121,15 +116,9 @@ def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: b
 
 
 def average_pool_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    with_padding: bool,
-    divisor: int | None,
-) -> Tensor:
+    gradient: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    ceil_mode: bool, with_padding: bool, divisor: int | None,
+) -> Tensor:  # fmt: skip
     """Each output's gradient, divided, goes to all pixels of its window."""
     shape = _geometry(kernel, stride, padding)
     output = (gradient.shape[2], gradient.shape[3])
@@ -174,14 +163,17 @@ def adaptive_average_pool_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return total.float()
 
 
-def nearest_upsample(x: Tensor, output: Sequence[int]) -> Tensor:
+def nearest_upsample(x: Tensor, output: Sequence[int], *scales: float | None) -> Tensor:
     """Each pixel takes that of the input at floor(n * input / output), whatever scale factor was given."""
     rows, columns = (_sources(size, count, x) for size, count in zip(x.shape[2:], output, strict=True))
     return x[:, :, rows.unsqueeze(1), columns]
 
 
-def nearest_upsample_gradient(gradient: Tensor, size: Sequence[int]) -> Tensor:
-    """The gradients of the pixels that took one are added."""
+def nearest_upsample_gradient(
+    gradient: Tensor, output: Sequence[int], shape: Sequence[int], *scales: float | None
+) -> Tensor:
+    """The gradients of the pixels that took one of the input, [N, C, H, W] by its shape, are added."""
+    size = shape[2:]
     rows, columns = (_sources(n, count, gradient) for n, count in zip(size, gradient.shape[2:], strict=True))
     values = on_grid(gradient, _PIXELS)
     total = values.new_zeros(*gradient.shape[:2], size[0], gradient.shape[3]).index_add_(2, rows, values)
