@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from torusgd.cuda import triton_sums, triton_weights
+from torusgd.cuda import triton_kernels
 from torusgd.cuda.flat_weights import Update
 from torusgd.cuda.sums import Verdict
 from torusgd.optim.lars import VARIANTS
@@ -44,24 +44,24 @@ def launch_all() -> None:
     control = torch.zeros(4 * 3 + 2, dtype=torch.int64)
     for dtype in (torch.int32, torch.int64):
         sums = message.to(dtype)
-        triton_sums.add_gradients([tensor], sizes, scales, sums, found)
-        triton_sums.add_bounds(found, scales, sums, 48, 8.0, 2.0**27)
-        triton_sums.mean([sums[:48]], sizes, scales, 1.0, [tensor])
-        triton_sums.verdict(
+        triton_kernels.add_gradients([tensor], sizes, scales, sums, found)
+        triton_kernels.add_bounds(found, scales, sums, 48, 8.0, 2.0**27)
+        triton_kernels.mean([sums[:48]], sizes, scales, 1.0, [tensor])
+        triton_kernels.verdict(
             Verdict(
                 [sums[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, wide, scales, scales, torch.zeros(2),
                 torch.zeros(2), wide,
             )
         )  # fmt: skip
     for is_first in (True, False):
-        triton_sums.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
-    triton_weights.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
+        triton_kernels.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
+    triton_kernels.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
     for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
-        triton_weights.look_up(images.byte(), torch.zeros(3, 256), images)
+        triton_kernels.look_up(images.byte(), torch.zeros(3, 256), images)
     values = torch.zeros(1, 5, dtype=torch.float64)
     for rule, momentum in (("sgd", 0.9), ("nesterov", 0.9), *((variant, 0.9) for variant in VARIANTS), ("sgd", 0.0)):
         given = Update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)
-        triton_weights.update(given)
+        triton_kernels.update(given)
 
 
 if __name__ == "__main__":

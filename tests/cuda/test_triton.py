@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 pytest.importorskip("triton", reason="needs the extra triton")
 
 from torusgd.comm.exact_sum import NARROW
-from torusgd.cuda import flat_weights, sums, triton_sums, triton_weights
+from torusgd.cuda import flat_weights, sums, triton_kernels
 from torusgd.cuda.flat_weights import FlatUpdate, Update
 from torusgd.cuda.sums import Verdict
 from torusgd.data import to_device
@@ -68,7 +68,7 @@ def added(kernels: ModuleType, dtype: torch.dtype, bad: float | None = None) -> 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf")])
 def test_the_integers_bounds_and_counts_are_those_of_torch(dtype: torch.dtype, bad: float | None) -> None:
-    ours, theirs = (added(kernels, dtype, bad) for kernels in (triton_sums, sums))
+    ours, theirs = (added(kernels, dtype, bad) for kernels in (triton_kernels, sums))
     if bad is None:  # nan has no integer
         assert torch.equal(ours[1], theirs[1])
         assert torch.equal(ours[0], theirs[0])
@@ -81,7 +81,7 @@ def test_a_gradient_in_another_layout_is_taken_in_logical_order() -> None:
     scales, sizes = torch.tensor([2.0**12]), torch.tensor([48])
     gradient = torch.randn(6, 8, generator=seeded(0)).t()
     messages = [torch.zeros(52, dtype=torch.int32) for _ in range(2)]
-    for kernels, message in zip((triton_sums, sums), messages, strict=True):
+    for kernels, message in zip((triton_kernels, sums), messages, strict=True):
         kernels.add_gradients([gradient], sizes, scales, message, torch.zeros(2, dtype=torch.int32))
     assert messages[1].any()
     assert torch.equal(*messages)
@@ -114,7 +114,7 @@ def control_of(add: Any, value: float) -> Tensor:
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), -float("inf"), 2.0**57, -(2.0**56)])
 def test_statistics_have_the_same_limbs(value: float) -> None:
-    assert torch.equal(control_of(triton_sums.add_statistics, value), control_of(add_statistics, value))
+    assert torch.equal(control_of(triton_kernels.add_statistics, value), control_of(add_statistics, value))
 
 
 def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]:
@@ -152,7 +152,7 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
     ],
 )
 def test_the_verdict_and_what_follows_are_the_same(fault: str, dtype: torch.dtype) -> None:
-    ours, theirs = (decided(kernels, dtype, fault) for kernels in (triton_sums, sums))
+    ours, theirs = (decided(kernels, dtype, fault) for kernels in (triton_kernels, sums))
     assert all(map(torch.equal, ours, theirs))
     assert bool(ours[0]) == (not fault)
 
@@ -162,7 +162,7 @@ def test_the_mean_is_the_same(dtype: torch.dtype) -> None:
     payloads = [message[: sum(each)] for message, each in zip(messages(dtype), SLOTS, strict=True)]
     sizes = [numel for each in SLOTS for numel in each]
     means = [[torch.zeros(numel) for numel in sizes] for _ in range(2)]
-    for kernels, out in zip((triton_sums, sums), means, strict=True):
+    for kernels, out in zip((triton_kernels, sums), means, strict=True):
         kernels.mean(payloads, torch.tensor(sizes), torch.tensor([0.3, 1e-9, 7.0]), 2.0**-16, out)
     assert all(map(torch.equal, *means))
 
@@ -199,7 +199,7 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = 0.9) ->
             flat.weights, flat.momenta, drawn(seed), torch.tensor([going]), flat._values, flat._offsets,
             *flat.constants(),
         )  # fmt: skip
-        triton_weights.update(given)
+        triton_kernels.update(given)
     return tensors, [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
 
 
@@ -253,7 +253,7 @@ def test_a_layers_norm_is_the_tree_over_all_of_its_blocks(count: int) -> None:
     norms[count:] = 0.0
     norms[count] = 1.0
     values = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
-    triton_weights._rates[(1,)](
+    triton_kernels._rates[(1,)](
         values, torch.tensor([[0, count]]), norms, count, THRESHOLD=False, ZERO_IS_PLAIN=True, CLIP=False
     )
     assert values[0, 0] == norms_from_blocks([norms[:count]])[0]
@@ -265,7 +265,7 @@ def test_copies_have_the_bits_of_torch_in_every_layout(dtype: torch.dtype) -> No
     # Halfway between two values, above the largest of float16, below its least, and what is not finite.
     weights[1][0] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 70000.0, 1e-9, -float("inf"), 3.4e38])
     made = []
-    for copy_weights in (triton_weights.copy_weights, flat_weights.copy_weights):
+    for copy_weights in (triton_kernels.copy_weights, flat_weights.copy_weights):
         copies = [torch.zeros_like(weight, dtype=dtype) for weight in weights]
         copies[0] = copies[0].contiguous(memory_format=torch.channels_last)
         copy_weights(weights, copies)
@@ -282,7 +282,7 @@ def test_every_value_of_an_image_stands_where_torchs_look_up_puts_it(
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=seeded(1))
     table = torch.randn(shape[1], 256, generator=seeded(2))
     made = []
-    for look_up in (triton_weights.look_up, to_device.look_up):
+    for look_up in (triton_kernels.look_up, to_device.look_up):
         out = torch.empty(shape, memory_format=memory_format).fill_(torch.nan)
         look_up(pixels, table, out)
         made.append(out)

@@ -18,22 +18,22 @@ if torch.cuda.is_available():
 from tests.cuda.trainers import SGD, left, make_trainer, take
 from triton.runtime.interpreter import GridExecutor
 
-from torusgd.cuda import triton_sums, triton_weights
+from torusgd.cuda import triton_kernels
 from torusgd.cuda.flat_weights import Update
 from torusgd.cuda.sums import Verdict
 
 pytestmark = pytest.mark.slow
 
 SUMS: dict[str, Callable[..., Any]] = {
-    "add_gradients": triton_sums.add_gradients,
-    "add_bounds": triton_sums.add_bounds,
-    "add_statistics": triton_sums.add_statistics,
-    "verdict": lambda *given: triton_sums.verdict(Verdict(*given)),
-    "mean": triton_sums.mean,
+    "add_gradients": triton_kernels.add_gradients,
+    "add_bounds": triton_kernels.add_bounds,
+    "add_statistics": triton_kernels.add_statistics,
+    "verdict": lambda *given: triton_kernels.verdict(Verdict(*given)),
+    "mean": triton_kernels.mean,
 }
 UPDATE: dict[str, Callable[..., Any]] = {
-    "update": lambda *given: triton_weights.update(Update(*given)),
-    "copy_weights": triton_weights.copy_weights,
+    "update": lambda *given: triton_kernels.update(Update(*given)),
+    "copy_weights": triton_kernels.copy_weights,
 }
 ELEMENTS_OF_A_THREAD = 32
 """4,096 of a block over 128 threads"""

@@ -10,6 +10,7 @@ coefficients are those of Chebyshev interpolation, lowest degree first.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,26 +149,4 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
     return x.permute(order).reshape(-1)
 
 
-def exp(x: Tensor) -> Tensor:
-    """e**x of float32 values."""
-    return elementwise(exp64, x)
-
-
-def log(x: Tensor) -> Tensor:
-    """ln(x) of float32 values."""
-    return elementwise(log64, x)
-
-
-def erf(x: Tensor) -> Tensor:
-    """The error function of float32 values."""
-    return elementwise(erf64, x)
-
-
-def tanh(x: Tensor) -> Tensor:
-    """tanh of float32 values."""
-    return elementwise(tanh64, x)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e**-x) of float32 values."""
-    return elementwise(sigmoid64, x)
+exp, log, erf, tanh, sigmoid = (partial(elementwise, each) for each in (exp64, log64, erf64, tanh64, sigmoid64))

@@ -21,10 +21,13 @@ _ERF_OF_TWO_DEVIATIONS = 0.9544997361036416
 
 # Functions and activations
 
-for _name, _function in {"exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
-                         "silu": activations.silu, "hardsigmoid": activations.hardsigmoid,
-                         "hardswish": activations.hardswish, "softplus": activations.softplus, "elu": activations.elu,
-                         "leaky_relu": activations.leaky_relu, "gelu": activations.gelu}.items():  # fmt: skip
+_FUNCTIONS: dict[str, Rule] = {
+    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
+    "silu": activations.silu, "hardsigmoid": activations.hardsigmoid, "hardswish": activations.hardswish,
+    "softplus": activations.softplus, "elu": activations.elu, "leaky_relu": activations.leaky_relu,
+    "gelu": activations.gelu,
+}  # fmt: skip
+for _name, _function in _FUNCTIONS.items():
     RULES.both(_name, _function)
 
 

@@ -8,5 +8,5 @@ It has never run on a GPU. A run without the option imports nothing from here.
     sums           exact sums that take a bucket at a time, and leave every decision to the device
     flat_weights   SGD and LARS on flat memory, as one operator; 16-bit copies in place of autocast's casts
     kernels        operators of torch.ops.torusgd, and the tables that their Triton kernels read
-    triton_*       the Triton kernels of sums, weights and images
+    triton_kernels the operators as Triton kernels
 """

@@ -3,7 +3,7 @@
 The host launches an update before anybody knows whether the step's gradients may be used. So the update reads `going`,
 a value on the device, and changes nothing if it is zero. One operator takes all tensors at once,
 `torch.ops.torusgd.update`; its form here computes on copies by `momentum_step` or `lars`, and then takes the result or
-leaves it, so that it has the bits of `Sgd` and `Lars` on the same device. `triton_weights` has it as one kernel, or
+leaves it, so that it has the bits of `Sgd` and `Lars` on the same device. `triton_kernels` has it as one kernel, or
 with LARS as three, which round as torch's foreach operators do.
 
 The numbers that change from step to step stand in a table on the device, which the host writes before each update: an
@@ -201,5 +201,5 @@ def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(copies), list(weights))
 
 
-register(update, "triton_weights", writes={"weights", "momenta", "values"})
-register(copy_weights, "triton_weights", writes={"copies"})
+register(update, writes={"weights", "momenta", "values"})
+register(copy_weights, writes={"copies"})

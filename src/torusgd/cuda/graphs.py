@@ -438,4 +438,4 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-register(look_up, "triton_weights", writes={"out"})
+register(look_up, writes={"out"})

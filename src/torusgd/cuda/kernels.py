@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+KERNELS = f"{__package__}.triton_kernels"
+"""imported once a CUDA tensor comes, since only then Triton need be there"""
 LIBRARY = Library("torusgd", "FRAGMENT")
 operators = torch.ops.torusgd
 """the registered operators, by name"""
@@ -24,12 +26,11 @@ operators = torch.ops.torusgd
 _MOST_ENTRIES = 1 << 17
 
 
-def register(function: Callable[..., None], kernels: str, writes: Collection[str]) -> None:
+def register(function: Callable[..., None], writes: Collection[str]) -> None:
     """Makes an operator of a function, with its name; if it takes one dataclass, the operator takes the fields.
 
     Args:
-        function: The operator's form made of torch's own operators.
-        kernels: The module of this folder that has a function of that name for CUDA tensors.
+        function: The operator's form made of torch's own operators; `triton_kernels` has one of that name.
         writes: Names of the arguments that it changes.
     """
     name, signature = function.__name__, inspect.signature(function)
@@ -46,7 +47,7 @@ def register(function: Callable[..., None], kernels: str, writes: Collection[str
 
     LIBRARY.define(name + infer_schema(prototype, mutates_args=writes))
     LIBRARY.impl(name, lambda *given: call(function, given), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, lambda *given: call(getattr(import_module(f"{__package__}.{kernels}"), name), given), "CUDA")
+    LIBRARY.impl(name, lambda *given: call(getattr(import_module(KERNELS), name), given), "CUDA")
 
 
 class Tables:

@@ -11,7 +11,7 @@ the gradients of a bucket wait for one another, and then one call takes them all
     mean            the mean gradient from the summed messages
 
 None of them makes the host wait, none changes a shape, all write into memory that never moves: they may be captured in
-a CUDA graph. The forms here are made of torch's own operators; `triton_sums` has them as kernels, with the same bits.
+a CUDA graph. The forms here are made of torch's own operators; `triton_kernels` has kernels with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -285,8 +285,8 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
     return torch.cat([*bounds, *bad, total_lost(lost)])
 
 
-register(add_gradients, "triton_sums", writes={"message", "found"})
-register(add_bounds, "triton_sums", writes={"message", "found"})
-register(add_statistics, "triton_sums", writes={"sums"})
-register(verdict, "triton_sums", writes={"going", "bounds", "scales", "factors", "running", "report"})
-register(mean, "triton_sums", writes={"out"})
+register(add_gradients, writes={"message", "found"})
+register(add_bounds, writes={"message", "found"})
+register(add_statistics, writes={"sums"})
+register(verdict, writes={"going", "bounds", "scales", "factors", "running", "report"})
+register(mean, writes={"out"})
