@@ -43,11 +43,6 @@ class Geometry:
         vertical, horizontal = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
         return vertical, horizontal
 
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether each window is one pixel, and each pixel one window."""
-        return self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
-
     def taps(self) -> list[tuple[int, int]]:
         """Offset of each element of the kernel in a padded image, in row order."""
         vertical, horizontal = self.kernel

@@ -196,7 +196,7 @@ def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, valu
     return function(zeros.double(), on_grid).float()
 
 
-@RULES.of(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+@RULES.of(aten.index_put.default)
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     if not accumulate or not x.is_floating_point():
         return aten.index_put.default(x, indices, values, accumulate)
