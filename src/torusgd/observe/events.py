@@ -52,8 +52,9 @@ class Telemetry:
         evaluated: int,
         about: Mapping[str, Any],
         trackers: Trackers,
+        is_quiet: bool = False,
     ) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
         self._path = folder / "events.jsonl"
@@ -67,7 +68,7 @@ class Telemetry:
         self._last_line = time.perf_counter()
         self._speed = self._left_out = 0.0
         self._slowest = ""
-        if self.console.is_terminal:
+        if self.console.is_terminal and not is_quiet:
             self._progress = Progress(
                 BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
             )
@@ -143,7 +144,7 @@ class Telemetry:
         if self._progress is not None:
             gap = "  " if self.console.width >= WIDE else "\n"
             self._progress.update(self._task, completed=stats.step.index + 1, description=self._line(stats, gap))
-        elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
+        elif time.perf_counter() - self._last_line >= PLAIN_SECONDS and not self.console.quiet:
             self._last_line = time.perf_counter()
             print(self._line(stats), flush=True)
 

@@ -91,6 +91,10 @@ class RuntimeOptions(Section):
     """Write a checkpoint after this many minutes at the latest; a slow disk may delay it."""
     keep_checkpoints: Count = 2
     """Retain this many of the newest checkpoints."""
+    verify_every: Annotated[Duration | None, Flag(OUTPUT, ("train", "plan"), "DURATION")] = None
+    """Retain a checkpoint this often, in verify/ of the run's folder, from which anyone can compute the steps that
+    follow and compare (torusgd verify), with a record of the state. By default records alone, as often as costs a
+    thousandth of the time."""
     track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Flag(OUTPUT, ("train",))] = ()
     """Send every step and evaluation to this tracker too; the flag is repeatable. TensorBoard and W&B offline write
     into the run's folder, MLflow and W&B send."""

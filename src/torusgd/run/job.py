@@ -14,6 +14,7 @@ from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..step.journal import Journaled
+from ..step.records import Expected
 from ..synchrony.delays import delay_model
 
 
@@ -46,6 +47,8 @@ class Job:
     """to stand beside what is measured"""
     replay: Journaled | None = None
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    expected: Expected | None = None
+    """what the state must be after some steps, which are computed anew; None: this is a run of its own"""
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
     lists: tuple[str, ...] | None = None

@@ -25,6 +25,7 @@ from ..step.evaluate import Evaluation, evaluate
 from ..step.images import ReplacedImages
 from ..step.journal import Journal, journal_of
 from ..step.polish import polish_by_recipe
+from ..step.records import figures_of
 from ..step.stats import StepStats
 from ..step.watch import Requests
 from ..weights import weights_sha256
@@ -32,6 +33,7 @@ from .build import Trainer, build
 from .job import Job
 from .newest_state import Agreed, Beginning, Retained, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
+from .recording import Recorder
 from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
 
@@ -86,10 +88,14 @@ class Run:
         self._metadata = weights_metadata(job.recipe, retained.data.training.source.classes)
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
+        if job.expected is not None:
+            self._evaluations = {*job.expected.evaluations}
         saves = self._boundaries(job.options.checkpoint_every)
         self._saver = Saver(
             job, world, self.liveness, self._metadata, saves, retained.saved.at if retained.saved else None
         )
+        verified = self._boundaries(job.options.verify_every)
+        self._recorder = Recorder(job, world, verified, self.steps, self._metadata)
         requests = Requests(
             self._must_stop,
             self.liveness,
@@ -102,7 +108,8 @@ class Run:
         )
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
         self.trainer: Trainer = build(
-            job, retained.data, world, self.liveness, requests, [replaced], retained.generation + 1,
+            job, retained.data, world, self.liveness, requests, [replaced, self._recorder.watch],
+            retained.generation + 1,
             retained.fingerprint, retained.network,
         )  # fmt: skip
         self.membership = self.trainer.membership
@@ -132,15 +139,20 @@ class Run:
                     "already; give at least as many, or --fresh"
                 )
             self._is_ready = True
-            state, path = self.state, self.retained.run_dir.journal if self._is_first else None
-            self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
+            state, job, path = self.state, self.job, self.retained.run_dir.journal if self._is_first else None
+            self.journal = journal_of(job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
             if self._is_first:
                 self._open_telemetry(agreed)
+            news = self._recorder.begin(state, self.trainer.step.state)
+            if news and self.telemetry is not None:
+                self.telemetry.say(news)
             end = self._train(*self._saved(agreed))
             if end is End.RANKS_CHANGE:
                 return RunResult(ranks_change=True)
             stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
-            result = RunResult(self._finish()) if end is End.DONE else stopped
+            is_final = job.expected is None or (job.expected.is_final and not self._recorder.is_refuted)
+            finished = RunResult(self._finish()) if end is End.DONE and is_final else RunResult()
+            result = finished if end is End.DONE else stopped
         except CommError:
             # SIGKILL 6: the step is cut off. It has changed nothing but sums, so the state is that after the last one.
             # Nothing is closed before the groups are: the others shall notice at once.
@@ -179,7 +191,7 @@ class Run:
 
     def close_files(self) -> None:
         """Ends what writes and sends, after what is on its way; a checkpoint that is being written is completed."""
-        for each in (self._feeds, self._saver, self.journal, self.telemetry):
+        for each in (self._feeds, self._saver, self._recorder, self.journal, self.telemetry):
             if each is not None:
                 each.close()
 
@@ -223,7 +235,10 @@ class Run:
                 is_stopping = True
                 continue
             self._note(stats, deadlines.observe(as_seconds(stats.finished), stats.times.seconds))
-            is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
+            is_stopping, is_changing = stats.stop, stats.change
+            is_due = stats.save or self._recorder.wants_checkpoint
+            if self._recorder.is_refuted:  # what follows from a wrong state says nothing
+                self.steps = state.step
 
     def _saved_before_errors(self, call: Callable[[], T]) -> T:
         """What a call gives. If it ends the run it has changed nothing: first the last good step is saved."""
@@ -259,6 +274,7 @@ class Run:
             self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
         if stats.keep and self.memory is not None:
             self.memory.keep(state, self.trainer.step.state)
+        self._recorder.after_step(stats, state, self.trainer.step.state)
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()
@@ -281,6 +297,7 @@ class Run:
             state.seconds_to_target = seconds
         if self.telemetry is not None:
             self.telemetry.evaluation(state.step, evaluation, seconds)
+        self._recorder.evaluation(state.step, evaluation)
         return True
 
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
@@ -347,6 +364,7 @@ class Run:
         if self._is_first:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)
+            summary["records"] = self._recorder.result(summary, {**figures_of(evaluation), **top1})
             write_result(run_dir, tensors, summary, self._metadata)
         return summary
 
@@ -378,7 +396,10 @@ class Run:
             self.liveness.outside("the servers of --track", ", ".join(job.options.track))
         trackers, about = self.retained.trackers, self.retained.about
         trackers.open(path, {**about, "recipe": job.recipe.as_dict()})
-        self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
+        self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers,
+            is_quiet=job.expected is not None)  # fmt: skip
+        if job.expected is not None:
+            return
         if not agreed.holders:
             greet(self.telemetry, job, self.trainer, state, agreed.origin)
             return

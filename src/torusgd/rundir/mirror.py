@@ -62,14 +62,15 @@ class Mirror:
 
     def put_checkpoint(self, checkpoint: Path, keep: int) -> None:
         """Copies a checkpoint there, with the files beside it, and leaves the newest `keep`; OSError as it comes."""
+        part = checkpoint.parent.name
         self._lease.check()
         self._put_small(but=_SUMMARY)
         # The manifest is written last and deleted first: a checkpoint that has one is whole.
         for name in (*CHECKPOINT_FILES, MANIFEST):
-            self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
+            self._store.put(checkpoint / name, f"{part}/{checkpoint.name}/{name}")
         # Nothing newer than this one is deleted, as on a disk.
-        for old in [name for name in self._checkpoints() if name <= checkpoint.name][keep:]:
-            self._delete(old)
+        for old in [name for name in self._checkpoints(part) if name <= checkpoint.name][keep:]:
+            self._delete(f"{part}/{old}")
 
     def put_result(self) -> None:
         """Copies the events there, and the weights and the summary of a finished run; RunError if that can't be."""
@@ -151,19 +152,20 @@ class Mirror:
             if name != but and (self.folder / name).exists():
                 self._store.put(self.folder / name, name)
 
-    def _checkpoints(self) -> list[str]:
-        """The names of the whole ones, newest first."""
-        end = f"/{MANIFEST}"
-        found = [name.split("/")[1] for name in self._store.sizes() if name.endswith(end) and name.count("/") == 2]
+    def _checkpoints(self, part: str = "checkpoints") -> list[str]:
+        """The names of the whole ones in a folder, newest first."""
+        named = [name.split("/") for name in self._store.sizes()]
+        found = [words[1] for words in named if len(words) == 3 and (words[0], words[2]) == (part, MANIFEST)]
         return sorted((name for name in found if name.startswith("step-")), reverse=True)
 
     def _delete(self, checkpoint: str) -> None:
         for name in (MANIFEST, *CHECKPOINT_FILES):
-            self._store.delete(f"checkpoints/{checkpoint}/{name}")
+            self._store.delete(f"{checkpoint}/{name}")
 
     def _clear(self, names: list[str]) -> None:
-        for checkpoint in self._checkpoints():
-            self._delete(checkpoint)
+        for part in ("checkpoints", "verify"):
+            for checkpoint in self._checkpoints(part):
+                self._delete(f"{part}/{checkpoint}")
         for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME):
             if name in names:
                 self._store.delete(name)

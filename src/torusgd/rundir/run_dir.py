@@ -22,11 +22,14 @@ from .run_view import HEAD, STATUS, forget_requests
 TRACE = "trace.json"
 # The file with the name by which servers know the run, however often it is resumed.
 TRACKING_ID = "tracking-id.txt"
-FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", TRACKING_ID, TRACE)
+RECORDS = "records.jsonl"
+FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", RECORDS, TRACKING_ID, TRACE)
 STEP = "step-" + 8 * "[0-9]"
+_CHECKPOINTS = (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial")
 # Sub-folders, and what a run writes into them.
 PARTS = {
-    "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
+    "checkpoints": _CHECKPOINTS,
+    "verify": _CHECKPOINTS,
     "tensorboard": ("events.out.tfevents.*",),
     "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
 }
@@ -46,7 +49,9 @@ class RunDir:
         self.model = path / "model.safetensors"
         self.events = path / "events.jsonl"
         self.journal = path / "journal.txt"
+        self.records = path / RECORDS
         self.checkpoints = path / "checkpoints"
+        self.verify = path / "verify"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -201,8 +206,9 @@ class RunDir:
         for name in OWN:
             for path in self.path.glob(f".{name}.*"):
                 path.unlink()
-        for path in self.checkpoints.glob(f".{STEP}.partial"):
-            shutil.rmtree(path)
+        for folder in (self.checkpoints, self.verify):
+            for path in folder.glob(f".{STEP}.partial"):
+                shutil.rmtree(path)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

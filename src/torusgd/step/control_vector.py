@@ -17,7 +17,7 @@ from ..data.to_device import pinned
 from ..errors import RunError
 
 # Of the record: ranks with programs that would read each other's fields otherwise find out at the first step.
-VERSION = 5
+VERSION = 6
 NO_WORDS = torch.zeros(0, dtype=torch.int64)
 """the section of a watcher in a step that does not concern it"""
 

@@ -83,7 +83,9 @@ class MovingAverage:
 
 
 _MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
-_MEAN, _RUNNING, _WATCHERS = "mean", "running", "watchers/"
+_MEAN, _RUNNING = "mean", "running"
+WATCHERS = "watchers/"
+"""of tensors that watchers need, and no weight depends on"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class StepState:
                 average = tensor
             elif name == _BOUNDS:
                 self.reducer.sum.load_state(tensor)
-            elif name.startswith(_WATCHERS):
+            elif name.startswith(WATCHERS):
                 watched[name] = tensor
             else:
                 self.precision.load_state(name, tensor)
@@ -187,11 +189,11 @@ class StepState:
     def _watched(self) -> dict[str, Tensor]:
         states = {watcher.name: watcher.state() for watcher in self.watchers}
         # Copies, for a watcher may write its own in the next step.
-        return {f"{_WATCHERS}{name}/{key}": each.clone() for name, own in states.items() for key, each in own.items()}
+        return {f"{WATCHERS}{name}/{key}": each.clone() for name, own in states.items() for key, each in own.items()}
 
     def _load_watched(self, tensors: Mapping[str, Tensor]) -> None:
         for watcher in self.watchers:
-            begin = f"{_WATCHERS}{watcher.name}/"
+            begin = f"{WATCHERS}{watcher.name}/"
             own = {name.removeprefix(begin): each for name, each in tensors.items() if name.startswith(begin)}
             watcher.load_state(own)
 

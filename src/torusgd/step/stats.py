@@ -56,6 +56,8 @@ class StepStats:
     """whether a checkpoint is due after this step"""
     keep: bool = False
     """whether nodes copy the state into their memory after this step"""
+    record: bool = False
+    """whether the state after this step is recorded"""
     change: bool = False
     """whether ranks join or leave after this step"""
     redone: int = _counted("redone_steps")

@@ -211,6 +211,8 @@ class TrainStep:
             observe = _given(watcher.gradients_of(step.index, worker) for watcher in self.watchers)
         self.reducer.begin_worker(last=False, hash_into=hashed, observe=observe)
         if worker is not None and batch is not None:
+            for watcher in self.watchers:
+                watcher.with_batch(step.index, worker, batch)
             with record_function(f"forward {worker}"):
                 loss = self.forward_backward.forward(step, worker, batch, membership).detach()
             if not self.forward_backward.is_added:
@@ -256,7 +258,12 @@ class TrainStep:
             self.liveness.progress("train", step.index, worker)
             return self.requests.look()
 
-        take = partial(self.images.take, step, membership=membership)
+        batches: dict[int, Batch] = {}
+
+        def take(worker: int) -> Batch:
+            batches[worker] = self.images.take(step, worker, membership)
+            return batches[worker]
+
         try:
             for passed, seconds in self.pass_thread.in_time(step, membership, limit, take, is_stopped):
                 self.reducer.begin_worker(last=False)
@@ -265,6 +272,8 @@ class TrainStep:
                 self.reducer.end_worker()
                 self.control.add(passed.statistics, passed.loss)
                 finished[passed.worker] = as_microseconds(seconds)
+                for watcher in self.watchers:
+                    watcher.with_batch(step.index, passed.worker, batches.pop(passed.worker))
                 self.control.counts.replaced += passed.replaced
         except (OSError, RunError) as error:
             self.images.note(error)

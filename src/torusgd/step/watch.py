@@ -6,6 +6,7 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
     reads_too      virtual workers whose images the watcher needs besides this rank's own
     before_worker  a pass begins; one watcher may give a hash that takes the integers of its gradients
     gradients_of   likewise; one watcher may give what takes the gradients themselves
+    with_batch     the images of a virtual worker that takes part have been read
     before_send    the watcher's section of the control vector, which is summed over ranks
     after_passes   this rank's last backward pass is done, and the messages are under way
     check          all sums have arrived and nothing has changed yet
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Liveness
+from ..data.pipeline import Batch
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Step
 from .control_vector import NO_WORDS, ControlVector
@@ -74,6 +76,9 @@ class StepWatch:
         A gradient holds the factor of the step's loss scale, and is valid during the call only.
         """
         return None
+
+    def with_batch(self, step: int, worker: int, batch: Batch) -> None:
+        """This rank has the images of a virtual worker that takes part in the step."""
 
     def before_send(self, view: StepView) -> Tensor:
         """This rank's section, int64, of one length on all ranks."""

@@ -1,0 +1,176 @@
+"""What a run leaves so that others can check it: records of its state (`step.records`), and checkpoints to begin from.
+
+With `verify_every` the steps are given, and a checkpoint goes with each record. Otherwise rank 0's clock decides, so
+that a record costs at most FRACTION of the time since the one before; there are at most MOST of them.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+from ..comm.groups import Group
+from ..errors import RunError, warn
+from ..rundir.checkpoint import CheckpointWriter
+from ..rundir.mirror import Mirror
+from ..rundir.run_dir import RunDir
+from ..step.evaluate import Evaluation
+from ..step.model_state import WATCHERS, StepState
+from ..step.records import (
+    BeginLine,
+    ConditionsLine,
+    EvaluationLine,
+    Expected,
+    Figure,
+    RecordFile,
+    RecordWatch,
+    ResultLine,
+    StateLine,
+    figures_of,
+    first_differences,
+    rates_of,
+    state_digests,
+)
+from ..step.stats import StepStats
+from ..text import byte_size, plural
+from .fingerprint import Fingerprint
+from .job import Job
+from .saving import RunState, as_checkpoint
+
+FRACTION = 0.001
+MOST = 200
+_ALL = 1 << 30
+
+
+class Recorder:
+    """Writes the records of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
+
+    `every` are the steps after which `verify_every` wants a record and a checkpoint, `steps` is the last step.
+    """
+
+    def __init__(self, job: Job, world: Group, every: Collection[int], steps: int, metadata: dict[str, str]) -> None:
+        self._job, self._world, self._is_first = job, world, world.rank == 0
+        self._every = frozenset(every) if job.options.verify_every is not None else frozenset()
+        self._steps, self._metadata = steps, metadata
+        self._file: RecordFile | None = None
+        self._writer: CheckpointWriter | None = None
+        self._last, self._cost, self._last_step = time.monotonic(), 0.0, 0
+        self.is_refuted = self.wants_checkpoint = False
+        """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
+        self.watch = RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due)
+
+    def begin(self, state: RunState, tensors: StepState) -> str:
+        """Opens the records behind the step of the state; every rank calls it. Returns a line for people, or nothing."""
+        if self._is_first:
+            self._open(state)
+        self._last_step = state.step
+        if state.step == 0:
+            self._record(state, tensors, StateLine(step=0))
+        if not self._every or not self._is_first:
+            return ""
+        size = checkpoint_bytes(tensors)
+        return (
+            f"verify_every {self._job.options.verify_every}: {plural(len(self._every), 'checkpoint')} of "
+            f"{byte_size(size)}, {byte_size(len(self._every) * size)} in all"
+        )
+
+    def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
+        """Records the state after a step if that is due, and has it written with `verify_every`; every rank calls it."""
+        if not stats.record:
+            return
+        journal = None if state.journal is None else state.journal.sha256
+        line = StateLine(step=state.step, images=self.watch.images, rates=rates_of(stats.step), journal=journal)
+        line = self._record(state, tensors, line)
+        if self._job.expected is not None:
+            self._compare(line, self._job.expected)
+        elif state.step in self._every:
+            saved = tensors.state_dict(state.step, keep=self._is_first)
+            if self._writer is not None:
+                self._writer.save(as_checkpoint(state, saved))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        if self._file is not None:
+            self._file.add(EvaluationLine(step=step, figures=figures_of(evaluation)))
+
+    def result(self, summary: Mapping[str, Any], figures: Mapping[str, Figure]) -> dict[str, Any]:
+        """Records what the run leaves; what the summary says of the records."""
+        if self._file is None:
+            return {}
+        weights = str(summary["weights_sha256"])
+        self._file.add(ResultLine(step=int(summary["steps"]), weights_sha256=weights, figures=dict(figures)))
+        states = sum(isinstance(line, StateLine) for line in self._file.lines)
+        return {"sha256": self._file.head, "states": states}
+
+    def close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.wait()
+            except RunError as error:
+                warn(str(error))
+            self._writer.close()
+            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, state: RunState) -> None:
+        begin = begin_line(state.fingerprint)
+        folder = RunDir(self._job.out)
+        self._file = RecordFile(folder.records, state.step, state.evaluated)
+        first = self._file.lines[0] if self._file.lines else None
+        if first is None or first.model_copy(update={"step": begin.step}) != begin:
+            # Without a begin, or with that of another run: nothing before this step can be checked.
+            self._file.close()
+            folder.records.unlink()
+            self._file = RecordFile(folder.records, 0, 0)
+            self._file.add(begin.model_copy(update={"step": state.step}))
+        now = ConditionsLine(step=state.step, conditions=state.fingerprint.conditions, mixed=state.mixed_conditions)
+        last = next((line for line in reversed(self._file.lines) if isinstance(line, ConditionsLine)), None)
+        if last is None or (last.conditions, last.mixed) != (now.conditions, now.mixed):
+            self._file.add(now)
+        if self._every:
+            copy = Mirror(self._job.bucket).put_checkpoint if self._job.bucket is not None else None
+            self._writer = CheckpointWriter(folder.verify, _ALL, self._metadata, copy and partial(copy, keep=_ALL))
+
+    def _compare(self, line: StateLine, expected: Expected) -> None:
+        recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
+        found = [
+            recorded is not None and bool(first_differences(recorded, line)),
+            checkpoint is not None and checkpoint != line.tensors,
+        ]
+        # Rank 0 has all of the digests, whoever made them.
+        self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
+
+    def _is_fixed(self, steps: int) -> bool:
+        if self._job.expected is not None:
+            return steps in self._job.expected.states or steps in self._job.expected.checkpoints
+        return steps in self._every or steps == self._steps
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether rank 0 wants a record after so many steps, of which all but the last are done or under way."""
+        if not self._is_first or self._every or self._job.expected is not None or steps >= self._steps:
+            return False
+        pause = self._cost / FRACTION
+        return steps - self._last_step >= self._steps / MOST and time.monotonic() - self._last >= pause
+
+    def _record(self, state: RunState, tensors: StepState, line: StateLine) -> StateLine:
+        """Adds the hashes of the state to a line, and writes it."""
+        began = time.monotonic()
+        line = line.model_copy(update={"tensors": state_digests(tensors, state.step, self._world)})
+        if self._file is not None:
+            self._file.add(line)
+        self._last, self._last_step = time.monotonic(), state.step
+        self._cost = self._last - began + self.watch.seconds
+        return line
+
+
+def begin_line(fingerprint: Fingerprint) -> BeginLine:
+    """The first line of a run's records."""
+    known = fingerprint.as_dict()
+    return BeginLine(step=0, **{name: known[name] for name in BeginLine.model_fields.keys() & known.keys()})
+
+
+def checkpoint_bytes(tensors: StepState) -> int:
+    """Bytes of the tensors of a checkpoint."""
+    beside = {name: each for name, each in tensors.expected_state(True).items() if not name.startswith(WATCHERS)}
+    return sum(each.nbytes for each in (*tensors.model.state_dict().values(), *beside.values()))

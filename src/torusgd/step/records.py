@@ -1,0 +1,315 @@
+"""Records of a run: hashes of its state after some steps, each line chained to the line before.
+
+Who has the recipe and the data computes steps anew from a checkpoint and must get the same hashes (`torusgd verify`).
+The file is JSON, a line each: what the run is (`begin`), the conditions of what follows (`conditions`), the state after
+so many steps (`state`), an evaluation, the result. `before` is the SHA-256 of the whole line before, so that a line
+that was changed, added, removed or moved no longer fits to what stands around it; the hash of the last line stands for
+all of them, and is what a summary, a model card or a paper shows. Jia et al. (arXiv 2103.05633) have such logs of
+checkpoints; hashes that are compared bit for bit, since bits repeat, are ours.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..data.pipeline import Batch
+from ..data.to_device import look_up
+from ..errors import RunError
+from ..recipe.schedule import Step
+from ..weights import weights_sha256
+from .control_vector import ControlVector
+from .evaluate import Evaluation
+from .model_state import WATCHERS, StepState
+from .watch import StepView, StepWatch
+
+MOST_BYTES = 1 << 30
+# int64 words of a SHA-256.
+_WORDS = 4
+Figure = float | None
+"""None: not finite"""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: NonNegativeInt
+    """steps done"""
+    before: str = ""
+    """SHA-256 of the line before; empty in the first"""
+
+
+class BeginLine(_Line):
+    """What the run is, as its fingerprint says."""
+
+    record: Literal["begin"] = "begin"
+    format: Literal["torusgd-records-1"] = "torusgd-records-1"
+    recipe_sha256: str
+    train_images: int
+    data_sha256: str
+    init_sha256: str
+    operators: str
+
+
+class ConditionsLine(_Line):
+    """Under what conditions the steps that follow were computed; `mixed` are those of ranks that had others."""
+
+    record: Literal["conditions"] = "conditions"
+    conditions: dict[str, str | int]
+    mixed: list[dict[str, str | int]]
+
+
+class StateLine(_Line):
+    """The state after a step, and what the step took."""
+
+    record: Literal["state"] = "state"
+    tensors: dict[str, str] = {}
+    """SHA-256 of each, as of `state_digests`"""
+    images: str | None = None
+    """of the step's images and labels; None: nobody knew before the step that it would be recorded"""
+    rates: tuple[float, float, float] | None = None
+    """rate, momentum and factor of the weight decay; None before the first step"""
+    journal: str | None = None
+    """digest of the journal up to here; None: it follows from the recipe"""
+
+
+class EvaluationLine(_Line):
+    """What an evaluation found."""
+
+    record: Literal["evaluation"] = "evaluation"
+    figures: dict[str, Figure]
+
+
+class ResultLine(_Line):
+    """What the run left."""
+
+    record: Literal["result"] = "result"
+    weights_sha256: str
+    figures: dict[str, Figure]
+
+
+Line = BeginLine | ConditionsLine | StateLine | EvaluationLine | ResultLine
+_ADAPTER: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="record")])
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What steps that are computed anew, for `torusgd verify`, are compared with; the run ends at a difference."""
+
+    states: Mapping[int, StateLine]
+    """by the steps done"""
+    checkpoints: Mapping[int, Mapping[str, str]]
+    """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
+    evaluations: frozenset[int]
+    """steps after which the weights are evaluated"""
+    is_final: bool
+    """whether polish and result follow the last step"""
+
+
+def line_sha256(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()
+
+
+def parse_records(text: str) -> tuple[list[Line], str, str]:
+    """The lines of a file of records that fit to each other from its begin, the last one's hash, and what is wrong
+    with the line behind them, if any. A last line without an end is left out: it may be under way.
+    """
+    found: list[Line] = []
+    head, reached = "", 0
+    for number, each in enumerate(text.split("\n")[:-1], 1):
+        try:
+            line = _ADAPTER.validate_json(each)
+        except ValidationError:
+            return found, head, f"line {number} is no record"
+        if line.before != head:
+            what = f"line {number} does not hold the hash of the line before it"
+            return found, head, f"{what}: a line was changed, added, left out or moved"
+        if (number == 1) != isinstance(line, BeginLine) or line.step < reached:
+            return found, head, f"line {number} is not where a run writes it"
+        found.append(line)
+        head, reached = line_sha256(each), line.step
+    return found, head, ""
+
+
+class RecordFile:
+    """The records of a run as they grow: rank 0 has the file, and goes on in it behind the step of its state.
+
+    `evaluated`: the step of the last evaluation. What an earlier attempt wrote behind them is dropped. RunError if the
+    disk doesn't take it.
+    """
+
+    def __init__(self, path: Path, step: int, evaluated: int) -> None:
+        self._path = path
+        try:
+            text = path.read_bytes()[:MOST_BYTES].decode(errors="replace") if path.exists() else ""
+            stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
+            kept = text.split("\n")[: len(stays)]
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.truncate(self._file, sum(len(each.encode()) + 1 for each in kept))
+        except OSError as error:
+            raise self._unwritten(error) from None
+        self.lines = stays
+        self.head = line_sha256(kept[-1]) if kept else ""
+
+    def add(self, line: Line) -> None:
+        chained = line.model_copy(update={"before": self.head})
+        text = chained.model_dump_json(exclude_none=True)
+        try:
+            os.write(self._file, f"{text}\n".encode())
+        except OSError as error:
+            raise self._unwritten(error) from None
+        self.lines.append(chained)
+        self.head = line_sha256(text)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _unwritten(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self._path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space and "
+            "give the same command again"
+        )
+
+
+def _stays(line: Line, step: int, evaluated: int) -> bool:
+    if isinstance(line, ResultLine):
+        return False
+    return line.step <= (min(step, evaluated) if isinstance(line, EvaluationLine) else step)
+
+
+def figures_of(evaluation: Evaluation) -> dict[str, Figure]:
+    """An evaluation's figures as records have them."""
+    return {name: float(value) for name, value in evaluation.as_summary().items()}
+
+
+def rates_of(step: Step) -> tuple[float, float, float]:
+    return step.lr, step.momentum, step.weight_decay_factor
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The `weights_sha256` of each tensor of a state alone, but for those of watchers, which decide no weight."""
+    names = sorted(name for name in tensors if not name.startswith(WATCHERS))
+    return {name: weights_sha256({name: tensors[name]}) for name in names}
+
+
+def state_digests(state: StepState, steps: int, world: Group) -> dict[str, str]:
+    """`tensor_digests` of the state after so many steps; every rank calls it. With shards rank 0 alone has them."""
+    tensors = state.state_dict(steps, keep=world.rank == 0 or not state.reducer.is_sharded)
+    if world.size == 1 or state.reducer.is_sharded:
+        return tensor_digests(tensors) if world.rank == 0 else {}
+    # Every rank holds every tensor: each hashes its part, the large ones first, and the hashes travel as a sum with
+    # zeros, so that a record costs the less the more ranks there are.
+    names = sorted((name for name in tensors if not name.startswith(WATCHERS)), key=lambda n: (-tensors[n].nbytes, n))
+    loads, table = [0] * world.size, torch.zeros(len(names), _WORDS, dtype=torch.int64)
+    for row, name in zip(table, names, strict=True):
+        rank = loads.index(min(loads))
+        loads[rank] += tensors[name].nbytes
+        if rank == world.rank:
+            row.copy_(_as_words(weights_sha256({name: tensors[name]})))
+    sent = table.to(world.small_device)
+    world.all_reduce(sent)
+    rows = dict(zip(names, sent.cpu(), strict=True))
+    return {name: _as_hex(rows[name]) for name in sorted(rows)}
+
+
+def batch_sha256(batch: Batch) -> str:
+    """Of images as the network takes them, normalised float32, with their labels and what they were mixed with."""
+    images = batch.images
+    if batch.table is not None:  # a GPU normalises them itself, to the same bits
+        images = torch.empty(images.shape)
+        look_up(batch.images, batch.table, images)
+    mixed = {"partners": batch.partners, "shares": batch.shares}
+    known = {name: tensor for name, tensor in mixed.items() if tensor is not None}
+    return weights_sha256({"images": images, "targets": batch.targets, **known})
+
+
+class RecordWatch(StepWatch):
+    """Has a step's images hashed if the state after it is recorded, which all ranks learn one step before.
+
+    `is_fixed` says whether the state after so many steps is recorded in any case, the same on all ranks; `is_wanted`
+    whether this rank wants it besides.
+    """
+
+    name = "records"
+
+    def __init__(
+        self, virtual_workers: int, is_fixed: Callable[[int], bool], is_wanted: Callable[[int], bool]
+    ) -> None:
+        self.words = 1 + _WORDS * virtual_workers
+        self._is_fixed, self._is_wanted = is_fixed, is_wanted
+        self._announced = self._step = -1
+        self._digests: dict[int, Tensor] = {}
+        self.images, self.seconds = "", 0.0
+        """hash over the virtual workers of the last recorded step, and what it took this rank"""
+
+    def is_recorded(self, step: int) -> bool:
+        """Whether the state after the step of this number is recorded."""
+        return self._is_fixed(step + 1) or self._announced == step + 1
+
+    def due(self, step: int) -> bool:
+        return self._is_fixed(step + 1)
+
+    def with_batch(self, step: int, worker: int, batch: Batch) -> None:
+        if not self.is_recorded(step):
+            return
+        began = time.perf_counter()
+        if step != self._step:
+            self._step, self._digests, self.seconds = step, {}, 0.0
+        self._digests[worker] = _as_words(batch_sha256(batch))
+        self.seconds += time.perf_counter() - began
+
+    def before_send(self, view: StepView) -> Tensor:
+        step = view.step.index
+        section = torch.zeros(self.words if self.is_recorded(step) else 1, dtype=torch.int64)
+        section[0] = self._is_wanted(step + 2)
+        if step == self._step:
+            for worker, digest in self._digests.items():
+                section[1 + _WORDS * worker :][:_WORDS] = digest
+            self._digests = {}  # passes may be repeated, and then other ranks may have these virtual workers
+        return section
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        step, words = view.step.index, control.words(self.name)
+        is_recorded = self.is_recorded(step)
+        if is_recorded:
+            self.images = hashlib.sha256(torch.tensor(words[1:]).numpy().astype("<i8").tobytes()).hexdigest()
+        if words[0] > 0:
+            self._announced = step + 2
+        return {"record": is_recorded}
+
+
+def _as_words(digest: str) -> Tensor:
+    """A SHA-256 as int64 [4]."""
+    return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
+
+
+def _as_hex(words: Tensor) -> str:
+    return words.numpy().tobytes().hex()
+
+
+def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
+    """What differs between two records of the same step, in the order in which a step makes it; empty: nothing."""
+    found = [name for name in ("images", "rates", "journal") if _differ(recorded, computed, name)]
+    names = [name for name in recorded.tensors if recorded.tensors[name] != computed.tensors.get(name)]
+    return found + names + sorted(computed.tensors.keys() - recorded.tensors.keys())
+
+
+def _differ(one: StateLine, two: StateLine, name: str) -> bool:
+    mine, other = getattr(one, name), getattr(two, name)
+    # Images are hashed only if the record was expected; whoever has no hash says nothing of them.
+    return mine != other and (name != "images" or None not in (mine, other))
+
+
+def states_of(lines: Sequence[Line]) -> dict[int, StateLine]:
+    """The records of states, by the steps done."""
+    return {line.step: line for line in lines if isinstance(line, StateLine)}
