@@ -34,6 +34,10 @@ class DiskError(RunError):
     """A disk, or the network that leads to it, failed in a way that may pass: worth a restart of the ranks."""
 
 
+class DivergedError(RunError):
+    """The numbers of a step are not finite, or out of range: from this state it can't be taken by anyone."""
+
+
 class CorruptionError(RunError):
     """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import is_portable, portable
-from .errors import RunError, UserError
+from .errors import DivergedError, RunError, UserError
 from .recipe.schema import Recipe
 
 _DTYPES = {"float32": None, "portable": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,7 +72,7 @@ class Precision:
     def skip(self, step: int, names: Sequence[str]) -> None:
         """Halves the loss scale after a non-finite gradient; RunError if no scale is to blame."""
         if not self.is_scaling or self.loss_scale < 2.0**-14:
-            raise RunError(
+            raise DivergedError(
                 f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters); the run "
                 "has diverged: lower rate.lr or lengthen rate.warmup.length"
             )

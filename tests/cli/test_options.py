@@ -64,7 +64,7 @@ CHANGED: dict[str, Any] = {
     "model_parallel": 4, "weights_first": True, "checkpoint_every": "3st", "checkpoint_minutes": 3.0,
     "keep_checkpoints": 5, "track": ["tensorboard"], "drift_every": 3, "timeout": 7.0, "audit": 0.5, "shares": "even",
     "work_stealing": True, "loader_processes": 2, "node_memory": False, "streams": 4, "mixed": True,
-    "start_timeout": 8.0,
+    "start_timeout": 8.0, "verify_every": "3st",
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_commands_that_plan_have_a_flag_of_each_option_that_changes_a_plan() -> 
     assert set(RuntimeOptions.model_fields) - flags == NEUTRAL.keys() - {"device", "streams"} | {"software"}
 
 
-@pytest.mark.parametrize("command", [*STEPS, "bench allreduce", "tune", "eval", "polish", "report"])
+@pytest.mark.parametrize("command", [*STEPS, "bench allreduce", "tune", "eval", "polish", "report", "verify"])
 def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(
     command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from ..errors import RunError, UserError, end, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
-from . import bench, control, data, eval, export, plan, rehearse, simulate, train
+from . import bench, control, data, eval, export, plan, rehearse, simulate, train, verify
 from .options import expand
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -31,7 +31,7 @@ DATA: Commands = {
     "fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info,
 }  # fmt: skip
 COMMANDS: Commands = {
-    "train": train.train, "join": train.join, "replay": train.replay,
+    "train": train.train, "join": train.join, "replay": train.replay, "verify": verify.verify,
     "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
     "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": data.recipes,

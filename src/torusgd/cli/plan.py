@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import UserError
-from ..text import byte_size
+from ..text import byte_size, plural
 from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, option
 from .output import check_writable, console, write_file, write_json
 
@@ -351,6 +351,7 @@ def _top1(text: str) -> float:
 def _notes(planned: Planned, workload: "Workload", memory: float, program: "Software") -> list[str]:
     """Notes on what departs from the recipe, what a run would refuse, what does not fit, and what is not measured."""
     from ..recipe.compatibility import Setup, refusals
+    from ..recipe.schedule import Schedule
 
     cluster, devices, notes = planned.cluster, planned.devices, list[str]()
     if program.measured_on is not None and cluster.device.name not in program.measured_on:
@@ -371,4 +372,11 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
         notes.append(f"more than the {byte_size(cluster.device.memory)} of a device; fewer images a worker fit")
     if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:
         notes.append(f"{cluster.name} has {cluster.nodes * cluster.devices_per_node:,} devices")
+    if planned.runtime.verify_every is not None:
+        size = workload.cost_of(workload.stages[0]).checkpoint_bytes(planned.recipe)
+        count = len(Schedule(planned.recipe, planned.workload.train_images).boundaries(planned.runtime.verify_every))
+        notes.append(
+            f"verify_every {planned.runtime.verify_every}: {plural(count, 'checkpoint')} of about {byte_size(size)}, "
+            f"{byte_size(count * size)} in all"
+        )
     return notes

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..errors import UserError, first_line
 from ..models import MODELS
+from ..recipe.schema import Recipe
 from .cluster import Cluster, Device, Software
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -109,6 +110,12 @@ class ModelCost:
     @property
     def parameters(self) -> int:
         return sum(gradient.values for gradient in self.gradients)
+
+    def checkpoint_bytes(self, recipe: Recipe) -> int:
+        """Bytes of a checkpoint, but for some numbers a tensor: weights, optimizer, statistics, average."""
+        held = 3 if recipe.optimizer.name in ("adamw", "lamb") else 2
+        averaged = self.parameters + self.statistics if recipe.average is not None else 0
+        return 4 * (held * self.parameters + self.statistics + averaged)
 
 
 def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelCost:

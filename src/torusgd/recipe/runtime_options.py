@@ -38,11 +38,12 @@ class RuntimeOptions(Section):
     """
 
     device: Annotated[
-        Literal["cpu", "cuda"] | None, Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "eval", "polish", "report"))
+        Literal["cpu", "cuda"] | None,
+        Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "eval", "polish", "report", "verify")),
     ] = None
     """Compute on this device. By default on the GPU if there is one; plan and rehearse take their cluster's device."""
     workers: Annotated[
-        Ranks | None, Flag(RUNTIME, (*STEPS, "bench allreduce", "tune"), "N|MIN:MAX", ("workers", "devices"))
+        Ranks | None, Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "verify"), "N|MIN:MAX", ("workers", "devices"))
     ] = None
     """Start this many ranks. By default as many as this machine's GPUs, or as its cores if it has none; plan and
     rehearse need a number. train also takes MIN:MAX: start with as many as there are cores, accept more up to MAX,

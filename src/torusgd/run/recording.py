@@ -57,10 +57,12 @@ class Recorder:
         self._last, self._cost, self._last_step = time.monotonic(), 0.0, 0
         self.is_refuted = self.wants_checkpoint = False
         """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
-        self.watch = RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due)
+        # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
+        is_paced = not self._every and job.expected is None and not job.options.cuda_graphs
+        self.watch = RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
     def begin(self, state: RunState, tensors: StepState) -> str:
-        """Opens the records behind the step of the state; every rank calls it. Returns a line for people, or nothing."""
+        """Opens the records behind the step of the state; every rank calls it. Returns a line for people, if any."""
         if self._is_first:
             self._open(state)
         self._last_step = state.step
@@ -75,7 +77,7 @@ class Recorder:
         )
 
     def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
-        """Records the state after a step if that is due, and has it written with `verify_every`; every rank calls it."""
+        """Records the state after a step if that is due, and saves it with `verify_every`; every rank calls it."""
         if not stats.record:
             return
         journal = None if state.journal is None else state.journal.sha256
@@ -148,7 +150,7 @@ class Recorder:
 
     def _is_due(self, steps: int) -> bool:
         """Whether rank 0 wants a record after so many steps, of which all but the last are done or under way."""
-        if not self._is_first or self._every or self._job.expected is not None or steps >= self._steps:
+        if not self._is_first or steps >= self._steps:
             return False
         pause = self._cost / FRACTION
         return steps - self._last_step >= self._steps / MOST and time.monotonic() - self._last >= pause

@@ -14,7 +14,7 @@ import torch
 
 from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
-from ..errors import CorruptionError, RunError, UserError
+from ..errors import CorruptionError, DivergedError, RunError, UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..precision import arithmetic_of
 from ..ranks.generations import Generations
@@ -146,7 +146,12 @@ class Run:
             news = self._recorder.begin(state, self.trainer.step.state)
             if news and self.telemetry is not None:
                 self.telemetry.say(news)
-            end = self._train(*self._saved(agreed))
+            try:
+                end = self._train(*self._saved(agreed))
+            except DivergedError as error:
+                if job.expected is None:
+                    raise
+                return self._ended(RunResult({"diverged": str(error)}))
             if end is End.RANKS_CHANGE:
                 return RunResult(ranks_change=True)
             stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
@@ -160,6 +165,9 @@ class Run:
         except BaseException:
             self.close()
             raise
+        return self._ended(result)
+
+    def _ended(self, result: RunResult) -> RunResult:
         self.trainer.close()  # not if a rank is lost: threads and groups still wait for it
         if self.memory is not None:
             self.memory.forget()

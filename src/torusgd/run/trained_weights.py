@@ -210,11 +210,12 @@ def _recipe(file: Path, metadata: dict[str, str], model: str | None, overrides: 
         raise UserError(f"{file}: its metadata holds no recipe; give --model NAME, such as resnet50")
     apply_overrides(tree, overrides)
     recipe = validate(Recipe, tree, f"{file}: recipe")
-    _check_names(file, recipe, {item.partition("=")[0] for item in overrides})
+    check_names(file, recipe, {item.partition("=")[0] for item in overrides})
     return recipe
 
 
-def _check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
+def check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
+    """UserError if the recipe that stands in a stranger's file names code that is not among the keys `given`."""
     # The recipe in a file's metadata is data and never code: whoever opens weights did not choose what it names. So
     # `package.module:factory` counts only if the key is among those that the user has given.
     known = {

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, as_user_error
 from ..storage import Store, url_of
 from ..untrusted import read_text
 from ..weights import write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
-from .checkpoint import MANIFEST, list_checkpoints, read_checkpoint
+from .checkpoint import MANIFEST, Checkpoint, list_checkpoints, read_checkpoint
 from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
 from .run_view import HEAD, REQUESTS, STATUS, working_folder
@@ -183,3 +183,43 @@ class Mirror:
                 shutil.rmtree(path)
             elif not path.name.startswith("."):
                 path.unlink()
+
+
+class RunCheckpoints:
+    """The checkpoints of a run that may be at work, in its folder or its bucket, read only.
+
+    `folder` is that of the run, or the copy of what is in its bucket (`run_view.local_run`); `copy` is a folder for the
+    files of checkpoints in a bucket.
+    """
+
+    def __init__(self, run: Path, folder: Path, copy: Path) -> None:
+        url = url_of(run)
+        self._store = None if url is None or folder == working_folder(url) else Store(url)
+        self._folder, self._copy = folder, copy
+
+    def steps(self) -> dict[int, str]:
+        """The folder of each, by its step; UserError if it can't be listed."""
+        found = {}
+        with as_user_error(f"{self._folder}: its checkpoints can't be listed"):
+            names = [] if self._store is None else [name.rpartition("/")[0] for name in self._store.sizes()]
+            for part in ("checkpoints", "verify"):
+                names += [f"{part}/{path.name}" for path in list_checkpoints(self._folder / part)]
+        for name in names:
+            part, _, step = name.partition("/step-")
+            if part in ("checkpoints", "verify") and step.isdigit() and len(step) == 8:
+                found[int(step)] = name
+        return found
+
+    def read(self, step: int) -> Checkpoint:
+        """A checkpoint; UserError if it is damaged, or is not there any more."""
+        name = self.steps().get(step)
+        if name is None:
+            raise UserError(f"the checkpoint of step {step} is not there any more")
+        folder = self._folder / name
+        with as_user_error(f"{folder}: can't be read"):
+            if self._store is not None:
+                folder = self._copy / name
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in (MANIFEST, *CHECKPOINT_FILES):
+                    self._store.get(f"{name}/{file}", folder / file)
+            return read_checkpoint(folder)

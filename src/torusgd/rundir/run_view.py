@@ -169,7 +169,7 @@ def _reported(path: Path) -> tuple[dict[str, Any], float]:
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
 _SMALL = (_RECIPE, STATUS, "summary.json")
-_ALL = (*_SMALL, "events.jsonl", "journal.txt", _WEIGHTS)
+_ALL = (*_SMALL, "events.jsonl", "journal.txt", "records.jsonl", _WEIGHTS)
 
 
 class RunView:

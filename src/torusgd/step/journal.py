@@ -176,6 +176,13 @@ def read_journal(
     return _read(text, str(path), _first_line(recipe_sha256, virtual_workers), head, reached)
 
 
+def parse_journal(
+    text: str, where: str, recipe_sha256: str, virtual_workers: int, head: Mapping[str, Any] | None = None
+) -> Journaled:
+    """As `read_journal`, of the text of a journal."""
+    return _read(text, where, _first_line(recipe_sha256, virtual_workers), head)
+
+
 def _read(
     text: str, where: str, first: str, expected: Mapping[str, Any] | None, reached: Mapping[str, Any] | None = None
 ) -> Journaled:

@@ -28,7 +28,7 @@ from ..data.to_device import look_up
 from ..errors import RunError
 from ..recipe.schedule import Step
 from ..weights import weights_sha256
-from .control_vector import ControlVector
+from .control_vector import NO_WORDS, ControlVector
 from .evaluate import Evaluation
 from .model_state import WATCHERS, StepState
 from .watch import StepView, StepWatch
@@ -237,13 +237,13 @@ class RecordWatch(StepWatch):
     """Has a step's images hashed if the state after it is recorded, which all ranks learn one step before.
 
     `is_fixed` says whether the state after so many steps is recorded in any case, the same on all ranks; `is_wanted`
-    whether this rank wants it besides.
+    whether this rank wants it besides; None: no rank ever does, and nothing is sent in other steps.
     """
 
     name = "records"
 
     def __init__(
-        self, virtual_workers: int, is_fixed: Callable[[int], bool], is_wanted: Callable[[int], bool]
+        self, virtual_workers: int, is_fixed: Callable[[int], bool], is_wanted: Callable[[int], bool] | None
     ) -> None:
         self.words = 1 + _WORDS * virtual_workers
         self._is_fixed, self._is_wanted = is_fixed, is_wanted
@@ -270,8 +270,10 @@ class RecordWatch(StepWatch):
 
     def before_send(self, view: StepView) -> Tensor:
         step = view.step.index
+        if self._is_wanted is None and not self.is_recorded(step):
+            return NO_WORDS
         section = torch.zeros(self.words if self.is_recorded(step) else 1, dtype=torch.int64)
-        section[0] = self._is_wanted(step + 2)
+        section[0] = self._is_wanted is not None and self._is_wanted(step + 2)
         if step == self._step:
             for worker, digest in self._digests.items():
                 section[1 + _WORDS * worker :][:_WORDS] = digest
@@ -283,7 +285,7 @@ class RecordWatch(StepWatch):
         is_recorded = self.is_recorded(step)
         if is_recorded:
             self.images = hashlib.sha256(torch.tensor(words[1:]).numpy().astype("<i8").tobytes()).hexdigest()
-        if words[0] > 0:
+        if words and words[0] > 0:
             self._announced = step + 2
         return {"record": is_recorded}
 
@@ -299,7 +301,7 @@ def _as_hex(words: Tensor) -> str:
 
 def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
     """What differs between two records of the same step, in the order in which a step makes it; empty: nothing."""
-    found = [name for name in ("images", "rates", "journal") if _differ(recorded, computed, name)]
+    found = [name for name in ("journal", "images", "rates") if _differ(recorded, computed, name)]
     names = [name for name in recorded.tensors if recorded.tensors[name] != computed.tensors.get(name)]
     return found + names + sorted(computed.tensors.keys() - recorded.tensors.keys())
 

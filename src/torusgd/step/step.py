@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from ..comm.base import AllReduce, Liveness, Work
 from ..comm.groups import Group
 from ..data.pipeline import Batch
-from ..errors import RunError
+from ..errors import DivergedError, RunError
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reduced, Reducer
 from ..gradients.update import Update
@@ -272,8 +272,9 @@ class TrainStep:
                 self.reducer.end_worker()
                 self.control.add(passed.statistics, passed.loss)
                 finished[passed.worker] = as_microseconds(seconds)
+                batch = batches.pop(passed.worker)
                 for watcher in self.watchers:
-                    watcher.with_batch(step.index, passed.worker, batches.pop(passed.worker))
+                    watcher.with_batch(step.index, passed.worker, batch)
                 self.control.counts.replaced += passed.replaced
         except (OSError, RunError) as error:
             self.images.note(error)
@@ -324,7 +325,7 @@ class TrainStep:
     def _check_batch_norm(self, step: Step, control: ControlVector) -> None:
         if not control.is_finite:
             layer = self.state.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
-            raise RunError(
+            raise DivergedError(
                 f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
                 "lower rate.lr or lengthen rate.warmup.length"
             )

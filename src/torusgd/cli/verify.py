@@ -1,0 +1,166 @@
+"""`torusgd verify`: somebody's run, some steps of it computed anew and compared bit for bit."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument
+
+from ..errors import RunError, UserError
+from ..text import percent, plural
+from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, option
+from .output import check_writable, console, write_json
+
+if TYPE_CHECKING:
+    from ..launch.verification import Checked, Range
+    from ..run.claims import Claims
+
+WHAT = "What to compute"
+# Steps of options that a run in a folder of its own writes no checkpoint by.
+_NEVER = "1e14sa"
+
+
+def verify(
+    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder or URL, finished or not.")],
+    runtime: RuntimeFlags,
+    data: DataPath = None,
+    init: InitialWeights = None,
+    steps: Annotated[
+        str | None, option("--steps", "Compute these steps, and those up to the next record.", WHAT, "A:B")
+    ] = None,
+    sample: Annotated[
+        int | None,
+        option("--sample", "Compute so many ranges between two records, drawn by --seed. Default: 1.", WHAT, min=1),
+    ] = None,
+    seed: Annotated[
+        str | None,
+        option("--seed", "Draw by this text. Default: the hash of the last record.", WHAT, "TEXT"),
+    ] = None,
+    final: Annotated[bool, option("--final", "Compute the last evaluation and the polish.", WHAT)] = False,
+    whole: Annotated[bool, option("--all", "Compute all steps and the result.", WHAT)] = False,
+    overrides: Annotated[
+        list[str] | None,
+        option("--set", "Run the code that the recipe names here, such as model.name=mine:net.", DATA, "KEY=VALUE"),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compute steps of a run anew and compare them bit for bit with its records; nothing is written into RUN.
+
+    Exit code 0: all that was asked for is equal. 1: something differs. 2: something could not be compared.
+    """
+    from ..ranks.forkserver import start_forkserver
+
+    start_forkserver()
+    from ..run.claims import read_claims
+    from ..runtime import ranks_are_given
+
+    if ranks_are_given():
+        raise UserError("verify: starts its own ranks; give it without torchrun")
+    if sum((steps is not None, sample is not None, final, whole)) > 1 or (
+        seed is not None and (steps or final or whole)
+    ):
+        raise UserError("verify: give one of --steps, --sample, --final and --all, and --seed with --sample alone")
+    check_writable("--json", json_file)
+    try:
+        claims = read_claims(run, overrides or [])
+        found, computed = _check(
+            claims, runtime, data, init, lambda: _wanted(claims, steps, sample, seed, final, whole)
+        )
+    except (RunError, OSError) as error:  # which say nothing of the run that is checked
+        raise UserError(f"{run}: could not be checked: {error}") from error
+    raise typer.Exit(_show(claims, found, computed, json_file))
+
+
+def _wanted(
+    claims: "Claims", steps: str | None, sample: int | None, seed: str | None, final: bool, whole: bool
+) -> "list[Range]":
+    """The ranges that the flags name; UserError if there are none."""
+    from ..launch.verification import Range, drawn, ranges_of
+
+    ranges = ranges_of(claims)
+    last = ranges[-1].last if ranges else 0
+    result = [Range(last, last, is_result=True)] if claims.result is not None else []
+    if final and not result:
+        raise UserError(f"{claims.run}: is not finished, so there is no result to compute; give --steps or --sample")
+    if final:
+        return result
+    if not ranges:
+        raise UserError(f"{claims.run}: its records hold one state only; there are no steps between two to compute")
+    if whole:
+        return ranges + result
+    if steps is None:
+        return drawn(ranges, sample or 1, seed if seed is not None else claims.head)
+    words = steps.split(":")
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[0]) >= int(words[1]):
+        raise UserError(f"--steps {steps}: write it as A:B, such as 100:200")
+    first, stop = int(words[0]), int(words[1])
+    if first < ranges[0].first or stop > last:
+        raise UserError(f"--steps {steps}: the records are of the steps {ranges[0].first}:{last}")
+    return [each for each in ranges if each.last > first and each.first < stop]
+
+
+def _check(
+    claims: "Claims", runtime: RuntimeFlags, data: Path | None, init: str | None, wanted: Callable[[], "list[Range]"]
+) -> "tuple[list[Checked], int]":
+    """What is found of a run, and how many steps were computed."""
+    from rich.progress import Progress
+
+    from ..hub import pinned
+    from ..launch.verification import DIFFERS, Checked, Verifier
+    from ..recipe.section import Duration
+    from ..run.job import Job
+    from ..rundir.run_dir import RunDir
+    from ..runtime import resolve_device
+
+    contradictions = claims.contradictions()
+    if contradictions:
+        pairs = (line.partition(": ") for line in contradictions)
+        return [Checked(name, DIFFERS, text) for name, _, text in pairs], 0
+    ranges, options = wanted(), runtime.over()
+    options = options.model_copy(
+        update={"checkpoint_every": Duration.parse(_NEVER), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
+    )
+    data = pinned(data, RunDir(claims.folder).data_revision())
+    terminal = console()
+    with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as scratch:
+        job = Job(claims.recipe, options, resolve_device(options), Path(scratch), data, init)
+        with Progress(console=terminal, transient=True) as bar:
+            task = bar.add_task("steps")
+            verifier = Verifier(
+                claims, job, Path(scratch), lambda done, total: bar.update(task, completed=done, total=total)
+            )
+            found = verifier.differing_inputs()
+            return (found, 0) if found else (verifier.check(ranges), verifier.computed)
+
+
+def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Path | None) -> int:
+    """Prints what was found; the exit code."""
+    from ..launch.verification import DIFFERS, UNKNOWN, verdict
+
+    terminal, steps = console(), max(claims.states, default=0)
+    states = plural(len(claims.states), "record")
+    head = (
+        f"{claims.run}: {claims.recipe.name}, {plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
+    )
+    terminal.print(head, markup=False)
+    width = max((len(each.name) for each in found), default=0)
+    for each in sorted(found, key=lambda each: (each.first, each.last)):
+        terminal.print(f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}", markup=False)
+    covered = sum(each.last - each.first for each in found if each.state not in (DIFFERS, UNKNOWN))
+    code = verdict(found)
+    terminal.print(
+        {
+            0: f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed",
+            1: "something differs",
+            2: "not all that was asked for could be compared",
+        }[code]
+    )
+    write_json(
+        json_file,
+        {"run": str(claims.run), "records_sha256": claims.head, "steps": steps, "equal_steps": covered, "code": code,
+         "found": [asdict(each) for each in found]},
+    )  # fmt: skip
+    return code

@@ -1,0 +1,435 @@
+"""Steps of somebody's run computed anew on ranks of this machine, and compared with what its records say.
+
+A range lies between two records. It is computed from the newest checkpoint before it, or from the beginning, by an
+ordinary run in a folder of its own (`Job.expected`), which ends at the first state that differs. The run that is
+checked is only read, without its lock: it may be at work meanwhile, and its checkpoints may go.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+from torch import Tensor
+
+from ..data.registry import open_sources
+from ..errors import RunError, UserError
+from ..run.claims import Claims
+from ..run.fingerprint import changes, conditions, fingerprint_of
+from ..run.job import Job
+from ..run.saving import RunState, as_checkpoint, tensors_of
+from ..rundir.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from ..rundir.mirror import RunCheckpoints
+from ..rundir.run_dir import RunDir, dump_recipe
+from ..rundir.run_view import STATUS
+from ..runtime import prepare_process
+from ..signals import Stopped
+from ..step.journal import parse_journal
+from ..step.records import (
+    EvaluationLine,
+    Expected,
+    Figure,
+    Line,
+    ResultLine,
+    first_differences,
+    parse_records,
+    states_of,
+    tensor_digests,
+)
+from ..step.stats import StepTotals
+from ..text import listed
+from ..untrusted import parse_json, read_text
+from ..weights import Tensors, load_weights
+from .local import launch
+
+EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "not compared"
+# Seconds from one look at how far the ranks are to the next.
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of a range of steps, of a checkpoint, or of the result."""
+
+    name: str
+    state: str
+    """EQUAL, DIFFERS or UNKNOWN"""
+    text: str = ""
+    """for people: what differs, or why nothing was compared"""
+    first: int = 0
+    last: int = 0
+    """steps done before and after a range; equal: it is no range"""
+
+
+def verdict(found: Sequence[Checked]) -> int:
+    """Exit code: 0 if all is equal, 1 if something differs, 2 if something, or all, could not be compared."""
+    states = {each.state for each in found}
+    return 1 if DIFFERS in states else 0 if states == {EQUAL} else 2
+
+
+@dataclass(frozen=True)
+class Range:
+    """Steps between two records, or after the last one the result (`is_result`)."""
+
+    first: int
+    last: int
+    is_result: bool = False
+
+    @property
+    def name(self) -> str:
+        return "result" if self.is_result else f"steps {self.first}:{self.last}"
+
+
+def ranges_of(claims: Claims) -> list[Range]:
+    """All ranges of a run, by its records."""
+    return [Range(*pair) for pair in pairwise(sorted(claims.states))]
+
+
+def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:
+    """So many ranges, by steps that are drawn by SHA-256 of the seed and a number, the same for everybody.
+
+    >>> drawn([Range(0, 10), Range(10, 90), Range(90, 100)], 1, "7")
+    [Range(first=10, last=90, is_result=False)]
+    """
+    found: set[Range] = set()
+    number, first, steps = 0, ranges[0].first, ranges[-1].last - ranges[0].first
+    while len(found) < min(count, len(ranges)):
+        draw = int(hashlib.sha256(f"{seed} {number}".encode()).hexdigest(), 16) % steps + first
+        found.add(next(each for each in ranges if each.first <= draw < each.last))
+        number += 1
+    return sorted(found, key=lambda each: each.first)
+
+
+@dataclass
+class Segment:
+    """Consecutive ranges that one run computes from one state."""
+
+    start: int
+    ranges: list[Range]
+
+    @property
+    def stop(self) -> int:
+        return self.ranges[-1].last
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Verifier:
+    """Checks ranges of a run; `data` and `init` are those of this machine.
+
+    `job` has recipe, options, device, data and initial weights, `scratch` is an empty folder, `progress` is called with
+    the steps computed and to compute so far.
+    """
+
+    claims: Claims
+    job: Job
+    scratch: Path
+    progress: Callable[[int, int], object] = lambda done, total: None
+    found: list[Checked] = field(default_factory=list)
+    computed: int = 0
+    """steps that were computed"""
+
+    def __post_init__(self) -> None:
+        recipe = self.job.recipe
+        device = torch.device(self.job.device)
+        prepare_process(recipe, device)
+        self._checkpoints = RunCheckpoints(self.claims.run, self.claims.folder, self.scratch / "copy")
+        self._conditions = conditions(recipe, device)
+        self._bad: dict[int, str] = {}
+        self._total = 0
+        train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
+        self._fingerprint = replace(
+            fingerprint_of(self.job, train, held_out, conditions=self._conditions),
+            operators=self.claims.begin.operators,
+        )
+
+    def differing_inputs(self) -> list[Checked]:
+        """What the run was trained on, if it is not what is here."""
+        begin, names = (
+            self.claims.begin,
+            {"data_sha256": "data", "train_images": "data", "init_sha256": "initial weights"},
+        )
+        found = []
+        for key, what in names.items():
+            then, now = getattr(begin, key), getattr(self._fingerprint, key)
+            if key == "init_sha256" and self.job.init is None:
+                continue
+            if then != now:
+                text = f"{key} was {then}, here it is {now}: other {what} than the run's"
+                found.append(Checked(what, DIFFERS, text))
+        return found
+
+    def check(self, wanted: Sequence[Range]) -> list[Checked]:
+        """Computes the ranges, in their order; what was found."""
+        left = [each for each in wanted if not self._is_refused(each)]
+        self._check_checkpoints(left)
+        self._total, barrier = sum(segment.steps for segment in self._segments(left, 0)), 0
+        while left:
+            segment = next(self._segments(left, barrier), None)
+            if segment is None:
+                for each in left:
+                    why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
+                        "no checkpoint before them, and from the beginning only with the run's --init"
+                    )  # fmt: skip
+                    self._note(each, UNKNOWN, why)
+                break
+            left = left[len(segment.ranges) :]
+            begin = self._begin(segment)
+            if begin is None:
+                left = segment.ranges + left
+                continue
+            refuted = self._compute(segment, begin)
+            barrier = max(barrier, refuted or 0)
+            if refuted is not None:
+                left = [each for each in segment.ranges if each.first >= refuted and not self._is_noted(each)] + left
+        return self.found
+
+    def _is_noted(self, each: Range) -> bool:
+        return any(checked.name == each.name for checked in self.found)
+
+    def _note(self, each: Range, state: str, text: str = "") -> None:
+        self.found.append(Checked(each.name, state, text, each.first, each.last))
+
+    def _is_refused(self, each: Range) -> bool:
+        """Whether the bits of a range can't be had here, since its conditions were others; it is noted."""
+        line = self.claims.conditions_at(each.last)
+        if self.claims.recipe.reduction != "exact":
+            why = f"gradients are summed as {self.claims.recipe.reduction}: the bits depend on the ranks"
+        elif line is None:
+            why = "no record says under what conditions they were computed"
+        elif line.mixed:
+            why = f"ranks computed under mixed conditions ({changes(line.conditions, line.mixed[0])})"
+        elif line.conditions != self._conditions:
+            why = f"float arithmetic under other conditions ({changes(line.conditions, self._conditions)})"
+        else:
+            return False
+        self._note(each, UNKNOWN, why)
+        return True
+
+    def _starts(self, barrier: int) -> list[int]:
+        """Steps from which can be begun, ascending."""
+        steps = {step for step in self._checkpoints.steps() if step not in self._bad}
+        if not self.claims.begin.init_sha256 or self.job.init is not None:
+            steps |= {0} if self.claims.begin.step == 0 and 0 not in self._bad else set()
+        return sorted(step for step in steps if step >= barrier)
+
+    def _segments(self, left: Sequence[Range], barrier: int) -> Iterator[Segment]:
+        """What is to be computed; none if the first range has nothing to begin from."""
+        starts, segment = self._starts(barrier), None
+        for each in left:
+            start = max((step for step in starts if step <= each.first), default=None)
+            if segment is not None and start is not None and start <= segment.stop:
+                segment.ranges.append(each)
+                continue
+            if segment is not None:
+                yield segment
+            if start is None:
+                return
+            segment = Segment(start, [each])
+        if segment is not None:
+            yield segment
+
+    def _check_checkpoints(self, ranges: Sequence[Range]) -> None:
+        """Compares checkpoints within or just before the ranges with the records of their steps."""
+        self._digests: dict[int, dict[str, str]] = {}
+        steps = self._checkpoints.steps()
+        for each in ranges:
+            before = max((step for step in steps if step <= each.first), default=-1)
+            for step in steps:
+                if step == before or each.first <= step <= each.last:
+                    self._digest(step)
+
+    def _digest(self, step: int) -> Checkpoint | None:
+        """Reads a checkpoint and compares it with its record; None if it is gone or not to begin from."""
+        try:
+            checkpoint = self._checkpoints.read(step)
+        except UserError as error:
+            self._bad[step] = str(error)
+            if step in self._checkpoints.steps():  # it has not gone: it is damaged
+                self._note_checkpoint(step, str(error))
+            return None
+        digests = tensor_digests(tensors_of(checkpoint))
+        is_new = step not in self._digests
+        self._digests[step] = digests
+        recorded = self.claims.states.get(step)
+        wrong = (
+            [] if recorded is None else first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
+        )
+        if wrong:
+            self._bad[step] = f"{named(wrong)} not those of its record"
+            if is_new:
+                self._note_checkpoint(step, self._bad[step])
+        return None if wrong else checkpoint
+
+    def _note_checkpoint(self, step: int, text: str) -> None:
+        self.found = [each for each in self.found if each.name != f"checkpoint {step}"]
+        self.found.append(Checked(f"checkpoint {step}", DIFFERS, text))
+
+    def _begin(self, segment: Segment) -> Tensors | None:
+        """The state from which a segment begins, {} for the beginning of the run; None: it is gone or wrong."""
+        if segment.start == 0:
+            return {}
+        checkpoint = self._digest(segment.start)
+        return None if checkpoint is None else tensors_of(checkpoint)
+
+    def _compute(self, segment: Segment, begin: Tensors) -> int | None:
+        """Computes a segment and notes its ranges; the step after which the state differs, None if it never does."""
+        folder = self.scratch / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        job = self._job_of(segment, folder)
+        self._write_start(job, segment.start, begin)
+        del begin
+        problem = ""
+        try:
+            with _watched(folder, lambda step: self.progress(self.computed + step - segment.start, self._total)):
+                result = launch(job, fresh=False)
+            if result.signal:
+                raise Stopped(result.signal)
+            problem = str(result.summary.get("diverged", ""))
+        except (UserError, RunError) as error:
+            for each in segment.ranges:
+                self._note(each, UNKNOWN, f"can't be computed: {error}")
+            return None
+        self.computed += segment.steps
+        lines = parse_records(RunDir(folder).records.read_text())[0]
+        return self._compare(segment, folder, lines, problem)
+
+    def _job_of(self, segment: Segment, folder: Path) -> Job:
+        claims, (start, stop) = self.claims, (segment.start, segment.stop)
+        expected = Expected(
+            states={step: line for step, line in claims.states.items() if start <= step <= stop},
+            checkpoints={step: found for step, found in self._digests.items() if start < step <= stop},
+            evaluations=frozenset(step for step in claims.evaluations if start < step <= stop),
+            is_final=segment.ranges[-1].is_result,
+        )
+        return replace(self.job, out=folder, max_steps=max(stop, 1), expected=expected, replay=claims.journal)
+
+    def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
+        """Makes the folder of a run that goes on from a state."""
+        job.out.mkdir(parents=True)
+        folder = RunDir(job.out)
+        folder.recipe.write_text(dump_recipe(job.recipe))
+        if not step:
+            return
+        journal = None
+        if self.claims.journal_text:
+            text = "".join(line + "\n" for line in self.claims.journal_text.split("\n")[: step + 1])
+            folder.journal.write_text(text)
+            journal = parse_journal(text, "journal", job.recipe.sha256(), job.recipe.virtual_workers).head
+        is_updated = any(name.startswith("optimizer/") for name in tensors)
+        replayed = "" if job.replay is None else job.replay.head.sha256
+        state = RunState(
+            replace(self._fingerprint, replayed_sha256=replayed),
+            step=step, evaluated=step, journal=journal,
+            totals=StepTotals(skipped=0 if is_updated else step),
+        )  # fmt: skip
+        write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
+
+    def _compare(self, segment: Segment, folder: Path, lines: Sequence[Line], diverged: str) -> int | None:
+        states, (start, stop) = states_of(lines), (segment.start, segment.stop)
+        recorded = {step: line for step, line in self.claims.states.items() if start <= step <= stop}
+        refuted, text = None, ""
+        for step in sorted(recorded.keys() & states.keys()):
+            if names := first_differences(recorded[step], states[step]):
+                refuted, text = step, f"first after step {step}: {self._described(step, names, folder)}"
+                break
+        if diverged and refuted is None:
+            reached = max(states, default=start)
+            refuted, text = reached + 1, f"after step {reached} no step can be taken: {diverged}"
+        for step, digests in self._digests.items():
+            mine = states[step].tensors if step in states else digests
+            if altered := [name for name in mine if mine[name] != digests.get(name)]:
+                self._note_checkpoint(step, f"not what is computed: {self._described(step, altered, folder)}")
+        if refuted == 0:
+            self._bad[0] = text
+        last = stop if refuted is None else refuted
+        for each in segment.ranges:
+            if each.first < last and refuted is not None and refuted <= each.last:
+                self._note(each, DIFFERS, text)
+            elif each.last <= last and not (each.is_result and refuted is not None):
+                is_whole = each.last in states or start == each.last
+                wrong = self._wrong_figures(each, lines, folder)
+                self._note(each, DIFFERS if wrong else EQUAL if is_whole else UNKNOWN, wrong)
+        if refuted is not None and not any(each.text == text for each in self.found):
+            self.found.append(Checked(f"step {refuted}", DIFFERS, text))
+        return refuted
+
+    def _wrong_figures(self, each: Range, lines: Sequence[Line], folder: Path) -> str:
+        """What differs between the evaluations of a range, or the results; empty: nothing."""
+        if each.is_result:
+            recorded, computed = self.claims.result, next((x for x in lines if isinstance(x, ResultLine)), None)
+            assert recorded is not None, "its range is there"
+            if computed is None:
+                return "the result was not computed"
+            if recorded.weights_sha256 != computed.weights_sha256:
+                theirs, mine = (load_weights(RunDir(path).model)[0] for path in (self.claims.folder, folder))
+                altered = [name for name in theirs if not torch.equal(theirs[name], mine.get(name, torch.empty(0)))]
+                return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}"
+            return _wrong("the result", recorded.figures, computed.figures)
+        found = {line.step: line.figures for line in lines if isinstance(line, EvaluationLine)}
+        return "; ".join(
+            wrong
+            for step, line in self.claims.evaluations.items()
+            if each.first < step <= each.last
+            and (wrong := _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {})))
+        )
+
+    def _described(self, step: int, names: Sequence[str], folder: Path) -> str:
+        """What differs after a step, with by how much if the run has a checkpoint of that step."""
+        text = named(names)
+        with suppress(UserError, OSError, StopIteration):
+            theirs = tensors_of(self._checkpoints.read(step))
+            mine = tensors_of(read_checkpoint(folder / "checkpoints" / f"step-{step:08d}"))
+            return f"{text} {_amounts(theirs, mine, [name for name in names if name in theirs])}".rstrip()
+        return text
+
+
+def named(names: Sequence[str]) -> str:
+    """The first two of the names, and how many more there are."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{listed(names[:2])}{more}"
+
+
+def _amounts(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], names: Sequence[str]) -> str:
+    """By how much, and in how many elements, the first of the tensors differs; empty: nobody knows."""
+    for name in names:
+        if name in mine and mine[name].shape == theirs[name].shape:
+            one, two = theirs[name].double(), mine[name].double()
+            count = int((theirs[name] != mine[name]).sum())
+            return f"({count} of {one.numel()} elements of {name}, by up to {float((one - two).abs().max()):.3g})"
+    return ""
+
+
+def _wrong(what: str, recorded: Mapping[str, Figure], computed: Mapping[str, Figure]) -> str:
+    wrong = [key for key in recorded if key not in computed or recorded[key] != computed[key]]
+    wrong += [key for key in computed if key not in recorded]
+    if not wrong:
+        return ""
+    return f"{what}: {wrong[0]} is {recorded.get(wrong[0])} in the records, {computed.get(wrong[0])} computed"
+
+
+@contextmanager
+def _watched(folder: Path, progress: Callable[[int], object]) -> Iterator[None]:
+    """Calls `progress` with the step that the run in a folder has reached, as long as the block lasts."""
+    is_over = Event()
+
+    def look() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                progress(int(parse_json(read_text(folder / STATUS))["step"]))
+
+    thread = Thread(target=look, daemon=True, name="torusgd-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -1,0 +1,143 @@
+"""What a run's folder says of itself, read once to be checked: recipe, records, journal, summary, weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, as_user_error
+from ..recipe.load import apply_overrides, parse_mapping, read_file, validate
+from ..recipe.schema import Recipe
+from ..rundir.run_dir import RunDir
+from ..rundir.run_view import HEAD, local_run
+from ..step.journal import Journaled, parse_journal
+from ..step.records import (
+    MOST_BYTES,
+    BeginLine,
+    ConditionsLine,
+    EvaluationLine,
+    Line,
+    ResultLine,
+    StateLine,
+    parse_records,
+    states_of,
+)
+from ..untrusted import read_text
+from ..weights import load_weights, weights_sha256
+from .trained_weights import check_names
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a run says of itself; it may go on meanwhile."""
+
+    run: Path
+    """folder or URL, as it was given"""
+    folder: Path
+    """the run's, or a copy of what is in its bucket"""
+    recipe: Recipe
+    lines: tuple[Line, ...]
+    head: str
+    """hash of the last record"""
+    problem: str
+    """why the records behind `lines` can't be those of a run; empty: they can"""
+    summary: Mapping[str, Any]
+    """empty unless the run is finished"""
+    journal: Journaled | None = None
+    journal_text: str = ""
+
+    @cached_property
+    def states(self) -> dict[int, StateLine]:
+        return states_of(self.lines)
+
+    @property
+    def begin(self) -> BeginLine:
+        assert isinstance(self.lines[0], BeginLine), "`read_claims` has looked"
+        return self.lines[0]
+
+    @cached_property
+    def evaluations(self) -> dict[int, EvaluationLine]:
+        return {line.step: line for line in self.lines if isinstance(line, EvaluationLine)}
+
+    @property
+    def result(self) -> ResultLine | None:
+        return next((line for line in self.lines if isinstance(line, ResultLine)), None)
+
+    def conditions_at(self, step: int) -> ConditionsLine | None:
+        """Those under which the steps up to a record of a state were computed."""
+        found = None
+        for line in self.lines:
+            if isinstance(line, ConditionsLine):
+                found = line
+            if isinstance(line, StateLine) and line.step >= step:
+                return found
+        return found
+
+    def contradictions(self) -> list[str]:
+        """Where what the folder says does not fit together, so that nothing need be computed to know it is wrong."""
+        found = [f"records.jsonl: {self.problem}"] if self.problem else []
+        if self.recipe.sha256() != self.begin.recipe_sha256:
+            found.append(f"recipe.yaml: is {self.recipe.sha256()}, the records are of {self.begin.recipe_sha256}")
+        if not self.summary:
+            return found
+        last = (self.summary.get("records") or {}).get("sha256")
+        if last != self.head:
+            found.append(f"records.jsonl: the last record is {self.head}, of summary.json it is {last}")
+        if self.result is None:
+            found.append("records.jsonl: the run is finished, and they have no result")
+            return found
+        figures = self.result.figures
+        known = {"weights_sha256": self.result.weights_sha256, **figures}
+        for key, value in known.items():
+            if key in self.summary and self.summary[key] != value:
+                found.append(f"summary.json: {key} is {self.summary[key]}, in the records {value}")
+        model = RunDir(self.folder).model
+        if model.is_file() and (weights := weights_sha256(load_weights(model)[0])) != self.result.weights_sha256:
+            found.append(f"model.safetensors: weights_sha256 is {weights}, in the records {self.result.weights_sha256}")
+        return found
+
+
+def read_claims(run: Path, overrides: list[str]) -> Claims:
+    """Reads what there is of a run; UserError if it is none, or was trained without records.
+
+    `overrides` name keys of the recipe, with its own values, whose code may be run.
+    """
+    folder = RunDir(local_run(run))
+    if not folder.recipe.is_file():
+        raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
+    text = read_file(folder.recipe, str(folder.recipe))
+    if not text.startswith(HEAD):
+        raise UserError(f"{folder.recipe}: is not what a run writes")
+    tree = parse_mapping(text, str(folder.recipe))
+    recipe = validate(Recipe, tree, str(folder.recipe))
+    apply_overrides(tree, overrides)
+    if validate(Recipe, tree, "--set") != recipe:
+        raise UserError("--set: changes the recipe; a run is checked by its own")
+    check_names(folder.recipe, recipe, {item.partition("=")[0] for item in overrides})
+    # The summary first: whatever is in the records then, a finished run adds nothing.
+    summary = folder.read_summary() or {}
+    if not folder.records.exists():
+        raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
+    with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
+        lines, head, problem = parse_records(read_text(folder.records, MOST_BYTES))
+    if not lines:
+        raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
+    claims = Claims(run, folder.path, recipe, tuple(lines), head, problem, summary)
+    if not recipe.synchrony.keeps_journal:
+        return claims
+    return _with_journal(claims, folder)
+
+
+def _with_journal(claims: Claims, folder: RunDir) -> Claims:
+    with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
+        text = read_text(folder.journal, MOST_BYTES)
+    text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
+    problem, journal, recipe = claims.problem, None, claims.recipe
+    try:
+        journal = parse_journal(
+            text, "journal.txt", recipe.sha256(), recipe.virtual_workers, claims.summary.get("journal")
+        )
+    except UserError as error:
+        problem = str(error)
+    return Claims(claims.run, claims.folder, recipe, claims.lines, claims.head, problem, claims.summary, journal, text)

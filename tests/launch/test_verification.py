@@ -1,0 +1,424 @@
+"""What `torusgd verify` finds in a run that somebody has changed, and that it finds nothing in one that nobody has."""
+
+import json
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.run.runs import run_here
+from torch import Tensor
+
+from torusgd.comm.groups import group_of
+from torusgd.launch import verification
+from torusgd.launch.verification import Range, drawn
+from torusgd.precision import arithmetic_of
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.section import Duration
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.run.saving import RunResult
+from torusgd.rundir.checkpoint import _file_sha256
+from torusgd.rundir.run_dir import RunDir
+from torusgd.signals import StopFlag
+from torusgd.step.records import line_sha256, parse_records, tensor_digests
+from torusgd.weights import weights_sha256
+
+TINY = (
+    "precision=portable",
+    "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
+    "augment: {crop: shift, shift: 1, flip: 0.5}}",
+    "virtual_workers=2",
+    "average={half_life: 2st}",
+    "polish.images=16",
+    "stages=[{until: 6st, images_per_worker: 3}]",
+    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
+)
+EVERY_TWO = RuntimeOptions(verify_every=Duration(2, "st"))
+
+
+def of_two(out: Path, *overrides: str, **job: Any) -> Path:
+    run_here(out, *TINY, *overrides, options=EVERY_TWO, **job)
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return of_two(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return of_two(tmp_path_factory.mktemp("runs") / "other", "seed=1")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+@pytest.fixture
+def verify(run_cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, dict[str, str]]]:
+    """The command with its rank in this process: exit code, and what was found by name."""
+
+    def here(job: Job, fresh: bool) -> RunResult:
+        with arithmetic_of(job.recipe):
+            return Run(job, group_of(), StopFlag(), restarts=0).run()
+
+    monkeypatch.setattr(verification, "launch", here)
+    monkeypatch.setattr("torusgd.ranks.forkserver.start_forkserver", lambda: None)
+
+    def call(*words: object) -> tuple[int, dict[str, str]]:
+        report = tmp_path / "found.json"
+        code, _, _ = run_cli("verify", *words, "--json", report)
+        found = json.loads(report.read_text())["found"] if report.exists() else []
+        report.unlink(missing_ok=True)
+        return code, {each["name"]: f"{each['state']} {each['text']}" for each in found}
+
+    return call
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes lines of the records, and chains them anew as whoever cheats would, with the summary."""
+    before, lines = "", []
+    for line in (folder / "records.jsonl").read_text().splitlines():
+        tree = json.loads(line)
+        change(tree)
+        tree["before"] = before
+        lines.append(json.dumps(tree))
+        before = line_sha256(lines[-1])
+    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["records"]["sha256"] = before
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def change_checkpoint(folder: Path, step: int, file: str, name: str, change: Callable[[Tensor], object]) -> None:
+    """Changes a tensor of a checkpoint, whose manifest says that it is whole."""
+    for checkpoint in [each / f"step-{step:08d}" for each in (folder / "verify", folder / "checkpoints")]:
+        if not checkpoint.exists():
+            continue
+        tensors = load_file(checkpoint / file)
+        tensors = {key: each.clone() for key, each in tensors.items()}
+        change(tensors[name])
+        save_file(tensors, checkpoint / file)
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest[file] = _file_sha256(checkpoint / file)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def first_name(folder: Path, file: str, begin: str = "") -> str:
+    found = load_file(folder / "verify" / "step-00000002" / file)
+    return next(name for name in sorted(found) if name.startswith(begin) and found[name].dim() > 1)
+
+
+def add_one(tensor: Tensor) -> None:
+    tensor.view(-1)[0] += 1
+
+
+def test_a_whole_run_is_equal_and_nothing_is_written_into_it(copy: Path, verify: Any) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in copy.rglob("*")}
+    for path in [copy, *copy.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    code, found = verify(copy, "--all")
+    after = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in copy.rglob("*")}
+    for path in [copy, *copy.rglob("*")]:
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
+    assert (code, set(found)) == (0, {"steps 0:2", "steps 2:4", "steps 4:6", "result"})
+    assert before == after
+
+
+@pytest.mark.parametrize("words", [("--steps", "2:4"), ("--sample", "2", "--seed", "x"), ("--final",), ()])
+def test_parts_of_a_run_are_equal(words: tuple[str, ...], run: Path, verify: Any) -> None:
+    code, found = verify(run, *words)
+    assert code == 0
+    assert found
+
+
+def test_a_range_begins_from_the_checkpoint_before(run: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    compute = verification.Verifier._compute
+
+    def noted(self: Any, segment: Any, begin: Any) -> Any:
+        begun.append(segment.start)
+        return compute(self, segment, begin)
+
+    monkeypatch.setattr(verification.Verifier, "_compute", noted)
+    assert verify(run, "--steps", "4:6")[0] == 0
+    assert begun == [4]
+
+
+# A changed tensor: the checkpoint is not that of its record, whether or not it is begun from.
+@pytest.mark.parametrize(
+    ("file", "begin"),
+    [("model.safetensors", ""), ("state.safetensors", "optimizer/momentum_buffer")],
+    ids=["a weight", "momentum"],
+)
+def test_a_changed_tensor_of_a_checkpoint_is_found_with_its_amount(
+    file: str, begin: str, copy: Path, verify: Any
+) -> None:
+    name = first_name(copy, file, begin)
+    change_checkpoint(copy, 2, file, name, add_one)
+    code, found = verify(copy, "--all")
+    assert code == 1
+    assert found["checkpoint 2"].startswith("differs")
+    assert f"{name}" in found["checkpoint 2"]
+    assert "1 of" in found["checkpoint 2"]
+    assert "by up to 1)" in found["checkpoint 2"]
+    assert found["steps 2:4"].startswith("equal"), "the records are those of the steps all the same"
+    assert verify(copy, "--steps", "2:4")[0] == 1
+
+
+def test_a_changed_statistic_is_found(copy: Path, verify: Any) -> None:
+    found = load_file(copy / "verify" / "step-00000004" / "model.safetensors")
+    change_checkpoint(copy, 4, "model.safetensors", next(n for n in found if n.endswith("running_mean")), add_one)
+    assert verify(copy, "--steps", "4:6")[0] == 1
+
+
+def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_next_range(
+    copy: Path, verify: Any
+) -> None:
+    name = first_name(copy, "model.safetensors")
+    change_checkpoint(copy, 2, "model.safetensors", name, add_one)
+    changed = load_file(copy / "verify" / "step-00000002" / "model.safetensors")[name]
+    digest = weights_sha256({f"model/{name}": changed})
+
+    def agree(line: dict[str, Any]) -> None:
+        if (line["record"], line["step"]) == ("state", 2):
+            line["tensors"][f"model/{name}"] = digest
+
+    forge(copy, agree)
+    code, found = verify(copy, "--steps", "2:4")
+    assert code == 1
+    assert "first after step 4" in found["steps 2:4"]
+    code, found = verify(copy, "--all")
+    assert code == 1
+    assert f"first after step 2: model/{name}" in found["steps 0:2"]
+    assert "1 of" in found["steps 0:2"]
+    # Without the new chain, no step need be computed.
+    shutil.copy(copy / "summary.json", copy / "kept")
+    (copy / "records.jsonl").write_text((copy / "records.jsonl").read_text().replace(digest, "0" * 64))
+    code, found = verify(copy, "--steps", "2:4")
+    assert (code, list(found)) == (1, ["records.jsonl"])
+
+
+def test_a_changed_initial_weight_is_found(copy: Path, verify: Any) -> None:
+    def change(line: dict[str, Any]) -> None:
+        if (line["record"], line["step"]) == ("state", 0):
+            line["tensors"][sorted(line["tensors"])[-1]] = "0" * 64
+
+    forge(copy, change)
+    assert verify(copy, "--steps", "0:2")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "value"),
+    [
+        ("state", "rates", [0.25, 0.9, 1.0]),
+        ("state", "images", "0" * 64),
+        ("evaluation", "figures", {"top1": 1.0}),
+        ("result", "weights_sha256", "0" * 64),
+    ],
+)
+def test_a_forged_line_is_found_where_it_is_computed(
+    record: str, key: str, value: object, copy: Path, verify: Any
+) -> None:
+    forge(copy, lambda line: line.update({key: value}) if line["record"] == record and line["step"] else None)
+    assert verify(copy, "--all")[0] == 1
+
+
+def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
+    weights = {name: tensor.clone() for name, tensor in load_file(copy / "model.safetensors").items()}
+    add_one(next(iter(weights.values())))
+    save_file(weights, copy / "model.safetensors")
+    code, found = verify(copy, "--final")
+    assert (code, list(found)) == (1, ["model.safetensors"])
+
+    # The forger agrees with himself all over, and the computed polish does not agree with him.
+    digest = weights_sha256(weights)
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps({**summary, "weights_sha256": digest}))
+    forge(copy, lambda line: line.update(weights_sha256=digest) if line["record"] == "result" else None)
+    code, found = verify(copy, "--final")
+    assert code == 1
+    assert "1 of" in found["result"]
+
+
+def test_figures_of_the_summary_are_compared(copy: Path, verify: Any) -> None:
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps({**summary, "top1": 0.99}))
+    assert verify(copy, "--steps", "0:2") == (1, {"summary.json": "differs top1 is 0.99, in the records "
+                                                 f"{summary['top1']}"})  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["image", "label", "order", "seed", "step"])
+def test_a_run_that_computed_something_else_is_found(
+    what: str, tmp_path: Path, run: Path, other: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of a trainer that cheats, whose folder says that it did what its recipe says."""
+    if what == "seed":
+        folder = Path(shutil.copytree(other, tmp_path / "run"))
+        shutil.copy(run / "recipe.yaml", folder)
+        begin = json.loads((run / "records.jsonl").read_text().splitlines()[0])["recipe_sha256"]
+        assert verify(folder, "--all")[0] == 1, "recipe.yaml is not that of the records"
+        forge(folder, lambda line: line.update(recipe_sha256=begin) if line["record"] == "begin" else None)
+        assert verify(folder, "--all")[0] == 1
+        return
+    with monkeypatch.context() as patch:
+        cheat(what, patch)
+        folder = of_two(tmp_path / "run")
+    code, found = verify(folder, "--all")
+    assert code == 1
+    first = {"image": "steps 2:4", "label": "steps 2:4", "order": "steps 0:2", "step": "steps 2:4"}[what]
+    assert found[first].startswith("differs first after"), found
+    if what in ("image", "label", "order"):
+        assert "images" in found[first]
+
+
+def cheat(what: str, patch: pytest.MonkeyPatch) -> None:
+    from torusgd.data.loader import Loader
+    from torusgd.data.order import StreamOrder
+    from torusgd.gradients.update import Update
+
+    if what == "order":
+        at = StreamOrder.at
+        patch.setattr(
+            StreamOrder, "at", lambda self, start, count: tuple(x[::-1].copy() for x in at(self, start, count))
+        )
+    elif what == "step":
+        step, taken = Update.step, [0]
+
+        def skipping(self: Update) -> None:
+            taken[0] += 1
+            if taken[0] != 3:
+                step(self)
+
+        patch.setattr(Update, "step", skipping)
+    else:
+        make = Loader._make
+
+        def wrong(self: Loader, share: Any) -> Any:
+            batch = make(self, share)
+            if share.step == 3 and share.worker == 1:
+                (batch.images if what == "image" else batch.targets).view(-1)[0] += 1
+            return batch
+
+        patch.setattr(Loader, "_make", wrong)
+
+
+def test_another_runs_checkpoint_is_found(copy: Path, other: Path, verify: Any) -> None:
+    shutil.rmtree(copy / "verify" / "step-00000002")
+    shutil.copytree(other / "verify" / "step-00000002", copy / "verify" / "step-00000002")
+    code, found = verify(copy, "--steps", "2:4")
+    assert code == 1
+    assert found["checkpoint 2"].startswith("differs")
+
+
+def test_a_line_that_is_left_out_is_found(copy: Path, verify: Any) -> None:
+    lines = (copy / "records.jsonl").read_text().splitlines()
+    (copy / "records.jsonl").write_text("\n".join(lines[:4] + lines[5:]) + "\n")
+    assert verify(copy, "--all")[0] == 1
+    (copy / "records.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert verify(copy, "--all")[0] == 1
+
+
+def test_checkpoints_that_vanish_are_done_without(copy: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = verification.Verifier._check_checkpoints
+
+    def vanishing(self: Any, ranges: Any) -> None:
+        check(self, ranges)
+        shutil.rmtree(copy / "verify" / "step-00000004")
+
+    monkeypatch.setattr(verification.Verifier, "_check_checkpoints", vanishing)
+    code, found = verify(copy, "--steps", "4:6")
+    assert (code, set(found)) == (0, {"steps 4:6"})
+
+
+def test_a_run_that_goes_on_is_checked_as_far_as_it_has_come(copy: Path, verify: Any) -> None:
+    (copy / "summary.json").unlink()
+    (copy / "model.safetensors").unlink()
+    shutil.rmtree(copy / "checkpoints")
+    text = (copy / "records.jsonl").read_text()
+    (copy / "records.jsonl").write_text(text[: text.rindex('{"step":6')] + '{"step":6,"bef')
+    code, found = verify(copy, "--all")
+    assert code == 0
+    assert "result" not in found
+    assert verify(copy, "--final")[0] == 2
+
+
+def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verify: Any) -> None:
+    """No records, no data, no steps, code of a stranger's, float arithmetic of another machine."""
+    assert verify(tmp_path / "none", "--all")[0] == 2
+    assert verify(copy, "--all", "--data", tmp_path / "none")[0] == 2
+    assert verify(copy, "--steps", "4:9")[0] == 2
+    assert verify(copy, "--steps", "x")[0] == 2
+    assert verify(copy, "--all", "--final")[0] == 2
+    recipe = copy / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("source: digits", "source: 'os:getcwd'"))
+    assert verify(copy, "--all")[0] == 2
+    (copy / "records.jsonl").unlink()
+    assert verify(copy, "--all")[0] == 2
+
+
+def test_float_arithmetic_under_other_conditions_is_not_compared(
+    tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = of_two(tmp_path / "run", "precision=float32")
+    assert verify(folder, "--all")[0] == 0
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    code, found = verify(folder, "--all")
+    assert code == 2
+    assert "environment was" in found["steps 0:2"]
+    assert "ONEDNN_MAX_CPU_ISA=SSE41" in found["result"]
+
+
+def test_a_journal_that_was_edited_is_found(tmp_path: Path, verify: Any) -> None:
+    """A cutoff run: its journal says whose work entered each update."""
+    folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", "synchrony={form: cutoff, count: 3}")
+    assert verify(folder, "--all")[0] == 0
+    lines = (folder / "journal.txt").read_text().splitlines()
+    (folder / "journal.txt").write_text("\n".join([*lines[:3], lines[3].replace(" - ", " 1 "), *lines[4:]]) + "\n")
+    assert verify(folder, "--all")[0] == 1
+
+    from torusgd.step.journal import Journal, entry_of, parse_journal
+
+    (folder / "journal.txt").write_text("\n".join(lines) + "\n")
+    whole = parse_journal("\n".join(lines) + "\n", "", lines[0].split()[1], 4)
+    journal = Journal(lines[0].split()[1], 4)
+    journal.open(folder / "journal.txt")
+    for step in range(6):
+        journal.add(entry_of(step, whole.entry(step).workers if step != 3 else {0}))
+    journal.close()
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "journal": journal.head.as_summary(6)}))
+    code, found = verify(folder, "--all")
+    assert code == 1
+    assert "journal" in found["steps 2:4"]
+
+
+def test_a_sample_is_drawn_by_steps_and_by_everybody_alike() -> None:
+    ranges = [Range(0, 1), Range(1, 99), Range(99, 100)]
+    assert sum(drawn(ranges, 1, str(seed)) == [Range(1, 99)] for seed in range(50)) > 40
+    assert drawn(ranges, 9, "x") == ranges
+    assert drawn(ranges, 1, "x") == drawn(ranges, 1, "x")
+
+
+def test_records_of_any_number_of_attempts_are_one_chain(tmp_path: Path, run: Path) -> None:
+    out = tmp_path / "run"
+    of_two(out, max_steps=3)
+    of_two(out)
+    lines, head, problem = parse_records((out / "records.jsonl").read_text())
+    assert problem == ""
+    assert json.loads((out / "summary.json").read_text())["records"] == {"sha256": head, "states": 5}
+    assert [line for line in lines if line.record == "state"][-1].tensors == tensor_digests_of(run)
+
+
+def tensor_digests_of(run: Path) -> dict[str, str]:
+    folder = RunDir(run).verify / "step-00000006"
+    model = {f"model/{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert torch.is_tensor(next(iter(model.values())))
+    return tensor_digests(model | load_file(folder / "state.safetensors"))
