@@ -60,6 +60,7 @@ def pack(
         int | None, option("--size", "Scale larger images to this shorter side, in pixels. Default: leave them.", min=1)
     ] = None,
     quality: Annotated[int, option("--quality", "Write JPEGs of this quality.", min=1, max=100)] = 90,
+    png: Annotated[bool, option("--png", "Write PNGs, whose pixels are the same on any machine.")] = False,
     images_per_shard: Annotated[int, option("--images-per-shard", "Put this many images into a shard.", min=1)] = 5000,
 ) -> None:
     """Copy a data set into tar shards with their index, large images scaled once."""
@@ -74,7 +75,7 @@ def pack(
             train,
             held_out,
             out,
-            Packing(size, quality, images_per_shard),
+            Packing(size, None if png else quality, images_per_shard),
             leave_out=lambda line: typer.echo(f"left out: {line}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
         )

@@ -5,9 +5,10 @@ The bytes are untrusted: sizes are checked before memory is allocated. EXIF orie
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -182,7 +183,7 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     pixels = _upper_rows(data, header, channels, shrink, region.top + region.height + 2 * shrink, buffer)
     if pixels is None:
         pixels = decode(data, channels, shrink, buffer)
-    return _rendered(pixels, Region(top, left, tall, wide, region.rows, region.columns))
+    return _rendered(pixels, replace(region, top=top, left=left, height=tall, width=wide))
 
 
 def _rendered(pixels: Pixels, region: Region) -> Pixels:
@@ -211,7 +212,7 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
     top, left = region.top // shrink * shrink, region.left // shrink * shrink
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
-    return shrink, Region(top, left, bottom - top, right - left, region.rows, region.columns)
+    return shrink, replace(region, top=top, left=left, height=bottom - top, width=right - left)
 
 
 def _upper_rows(
@@ -263,6 +264,7 @@ class EncodedImages(ABC):
         self.labels = labels
         self.channels = channels
         self._decoder: NvJpeg | None = None
+        self._check: Callable[[bytes], object] = len
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -284,6 +286,12 @@ class EncodedImages(ABC):
         part = copy(self)  # shallow: it shares readers and caches
         part.labels = self.labels[:count]
         return part
+
+    def checked(self, check: Callable[[bytes], object]) -> Self:
+        """A source of the same images, each of which is given to `check` before it is decoded."""
+        other = copy(self)
+        other._check = check
+        return other
 
     def decoded_by(self, decoder: "NvJpeg") -> Self:
         """A source of the same images, decoded otherwise."""
@@ -321,6 +329,7 @@ class EncodedImages(ABC):
         try:
             if self._decoder is not None:
                 return self._decoder.region(index, partial(self.encoded, index), self.channels, choose)
-            return decode_region(self.encoded(index), self.channels, choose)
+            self._check(data := self.encoded(index))
+            return decode_region(data, self.channels, choose)
         except Undecodable as error:
             raise CorruptImage(index, f"{self.where(index)}: {error}") from error

@@ -161,6 +161,8 @@ def resample(image: Pixels, region: Region) -> Pixels:
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
         return box
+    if region.exact:
+        return _scaled_exactly(box, region.rows, region.columns)
     # torch's kernel for uint8 runs on the calling thread alone and releases the interpreter's lock, so that the threads
     # of the loader resize in parallel.
     planes = torch.from_numpy(np.require(box, requirements=["C", "W"])[None]).permute(0, 3, 1, 2)
@@ -171,6 +173,36 @@ def resample(image: Pixels, region: Region) -> Pixels:
         planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
     )
     return resized[0]
+
+
+def _scaled_exactly(image: Pixels, rows: int, columns: int) -> Pixels:
+    """Rows first, rounded to uint8, then columns: float32 operations, neighbours in their order."""
+    place, weight, total = _neighbours(image.shape[0], rows)
+    values = np.zeros((rows, *image.shape[1:]), np.float32)
+    for each, share in zip(place, weight, strict=True):
+        values += image[each] * share[:, None, None]
+    values /= total[:, None, None]
+    half = np.float32(0.5)
+    image = (values + half).astype(np.uint8)
+    place, weight, total = _neighbours(image.shape[1], columns)
+    values = np.zeros((rows, columns, image.shape[2]), np.float32)
+    for each, share in zip(place, weight, strict=True):
+        values += image.take(each, 1) * share[:, None]
+    values /= total[:, None]
+    return (values + half).astype(np.uint8)
+
+
+@lru_cache(maxsize=256)
+def _neighbours(length: int, out: int) -> tuple[Int64, Float32, Float32]:
+    """The pixels of a side [taps, out] that each pixel of the result is made of, their weights, and the sums of these.
+
+    Positions count in 1 / (2 * out) of a pixel, so that the weights, of a triangle as wide as a pixel of the result
+    or two of the image, are whole numbers.
+    """
+    reach, centre = 2 * max(length, out), (2 * np.arange(out) + 1) * length
+    place = (centre - reach - out) // (2 * out) + 1 + np.arange(reach // out + 1)[:, None]
+    weight = (reach - abs((2 * place + 1) * out - centre)).clip(0) * ((place >= 0) & (place < length))
+    return place.clip(0, length - 1), weight.astype(np.float32), weight.sum(0).astype(np.float32)
 
 
 def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:

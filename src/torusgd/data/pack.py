@@ -8,7 +8,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
 from .decode import EncodedImages, Undecodable, decode, load_decoders, picture_size
+from .decoder_check import require
 from .file_lists import read_classes
 from .geometry import render, scaled
 from .registry import data_sha256
@@ -36,7 +37,7 @@ class Packing:
     """How copies are made."""
 
     shorter_side: int | None  # pixels to which a larger image is scaled; None: files are copied as they are
-    quality: int  # of JPEG, 1 to 100
+    quality: int | None  # of JPEG, 1 to 100; None: copies are PNGs, decoded and scaled alike on any machine
     images_per_shard: int
 
 
@@ -50,7 +51,7 @@ def pack(
 ) -> dict[str, int]:
     """Writes both splits of a data set as tar shards with their index; shards that are there already stay.
 
-    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG. The labels and the order stay,
+    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG, or all a PNG. The labels and the order stay,
     but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number of images in the
     shards, by split. UserError if the folder holds something else, can't be written, or another command is packing into
     it; RunError if the disk is full, or an image can't be read: the same call continues.
@@ -119,7 +120,7 @@ def _write_shard(
     # USTAR headers without times or owners: the same images give the same bytes.
     with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
         for count, (index, data) in enumerate(copies):
-            for kind, content in (("jpg", data), ("cls", str(source.labels[index]).encode())):
+            for kind, content in (("jpg" if data.startswith(_JPEG) else "png", data), ("cls", str(source.labels[index]).encode())):
                 member = tarfile.TarInfo(f"{index:08d}.{kind}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
@@ -145,12 +146,15 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
     try:
         if isinstance(source, EncodedImages):
             data = source.encoded(index)
-            if data.startswith(_JPEG) and (side is None or min(picture_size(data)) <= side):
+            if packing.quality is None:
+                require(data)
+            elif data.startswith(_JPEG) and (side is None or min(picture_size(data)) <= side):
                 return data
             image = decode(data, source.channels)
         else:
             image = source.read(index)
-        return encode(_scaled(image, side), packing.quality)
+        image = _scaled(image, side, packing.quality is None)
+        return encode_png(image) if packing.quality is None else encode(image, packing.quality)
     except CorruptImage as error:
         return error
     except Undecodable as error:
@@ -160,11 +164,18 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
         raise RunError(f"image {index} can't be read: {error}; the same command goes on") from error
 
 
-def _scaled(image: Pixels, shorter_side: int | None) -> Pixels:
+def _scaled(image: Pixels, shorter_side: int | None, exact: bool) -> Pixels:
     height, width = image.shape[:2]
     if shorter_side is None or min(height, width) <= shorter_side:
         return image
-    return np.ascontiguousarray(render(image, scaled(height, width, shorter_side)).transpose(1, 2, 0))
+    region = replace(scaled(height, width, shorter_side), exact=exact)
+    return np.ascontiguousarray(render(image, region).transpose(1, 2, 0))
+
+
+def encode_png(image: Pixels) -> bytes:
+    """An image uint8 [height, width, 1 or 3] as PNG."""
+    _, cv2 = load_decoders()
+    return cv2.imencode(".png", np.ascontiguousarray(image[:, :, ::-1]))[1].tobytes()
 
 
 def encode(image: Pixels, quality: int) -> bytes:

@@ -18,6 +18,7 @@ from ..rng import SUBSTITUTE, keyed_integer
 from .augment import Changes, draw_changes, erase, mirror, mix, random_region, shift
 from .autoaugment import apply_policy
 from .decode import EncodedImages
+from .decoder_check import require
 from .geometry import Warps, bend, centre, cut_at, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
@@ -61,6 +62,8 @@ class Pipeline:
     table: torch.Tensor | None = None  # as of `Batch`
 
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
+        if data.pixels == "portable" and isinstance(source, EncodedImages):
+            source = source.checked(require)
         self.source = source
         self.allocate = allocate
         self._arrays = source if isinstance(source, ArraySource) else None
@@ -211,6 +214,8 @@ class Pipeline:
         if drawn is not None and drawn.boxes is not None:
             augment, draws = self._data.augment, drawn.boxes[at]
             choose = partial(random_region, size=sizes.sides, augment=augment, draws=draws)
+        if self._data.pixels == "portable":
+            choose = partial(_exactly, choose)
         if drawn is not None and drawn.corners is not None:
             down, right = drawn.corners[at].tolist()
             return choose, partial(cut_at, size=sizes.sides, corner=(down, right))
@@ -241,6 +246,10 @@ class Pipeline:
                 )
             image = render(pixels, choose(*pixels.shape[:2]))
         return cut(image)
+
+
+def _exactly(choose: Choose, height: int, width: int) -> Region:
+    return replace(choose(height, width), exact=True)
 
 
 def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:

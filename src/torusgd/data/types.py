@@ -26,6 +26,8 @@ class Region:
     width: int
     rows: int
     columns: int
+    exact: bool = False
+    """scaled by single operations in a written order, the same on any machine; else by torch's kernel"""
 
 
 Choose = Callable[[int, int], Region]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .schema import Recipe
 
 _DEFAULTS = RuntimeOptions()
-_SOURCES_OF_PIXELS = ("digits", "mnist", "numpy")
-"""that are bytes of pixels as they lie in files"""
+_SOURCES_OF_PIXELS = ("digits", "synthetic", "frames", "mnist", "numpy")
+"""that are bytes of pixels as they lie in files, or are made of integers"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ def _is_disallowed(setup: Setup) -> bool:
 
 def _resamples(setup: Setup) -> bool:
     recipe = setup.recipe
+    if recipe.data.pixels == "portable":
+        return False
     resized = (recipe.data.resize, recipe.evaluate.resize, *(stage.resize for stage in recipe.stages))
     is_resampled = any(size is not None for size in resized) or recipe.data.augment.crop == "resized"
     return is_resampled or recipe.data.source not in _SOURCES_OF_PIXELS
@@ -168,7 +170,8 @@ OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with ra
 NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
 
 DELAYED = Part("synchrony.delays", "`synchrony.delays`", lambda s: s.recipe.synchrony.delays is not None)
-RESAMPLED = Part("data", "images that are decoded or resampled", _resamples)
+RESAMPLED = Part("data", "images that are decoded or resampled, with `data.pixels: fast`", _resamples)
+PORTABLE_PIXELS = Part("data.pixels", "`data.pixels: portable`", lambda s: s.recipe.data.pixels == "portable")
 
 # Options of the runtime, flags, and circumstances of a run.
 WORKERS = Part("workers", "`workers`", lambda s: s.ranks is not None)
@@ -218,8 +221,9 @@ RECIPE_RULES = (
     Rule(INEXACT, PORTABLE, "a sum of floats depends on the order of its addends", "set reduction: exact"),
     Rule(NVJPEG, PORTABLE, "each version of a GPU's decoder has bits of its own", "set it to libjpeg"),
     Rule(DELAYED, PORTABLE, "they are drawn by a library's logarithm", "leave it out"),
+    Rule(NVJPEG, PORTABLE_PIXELS, "each version of a GPU's decoder has bits of its own", "set it to libjpeg"),
     Rule(PORTABLE, RESAMPLED, "decoders and resampling have other bits on other machines",
-         "take a source digits, mnist or numpy at its own size, or precision: float32"),
+         "set data.pixels: portable, or precision: float32"),
 )  # fmt: skip
 _TOO_MANY = "the recipe has {0.recipe.virtual_workers} virtual workers to share"
 _UNEVEN_SHARES = (
