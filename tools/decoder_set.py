@@ -50,7 +50,9 @@ def pictures() -> dict[str, bytes]:
         "JPEG CMYK": encoded(colours.convert("CMYK"), "JPEG", quality=80),
         "PNG colours": encoded(colours, "PNG"),
         "PNG grey": encoded(grey, "PNG"),
-        "PNG palette": encoded(colours.quantize(17, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE), "PNG"),
+        "PNG palette": encoded(
+            colours.quantize(17, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE), "PNG"
+        ),
         "PNG two levels": encoded(grey.convert("1", dither=Image.Dither.NONE), "PNG"),
         "PNG alpha": encoded(clear, "PNG"),
         "PNG 16 bits": encoded(deep, "PNG"),

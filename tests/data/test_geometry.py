@@ -1,14 +1,17 @@
 """Rotation, distortion, brightness, contrast and noise: their formulas, ranges and keys."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from torusgd.data.geometry import _TERMS, _normal, bend, cosine_and_sine, draw_warps, tone
+from torusgd.data.geometry import _TERMS, _normal, bend, cosine_and_sine, draw_warps, resample, tone
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.registry import open_sources
+from torusgd.data.types import Region
 from torusgd.recipe.data_schema import Augment, Data
+from torusgd.rng import keyed_hash
 
 ALL = Augment(rotation=0.5, distortion=0.2, brightness=0.1, contrast=1.5, noise=0.05, by_channel=True)
 
@@ -89,3 +92,25 @@ def test_an_image_is_warped_alone_as_in_a_batch_and_not_without_augmentation() -
     assert not whole[5].equal(plain.training_batch(indices, epochs, augment=True).images[5])
     still = pipeline.training_batch(indices, epochs, augment=False).images
     assert still.equal(plain.training_batch(indices, epochs, augment=False).images)
+
+
+@pytest.mark.parametrize("sizes", [(37, 41, 16, 9), (9, 7, 24, 31), (64, 50, 64, 13), (300, 1, 7, 3)])
+def test_exact_scaling_is_the_triangles_mean_by_whole_numbers(sizes: tuple[int, int, int, int]) -> None:
+    height, width, rows, columns = sizes
+    image = (keyed_hash(5, *np.ogrid[:height, :width, :3]) % 256).astype(np.uint8)
+
+    def scaled_side(values: np.ndarray, out: int) -> np.ndarray:
+        """Along the first axis, each weight counted in 1 / (2 * out), rounded half up."""
+        length, result = len(values), []
+        for place in range(out):
+            reach = 2 * max(length, out)
+            weights = [max(0, reach - abs((2 * j + 1) * out - (2 * place + 1) * length)) for j in range(length)]
+            total = np.tensordot(np.array(weights), values.astype(np.int64), 1)
+            result.append((2 * total + sum(weights)) // (2 * sum(weights)))
+        return np.array(result)
+
+    expected = scaled_side(scaled_side(image, rows).swapaxes(0, 1), columns).swapaxes(0, 1)
+    region = Region(0, 0, height, width, rows, columns, exact=True)
+    assert np.array_equal(resample(image, region), expected)
+    fast = resample(image, replace(region, exact=False))
+    assert abs(expected - fast.astype(int)).max() <= 1

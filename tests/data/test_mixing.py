@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from torusgd import arithmetic
 from torusgd.data.augment import beta, erase, mix
 from torusgd.data.order import COPY, StreamOrder
 from torusgd.recipe.data_schema import Augment
 from torusgd.rng import keyed_uniform
 
+DRAWS = {0.05: "0x1.fffe845a6b293p-1", 0.8: "0x1.77886f4eeff31p-3", 10.0: "0x1.8b107cfb719b5p-2"}
 EPOCHS, INDICES = np.zeros(6, dtype=np.int64), np.arange(6)
 
 
@@ -78,3 +80,17 @@ def test_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
     assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
     part, _ = StreamOrder(4, 0, repeats=3).at(5, 4)
     assert part.tolist() == indices[5:9].tolist()
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.8, 2.0, 10.0])
+def test_draws_of_any_alpha_have_the_moments_of_beta(alpha: float) -> None:
+    found = np.array([arithmetic.beta(alpha, 7, number) for number in range(2000)])
+    assert abs(found.mean() - 0.5) < 0.02
+    assert found.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)
+    fourth = 3 / (16 * (2 * alpha + 1) * (2 * alpha + 3))
+    assert ((found - 0.5) ** 4).mean() == pytest.approx(fourth, rel=0.15)
+
+
+def test_a_draw_of_beta_has_the_same_bits_on_any_machine() -> None:
+    found = {alpha: arithmetic.beta(alpha, 7, 1).hex() for alpha in DRAWS}
+    assert found == DRAWS

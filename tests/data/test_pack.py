@@ -5,6 +5,7 @@ import gzip
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
 from torusgd.data.fetch import DEVKIT, TRAIN, VAL, prepare_imagenet
+from torusgd.data.geometry import resample, scaled
 from torusgd.data.pack import Packing, pack
 from torusgd.data.pictures import open_folder
 from torusgd.data.registry import open_any
@@ -219,3 +221,15 @@ def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) 
     (root / DEVKIT).unlink()
     for name in ("imagenet", "cifar"):
         mistake("data", "prepare", name, root, TMP=tmp_path)
+
+
+def test_copies_as_png_have_all_pixels_and_are_scaled_exactly(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=2, val=1)
+    before, held_out = open_folder(root, 3)
+    pack(before, held_out, tmp_path / "out", Packing(45, None, 5), print)
+    after, _ = open_shards(tmp_path / "out", 3)
+    for index in range(len(before)):
+        assert after.encoded(index).startswith(b"\x89PNG")
+        image = before.read(index)
+        region = scaled(*image.shape[:2], min(45, *image.shape[:2]))
+        assert np.array_equal(after.read(index), resample(image, replace(region, exact=True)))

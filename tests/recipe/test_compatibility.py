@@ -44,7 +44,9 @@ BROKEN: list[list[str]] = [
     [LOCAL, "optimizer={name: adamw}"],
     [CUTOFF, INEXACT],
     [CUTOFF, BLOCKS],
-    *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS, "data.resize=9")),
+    *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS)),
+    ["data.pixels=portable", "data.decoder=nvjpeg"],
+    [PORTABLE, "data.resize=9"],
 ]
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [

@@ -50,7 +50,7 @@ def require(data: bytes) -> None:
     """UserError if the decoder of a picture's kind of file gives other pixels than the specified ones."""
     is_jpeg = data.startswith(b"\xff\xd8")
     if wrong := others(is_jpeg):
-        kind, remedy = ("JPEG", "pack the images elsewhere, without loss: torusgd data pack PATH OUT --png") if is_jpeg else (
-            "PNG", "take another version of opencv-python-headless"
-        )  # fmt: skip
+        kind, remedy = "PNG", "take another version of opencv-python-headless"
+        if is_jpeg:
+            kind, remedy = "JPEG", "pack the images elsewhere, without loss: torusgd data pack PATH OUT --png"
         raise UserError(f"data.pixels: the {kind} decoder of this machine gives other pixels ({wrong[0]}); {remedy}")

@@ -51,10 +51,10 @@ def pack(
 ) -> dict[str, int]:
     """Writes both splits of a data set as tar shards with their index; shards that are there already stay.
 
-    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG, or all a PNG. The labels and the order stay,
-    but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number of images in the
-    shards, by split. UserError if the folder holds something else, can't be written, or another command is packing into
-    it; RunError if the disk is full, or an image can't be read: the same call continues.
+    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG, or all a PNG. The labels and
+    the order stay, but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number
+    of images in the shards, by split. UserError if the folder holds something else, can't be written, or another
+    command is packing into it; RunError if the disk is full, or an image can't be read: the same call continues.
     """
     load_decoders()
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
@@ -120,7 +120,10 @@ def _write_shard(
     # USTAR headers without times or owners: the same images give the same bytes.
     with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
         for count, (index, data) in enumerate(copies):
-            for kind, content in (("jpg" if data.startswith(_JPEG) else "png", data), ("cls", str(source.labels[index]).encode())):
+            for kind, content in (
+                ("jpg" if data.startswith(_JPEG) else "png", data),
+                ("cls", str(source.labels[index]).encode()),
+            ):
                 member = tarfile.TarInfo(f"{index:08d}.{kind}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))

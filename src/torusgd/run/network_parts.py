@@ -61,7 +61,7 @@ def fingerprint_on_rank(job: Job, data: Data, network: Network, device: torch.de
     operators = ""
     if recipe.precision == "portable":
         check_stored(recipe.model.name)
-        operators = " ".join(operators_of_passes(network.model, recipe))
+        operators = " ".join(sorted(operators_of_passes(network.model, recipe)))
     sources = (data.training.source, data.held_out.source)
     return fingerprint_of(job, *sources, drawn, conditions(recipe, device), operators)
 
