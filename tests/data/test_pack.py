@@ -231,5 +231,6 @@ def test_copies_as_png_have_all_pixels_and_are_scaled_exactly(tmp_path: Path) ->
     for index in range(len(before)):
         assert after.encoded(index).startswith(b"\x89PNG")
         image = before.read(index)
-        region = scaled(*image.shape[:2], min(45, *image.shape[:2]))
+        height, width = image.shape[:2]
+        region = scaled(height, width, min(45, height, width))
         assert np.array_equal(after.read(index), resample(image, replace(region, exact=True)))
