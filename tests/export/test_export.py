@@ -20,6 +20,7 @@ from torusgd.export.formats import example_images
 from torusgd.export.model_card import card
 from torusgd.report.read_run import read_run
 from torusgd.run.trained_weights import open_model
+from torusgd.weights import load_weights
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,9 @@ def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path
     text, summary = (tmp_path / "hub" / "README.md").read_text(), json.loads((run / "summary.json").read_text())
     _, front, body = text.split("---\n", 2)
     head = yaml.safe_load(front)
+    assert summary["records"]["sha256"] in body
+    assert (tmp_path / "hub" / "records.jsonl").read_bytes() == (run / "records.jsonl").read_bytes()
+    assert load_weights(tmp_path / "hub" / "model.safetensors")[1]["records_sha256"] == summary["records"]["sha256"]
     assert (head["license"], head["pipeline_tag"]) == ("mit", "image-classification")
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == summary["top1"]

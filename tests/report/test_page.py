@@ -228,3 +228,18 @@ def test_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path
     assert ranks["ranks most often behind"].startswith(behind)
     assert rows_of(plan_table([record]))["a step"] == "500.0 ms / 1000.0 ms (plan -50.0%)"
     assert plan_table([read_run(run)]) is None
+
+
+def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Path, run_cli: Any) -> None:
+    last = json.loads((run / "summary.json").read_text())["records"]["sha256"]
+    found = [{"name": "steps 0:4", "state": "equal"}, {"name": "result", "state": "differs"}]
+    for file, of in (("mine", last), ("others", "0" * 64)):
+        (tmp_path / file).write_text(json.dumps({"records_sha256": of, "found": found}))
+    page = run_page([read_run(run, [json.loads((tmp_path / "mine").read_text())])], [None])
+    assert last in page
+    assert "equal: steps 0:4; differs: result" in page
+    code, _, _ = run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")
+    assert code == 0
+    assert "equal: steps 0:4" not in (tmp_path / "page.html").read_text()
+    (tmp_path / "others").write_text("{}")
+    assert run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")[0] == 2

@@ -66,7 +66,7 @@ def export(
             assert record is not None
             assert trained is not None
             write_hub_folder(record, trained, path, license_name)
-            found = ": README.md, config.json, recipe.yaml, model.safetensors"
+            found = ": README.md, config.json, recipe.yaml, model.safetensors, records.jsonl"
         else:
             assert trained is not None
             worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
@@ -84,16 +84,21 @@ def report(
         bool, option("--mistakes", "Also classify the held-out images: the worst classes, the most wrong images.")
     ] = False,
     data: DataPath = None,
+    verified: Annotated[
+        list[Path] | None,
+        option("--verified", "Show what was verified, by this file of torusgd verify --json; repeatable."),
+    ] = None,
 ) -> None:
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.page import check_jinja, run_page
-    from ..report.read_run import read_run
+    from ..report.read_run import read_run, read_verified
     from ..rundir.run_view import local_run
 
     check_jinja()
     check_writable("--out", out)
     folders = [local_run(run) for run in runs]
-    records = [read_run(folder) for folder in folders]
+    checks = [read_verified(file) for file in verified or []]
+    records = [read_run(folder, checks) for folder in folders]
     wanted = mistakes or data is not None
     found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
     write_file("--out", out, run_page(records, found))

@@ -127,7 +127,7 @@ def _check(
     terminal = console()
     with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as scratch:
         job = Job(claims.recipe, options, resolve_device(options), Path(scratch), data, init)
-        with Progress(console=terminal, transient=True) as bar:
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
             task = bar.add_task("steps")
             verifier = Verifier(
                 claims, job, Path(scratch), lambda done, total: bar.update(task, completed=done, total=total)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import RunError, UserError, first_line, needs
 from ..recipe.section import sides
 from ..run.trained_weights import TrainedModel
-from ..weights import replacing, weights_sha256
+from ..weights import load_weights, replacing, weights_sha256
 
 TOLERANCE = 1e-4  # largest difference of a graph's logits from the network's, relative to the largest logit
 _BATCHES = (2, 5)  # sizes of the compared batches; the graph is made with the first, so the second shows it takes any
@@ -43,6 +43,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
             "std": data.std,
             "resize": data.resize,
             "weights_sha256": weights_sha256(trained.model.state_dict()),
+            "records_sha256": load_weights(trained.path)[1].get("records_sha256", ""),
         }
         onnx.helper.set_model_props(graph, {name: json.dumps(value) for name, value in known.items()})
         onnx.checker.check_model(graph)

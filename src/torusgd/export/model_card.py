@@ -12,8 +12,9 @@ import yaml
 from ..errors import UserError, as_user_error
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
-from ..report.tables import batches
+from ..report.tables import batches, records_sha256
 from ..run.trained_weights import TrainedModel
+from ..rundir.run_dir import RECORDS
 from ..text import count, duration, percent
 from ..weights import replacing, write_text
 
@@ -21,7 +22,7 @@ _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the wei
 
 
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
-    """Writes README.md, config.json, recipe.yaml and model.safetensors of a finished run.
+    """Writes README.md, config.json, recipe.yaml, model.safetensors and, if there are any, the records of a finished run.
 
     `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none. UserError if
     the run is not finished, or the folder, which is made if it is missing, can't be written.
@@ -30,7 +31,9 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
     with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for source, name in ((trained.path, "model.safetensors"), (run.folder / "recipe.yaml", "recipe.yaml")):
+        copied = {"model.safetensors": trained.path}
+        copied |= {name: run.folder / name for name in ("recipe.yaml", RECORDS) if (run.folder / name).is_file()}
+        for name, source in copied.items():
             with replacing(folder / name) as temporary:
                 shutil.copyfile(source, temporary)
         write_text(folder / "config.json", json.dumps(configuration(trained), indent=2) + "\n")
@@ -79,6 +82,7 @@ def card(run: RunRecord, license_name: str | None) -> str:
         "recipe (SHA-256)": f"`{recipe.sha256()}`",
         "data (SHA-256)": f"`{summary.get('data_sha256')}`",
         "initial weights (SHA-256)": str(summary.get("init_sha256") or "drawn from the seed"),
+        "last record (SHA-256)": f"`{records_sha256(run) or 'none'}`",
     }
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
     exact = (
@@ -90,11 +94,17 @@ def card(run: RunRecord, license_name: str | None) -> str:
     conditions = "\n".join(
         f"- {name}: {_cell(str(value))}" for name, value in run.summary.get("conditions", {}).items()
     )
+    checked = ""
+    if records_sha256(run):
+        checked = (
+            "The last record stands for all hashes of the state that the run wrote in training. Whoever has its "
+            "folder and the data computes some steps anew and compares:\n\n    torusgd verify RUN --sample 3\n\n"
+        )
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     return (
         f"---\n{front}---\n\n# {_cell(run.name)}\n\n{_cell(recipe.description or recipe.name)}\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n## The same again\n\n{exact}\n\n"
-        f"    {_command(run)}\n\n## Conditions\n\n{conditions}\n"
+        f"    {_command(run)}\n\n{checked}## Conditions\n\n{conditions}\n"
     )
 
 

@@ -3,14 +3,14 @@
 # Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
 # a line that can't be understood is counted and left out, and only values of the expected type go any further.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import as_user_error
+from ..errors import UserError, as_user_error
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..rundir.run_view import STATUS, gone, read_status
@@ -20,7 +20,7 @@ from ..untrusted import check_regular, parse_json, read_text
 MOST_EVENT = 1 << 20  # bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000
 # Types of the values of summary.json and status.json that are no numbers or words.
 _TYPES: Mapping[str, type] = {
-    **dict.fromkeys(("shares", "conditions", "predicted", "runtime"), dict),
+    **dict.fromkeys(("shares", "conditions", "predicted", "runtime", "records"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
 _STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
@@ -39,6 +39,7 @@ class RunRecord:
     summary: Mapping[str, Any]  # summary.json; empty unless the run is finished
     status: Mapping[str, Any]  # status.json: the options by which the ranks were started
     unread: int  # lines of events.jsonl that could not be understood
+    verified: tuple[tuple[str, str], ...] = ()  # ranges that somebody computed anew, each with what was found
 
     @property
     def name(self) -> str:
@@ -53,8 +54,20 @@ class RunRecord:
         return {int(event["step"]): float(event["epoch"]) for event in self.steps}
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Reads a run's folder; UserError if it holds no run, or one whose recipe, status or events can't be read."""
+def read_verified(path: Path) -> Mapping[str, Any]:
+    """What `torusgd verify --json` wrote; UserError if it is something else."""
+    with as_user_error(f"--verified {path}: can't be read", of=(OSError, ValueError)):
+        tree = parse_json(read_text(path))
+    if not isinstance(tree, dict) or not isinstance(tree.get("found"), list) or "records_sha256" not in tree:
+        raise UserError(f"--verified {path}: is no file of torusgd verify --json")
+    return tree
+
+
+def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecord:
+    """Reads a run's folder; UserError if it holds no run, or one whose recipe, status or events can't be read.
+
+    `checks` are of `read_verified`, those of other runs among them.
+    """
     status = read_status(folder)
     recipe = read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
@@ -63,6 +76,9 @@ def read_run(folder: Path) -> RunRecord:
         why = "The run is still at work; this page shows it as far as it has come."
     elif status.state != "finished":
         why = f"This run is not finished: {gone(status)}."
+    summary = _expected(status.reported) if status.state == "finished" else {}
+    last = summary.get("records", {}).get("sha256")
+    found = [each for check in checks if check["records_sha256"] == last for each in check["found"]]
     return RunRecord(
         folder=folder,
         recipe=recipe,
@@ -70,9 +86,10 @@ def read_run(folder: Path) -> RunRecord:
         why=why,
         steps=tuple(event for event in events if "event" not in event),
         evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
-        summary=_expected(status.reported) if status.state == "finished" else {},
+        summary=summary,
         status=_expected(_read_tree(folder / STATUS)),
         unread=unread,
+        verified=tuple((str(each.get("name")), str(each.get("state"))) for each in found if isinstance(each, dict)),
     )
 
 

@@ -143,6 +143,8 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
         ("recipe (SHA-256)", lambda run: run.recipe.sha256()),
         ("data (SHA-256)", lambda run: str(run.summary.get("data_sha256") or NONE)),
         ("initial weights (SHA-256)", lambda run: str(run.summary.get("init_sha256") or "drawn from the seed")),
+        ("last record (SHA-256)", lambda run: records_sha256(run) or NONE),
+        ("computed anew by torusgd verify", _verified),
         *((name, lambda run, name=name: str(_conditions(run).get(name) or NONE)) for name in names),
         ("changes of conditions on resuming", lambda run: str(len(run.summary.get("other_conditions") or []))),
         ("ranks under other conditions", lambda run: str(len(run.summary.get("mixed_conditions") or []))),
@@ -211,6 +213,16 @@ def final(run: RunRecord) -> dict[str, Any]:
 def batches(recipe: Recipe) -> str:
     """Images of a step, stage by stage."""
     return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
+
+
+def records_sha256(run: RunRecord) -> str:
+    """Hash of a finished run's last record; empty if it has none."""
+    return str(run.summary.get("records", {}).get("sha256", ""))
+
+
+def _verified(run: RunRecord) -> str:
+    states = dict.fromkeys(state for _, state in run.verified)
+    return "; ".join(f"{state}: {listed(n for n, each in run.verified if each == state)}" for state in states) or NONE
 
 
 def _table(title: str, runs: Sequence[RunRecord], rows: Sequence[Fact], note: str = "") -> Table:

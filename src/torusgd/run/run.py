@@ -373,7 +373,8 @@ class Run:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)
             summary["records"] = self._recorder.result(summary, {**figures_of(evaluation), **top1})
-            write_result(run_dir, tensors, summary, self._metadata)
+            records = {"records_sha256": summary["records"]["sha256"]}
+            write_result(run_dir, tensors, summary, self._metadata | records)
         return summary
 
     def _take_newest(self) -> Agreed:
