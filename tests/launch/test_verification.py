@@ -3,6 +3,7 @@
 import json
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.run.runs import run_here
+from tests.run.runs import command, run_here, sets, train
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
@@ -25,7 +26,8 @@ from torusgd.run.saving import RunResult
 from torusgd.rundir.checkpoint import _file_sha256
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-from torusgd.step.records import line_sha256, parse_records, tensor_digests
+from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
+from torusgd.storage import CACHE, Store
 from torusgd.weights import weights_sha256
 
 TINY = (
@@ -200,7 +202,6 @@ def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_
     assert f"first after step 2: model/{name}" in found["steps 0:2"]
     assert "1 of" in found["steps 0:2"]
     # Without the new chain, no step need be computed.
-    shutil.copy(copy / "summary.json", copy / "kept")
     (copy / "records.jsonl").write_text((copy / "records.jsonl").read_text().replace(digest, "0" * 64))
     code, found = verify(copy, "--steps", "2:4")
     assert (code, list(found)) == (1, ["records.jsonl"])
@@ -348,6 +349,48 @@ def test_a_run_that_goes_on_is_checked_as_far_as_it_has_come(copy: Path, verify:
     assert code == 0
     assert "result" not in found
     assert verify(copy, "--final")[0] == 2
+
+
+def test_a_run_in_a_bucket_is_checked(
+    run: Path, memory_bucket: None, tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    store = Store("memory://bucket/run")
+    for path in run.rglob("*"):
+        if path.is_file():
+            store.put(path, path.relative_to(run).as_posix())
+    assert verify("memory://bucket/run", "--steps", "2:4")[0] == 0
+    store.put(run / "verify/step-00000004/model.safetensors", "verify/step-00000002/model.safetensors")
+    code, found = verify("memory://bucket/run", "--steps", "2:4")
+    assert (code, "checkpoint 2" in found) == (1, True), "a file of it is damaged"
+
+
+def test_ranks_of_their_own_compute_it(run: Path) -> None:
+    done = subprocess.run(
+        command("verify", run, "--steps", "2:4", "--workers", "2"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "steps 2:4  equal" in done.stdout
+
+
+@pytest.mark.parametrize("precision", ["portable", "float32"])
+def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path, run: Path) -> None:
+    states = {}
+    for update in ("replicated", "sharded"):
+        out = tmp_path / update
+        words = ("--workers", "2", "--update", update, "--verify-every", "2st", "--max-steps", "4")
+        train(out, *words, *sets(*TINY, f"precision={precision}"), timeout=240)
+        lines = parse_records((out / "records.jsonl").read_text())[0]
+        states[update] = [line.tensors for line in lines if isinstance(line, StateLine)]
+    assert len(states["sharded"]) == 3
+    assert states["sharded"] == states["replicated"]
+    if precision == "portable":
+        lines = parse_records((run / "records.jsonl").read_text())[0]
+        assert states["sharded"] == [line.tensors for line in lines if isinstance(line, StateLine)][:3]
 
 
 def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verify: Any) -> None:

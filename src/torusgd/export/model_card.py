@@ -22,7 +22,7 @@ _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the wei
 
 
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
-    """Writes README.md, config.json, recipe.yaml, model.safetensors and, if there are any, the records of a finished run.
+    """Writes README.md, config.json, recipe.yaml, model.safetensors and the records of a finished run.
 
     `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none. UserError if
     the run is not finished, or the folder, which is made if it is missing, can't be written.
