@@ -226,7 +226,8 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
         "                         nn.Linear(width, classes))\n"
     )
     (tmp_path / "mine.yaml").write_text(
-        "name: mine\nsource: mine\ninside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
+        "name: mine\nsource: mine\nbackend: gloo\n"
+        "inside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
         "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,7 @@ CLUSTERS = [
 MINE = """
 name: mine
 source: my own
+backend: nccl
 device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9}
 devices_per_node: 4
 inside: {alpha: 10e-6, bandwidth: 25e9}

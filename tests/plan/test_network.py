@@ -18,12 +18,19 @@ DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 
 def cluster(**changes: object) -> Cluster:
     near, far = Link(alpha=1e-6, bandwidth=100e9), Link(alpha=5e-6, bandwidth=20e9)
-    values = {"name": "test", "source": "by hand", "device": DEVICE, "inside": near, "between": far}
+    values = {"name": "test", "source": "by hand", "backend": "gloo", "device": DEVICE, "inside": near, "between": far}
     return Cluster.model_validate({**values, "devices_per_node": 4, **changes})
 
 
 def total(machine: Cluster, ranks: int, size: float, **communication: Any) -> float:
     return sum(p.seconds for p in phases(machine, Communication.model_validate(communication), ranks, size))
+
+
+@pytest.mark.parametrize("size", [4096.0, 1e9])
+def test_native_is_that_of_the_backend(size: float) -> None:
+    gpus = cluster(backend="nccl")
+    assert total(gpus, 512, size, algorithm="native") == total(gpus, 512, size, algorithm="nccl")
+    assert total(cluster(), 512, size, algorithm="native") == total(gpus, 512, size, algorithm="ring")
 
 
 def test_a_ring_within_a_node_by_hand() -> None:

@@ -33,6 +33,14 @@ def test_the_profile_torusgd_has_the_defaults_of_the_runtime_options() -> None:
     assert program(**defaults) == program()
 
 
+def test_messages_of_a_gpu_follow_each_other_and_those_of_other_programs_stay() -> None:
+    runtime = RuntimeOptions(workers=16)
+    found = {(c.name, p): program_for(VGG, runtime, c, load_software(p)).communication.pipelined
+             for c in (ABCI, AWS) for p in ("torusgd", "mxnet-fujitsu")}  # fmt: skip
+    assert found == {("abci", "torusgd"): False, ("abci", "mxnet-fujitsu"): True,
+                     (AWS.name, "torusgd"): True, (AWS.name, "mxnet-fujitsu"): True}  # fmt: skip
+
+
 def test_a_portable_step_takes_two_and_a_half_times_float32s() -> None:
     plans = []
     for precision in ("float32", "portable"):

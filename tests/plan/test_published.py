@@ -10,7 +10,11 @@ import pytest
 
 from tests.messages import refused
 from torusgd.plan.cluster import load_calibrated, load_parameters
+from torusgd.plan.forecast import forecast, workload_of
+from torusgd.plan.program import program_for
 from torusgd.plan.published import Row, base_of, counted_groups, left_out, predict, predict_row, read_rows, system_of
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
 
 ROWS = read_rows()
 
@@ -29,6 +33,17 @@ def test_leave_one_out_errors_are_within_the_aims() -> None:
     errors = {row.id: abs((left_out(row) or 0) / row.value - 1) for row in counted}
     assert median(errors.values()) <= 0.03
     assert max(errors.values()) <= 0.10
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.recipe], ids=lambda row: row.recipe)
+def test_a_records_recipe_and_its_row_are_one_run(row: Row) -> None:
+    recipe, system = load_recipe(row.recipe).recipe, system_of(row)
+    program = program_for(recipe, RuntimeOptions(workers=row.devices), system.cluster, system.software)
+    planned = forecast(workload_of(recipe), system.cluster, program, row.devices)
+    scale = {"s": 1, "min": 60}[row.unit]
+    assert planned.run.seconds / scale == pytest.approx(predict_row(row).predicted, rel=1e-3)
+    images = [stage.images for stage in workload_of(recipe).stages]
+    assert (images[0], images[-1]) == (row.images[0], row.images[-1])
 
 
 def test_most_published_values_lie_within_their_band() -> None:
@@ -59,7 +74,7 @@ def test_time_to_train_of_two_stages_lies_between_those_of_its_parts() -> None:
     row = next(row for row in ROWS if row.id == "sony_v1_time")
     system = system_of(row)
     both, small, large = (
-        predict(row.model_copy(update={"images": images}), system) for images in ((16, 32), (16,), (32,))
+        predict(row.model_copy(update={"images": images, "recipe": ""}), system) for images in ((16, 32), (16,), (32,))
     )
     assert large < both < small
 

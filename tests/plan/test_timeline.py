@@ -35,7 +35,7 @@ from torusgd.recipe.runtime_options import BucketSizes, RuntimeOptions
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)
-TWO = Cluster(name="two", source="by hand", device=DEVICE, inside=LINK, between=LINK)
+TWO = Cluster(name="two", source="by hand", backend="gloo", device=DEVICE, inside=LINK, between=LINK)
 
 
 def toy() -> ModelCost:

@@ -44,7 +44,7 @@ _OPEN = (
     "",
     "On Xeon 8160 messages hide behind compute, as the three rows say: without overlap they miss by 20 and 40 %.",
     "The fit has one of them; with a factor of 1.56 for `skx-peak` in its place all three, `you_alexnet_11`,",
-    "`you_skx_1024` and `you_skx_1600`, are met within 5 % (+4.2, -4.3, +4.6). The sources don't agree on",
+    "`you_skx_1024` and `you_skx_1600`, are met within 5 % (+4.6, -4.4, +4.7). The sources don't agree on",
     "`you_alexnet_11`: 1,024 processors in one version of the paper, 2,048 in another.",
     "",
     "PCL-DNN's linear layers are planned as split over all nodes (`linear_groups: 1`) since that fits. By the",

@@ -17,8 +17,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
+from ..comm.tuning.profile import Backend, Profile, ranks_a_host
 from ..comm.tuning.profile import Link as MeasuredLink
-from ..comm.tuning.profile import Profile, ranks_a_host
 from ..errors import UserError, suggest
 from ..recipe.load import parse_mapping, read_file, validate
 from ..recipe.runtime_options import BucketSizes
@@ -53,6 +53,7 @@ class Cluster(Section):
 
     name: str
     source: str
+    backend: Backend
     device: Device
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
@@ -97,7 +98,7 @@ class Communication(Section):
 
     algorithm: str = "native"
     """name as in a run (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
-    algorithm with the least price, `native` counts as a ring"""
+    algorithm with the least price, `native` that of the cluster's backend: NCCL's ring or tree, Gloo's ring"""
     grid: Literal["node", "square"] = "square"
     """grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()  # Y x X grids that go before `grid` if their product is the number of devices
@@ -302,6 +303,7 @@ def local_cluster(profile: Profile) -> Cluster:
     return Cluster(
         name="local",
         source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
+        backend=profile.backend,
         device=Device(
             name="one worker here",
             peak={"float32": _NOMINAL, "bfloat16": _NOMINAL, "float16": _NOMINAL},

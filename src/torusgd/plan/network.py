@@ -77,8 +77,8 @@ def phases(
         whole: tuple[Phase, ...] = (_measured(profile, name == "auto", size),)
     elif name == "in-network":
         whole = _in_network(topology, ranks, size)
-    elif name in ("tree", "nccl"):
-        rivals = [_tree(topology, ranks), *([all_reduce(topology, Axis(ranks), "ring")] if name == "nccl" else [])]
+    elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
+        rivals = [_tree(topology, ranks), *([] if name == "tree" else [all_reduce(topology, Axis(ranks), "ring")])]
         whole = (Phase("flat", min(cost.seconds(size) for cost in rivals)),)
     else:
         algorithm = algorithm_of(communication, cluster, ranks, size)
@@ -92,7 +92,7 @@ def phases(
 
 
 def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float) -> Algorithm:
-    """The algorithm of a run by the program's name of it, for `size` bytes; `native` counts as a ring."""
+    """The algorithm of a run by the program's name of it, for `size` bytes; Gloo's `native` counts as a ring."""
     name = communication.algorithm
     if name == "auto":
         topology = topology_of(cluster, ranks, communication)

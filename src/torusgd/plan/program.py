@@ -48,6 +48,8 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     )
     changes: dict[str, Any] = {"wire_bits": 8 * wire.itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
+    if software.name == "torusgd" and cluster.backend == "nccl":
+        changes["pipelined"] = False  # all that NCCL does is enqueued in one order (comm/nccl.py)
     if "streams" in given:
         changes["streams"] = runtime.streams
     if "buckets" in given:

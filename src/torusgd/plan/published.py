@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import UserError
-from ..recipe.load import read_file, validate
+from ..recipe.load import load_recipe, read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
 from ..untrusted import MOST_TEXT
@@ -27,7 +27,7 @@ from .cluster import (
     load_parameters,
     load_software,
 )
-from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened
+from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened, workload_of
 from .model_cost import ModelCost, known_cost
 from .network import phases
 from .step_script import cut_buckets
@@ -63,6 +63,7 @@ class Row(Section):
     value: Positive
     unit: str
     mark: str
+    recipe: str = ""  # the record's own, whose stages and evaluations a time to train is of; empty: none ships
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,11 @@ def _row(record: dict[str, str | None], where: str) -> Row:
     tree = {key: fields[key] for key in ("id", "system", "model", "cluster", "software", "metric", "unit")}
     numbers = {"devices": devices, "images": images, "value": _number(fields["value"], where, "value")}
     epochs = _number(fields["epochs"], where, "epochs") if fields["epochs"] else None
-    row = validate(Row, {**tree, **numbers, "epochs": epochs, "mark": fields.get("mark", "")}, where)
+    row = validate(
+        Row,
+        {**tree, **numbers, "epochs": epochs, "mark": fields.get("mark", ""), "recipe": fields.get("recipe", "")},
+        where,
+    )
     if row.unit not in _UNITS[row.metric]:
         raise UserError(f"{where}: unit {row.unit or '(empty)'}: {row.metric} is in {' or '.join(_UNITS[row.metric])}")
     if not row.images and row.metric != "allreduce_speedup_vs_ring":
@@ -163,11 +168,7 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     images, scale = row.images[-1], _SCALE.get(row.unit, 1.0)
     software = system.software
     if row.metric == "time_to_train":
-        assert row.epochs is not None
-        stages = staged(row.epochs, row.images, row.devices, whole_epochs=software.whole_epochs)
-        evaluations = math.ceil(row.epochs / software.evaluation.every)
-        workload = Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
-        return run_time(workload, system.cluster, software, row.devices, quantile).seconds / scale
+        return run_time(_run_of(row, system), system.cluster, software, row.devices, quantile).seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
     # An efficiency compares equal images a device, a speed-up equal batches.
     base = min(software.base_devices, row.devices)
@@ -182,6 +183,16 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
             alone = row.devices * images // base
             return base * step_time(system.cost, system.cluster, software, base, alone).seconds / seconds
     raise AssertionError(row.metric)
+
+
+def _run_of(row: Row, system: System) -> Workload:
+    """The steps and evaluations of a published time: the recipe's, or as many as its epochs and program have."""
+    if row.recipe:
+        return workload_of(load_recipe(row.recipe).recipe)
+    assert row.epochs is not None
+    stages = staged(row.epochs, row.images, row.devices, whole_epochs=system.software.whole_epochs)
+    evaluations = math.ceil(row.epochs / system.software.evaluation.every)
+    return Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
 
 
 def _allreduce_speedup(system: System, devices: int) -> float:

@@ -17,6 +17,8 @@ from ..clock import Elapsed
 from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Backend = Literal["nccl", "gloo"]
+"""of torch.distributed: nccl on GPUs, gloo on CPUs"""
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
 # The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
@@ -87,7 +89,7 @@ class Profile(_Part):
 
     version: Literal[2] = 2
     """1 had times from a barrier on, whose skew was counted into them"""
-    backend: str
+    backend: Backend
     hosts: Annotated[tuple[int, ...], Field(min_length=1)]
     streams: Annotated[int, Field(ge=1)] = 1
     """TCP connections between each two ranks"""

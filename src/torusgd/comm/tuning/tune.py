@@ -29,7 +29,7 @@ from ..clock import Elapsed, Span, typical
 from ..connection import Connection, connect, hosts_of, ranks_a_core, shuffled
 from ..groups import Group, group_of
 from .cost import rank_candidates
-from .profile import Crowd, InStep, Link, Profile, Timing, expect
+from .profile import Backend, Crowd, InStep, Link, Profile, Timing, expect
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 # The sizes that matter most come first: buckets have up to 4 MiB, and the first size foretells what they take.
@@ -75,7 +75,8 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     hosts = hosts_of(connection.group)
     repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
-    backend, streams = "nccl" if connection.group.has_nccl else "gloo", connection.streams
+    backend: Backend = "nccl" if connection.group.has_nccl else "gloo"
+    streams = connection.streams
     profile = _of_rank_0(
         connection,
         Profile(
