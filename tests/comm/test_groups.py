@@ -2,17 +2,23 @@
 
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torusgd.comm import groups
+from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.base import CommTimeout, ConnectionLost
+from torusgd.comm.clock import Clock
+from torusgd.comm.gloo import GlooEngine
+from torusgd.comm.tree import FANOUT
+from torusgd.ranks.rank import serve_store
 
 CPU = torch.device("cpu")
 
@@ -185,24 +191,66 @@ def test_a_gpu_has_its_index_in_whatever_group(monkeypatch: pytest.MonkeyPatch) 
     assert groups.group_of(device="cuda:1").device == torch.device("cuda", 1)
 
 
-@pytest.mark.timeout(120)
-def test_a_group_of_24_ranks_opens_a_socket_to_each_other_one() -> None:
+def open_sockets() -> int:
+    found = 0
+    for file in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            found += os.readlink(f"/dev/fd/{file}").startswith("socket:")
+    return found
+
+
+def small_collectives(group: groups.Group) -> None:
+    rank, size = group.rank, group.size
+    total, largest = torch.tensor([rank]), torch.tensor([-1.0, float(rank)])
+    group.all_reduce(total)
+    group.all_reduce(largest, maximum=True)
+    assert (total.item(), largest.tolist()) == (size * (size - 1) // 2, [-1.0, size - 1.0])
+    for source in (0, size // 2, size // 2 + 1, size - 1):
+        word = torch.tensor([rank])
+        group.broadcast(word, source)
+        assert word.item() == source
+    assert group.broadcast_json([rank], size - 1) == [size - 1]
+    for kind in (torch.float64, torch.int32):
+        rows = group.all_gather(torch.tensor([[rank, -rank]], dtype=kind))
+        assert torch.equal(torch.cat(rows), torch.tensor([[each, -each] for each in range(size)], dtype=kind))
+    group.barrier()
+    assert abs(Clock(group).offset) < 60.0
+
+
+def ring(group: groups.Group) -> None:
+    engine, values = GlooEngine(group), torch.arange(100, dtype=torch.int32)
+    engine.run(values, parse_algorithm("ring", group.size)).wait()
+    engine.close()
+    assert torch.equal(values, torch.arange(100, dtype=torch.int32) * group.size)
+
+
+def own_algorithm(group: groups.Group) -> None:
+    total = torch.ones(1)
+    group.start_backend_all_reduce(total).wait()
+    assert total.item() == group.size
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("size", [33, 64])
+def test_a_group_of_many_ranks_opens_no_more_sockets_than_its_algorithm_needs(size: int) -> None:
     """What `allow_files` counts with; ranks are threads here, so that one process has the sockets of all."""
-    size = 24
     groups.allow_files(size * size)
-    before, store, made = len(os.listdir("/dev/fd")), HashStore(), list[dist.ProcessGroup]()
+    server = serve_store()
+    stores = [TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False) for _ in range(size)]
+    opened = [open_sockets()]
 
-    def join(rank: int) -> None:
-        made.append(groups.connected(PrefixStore("many", store), range(size), rank, CPU, 60.0, nccl=False))
+    def build(rank: int) -> groups.Group:
+        return groups.build(PrefixStore("many", stores[rank]), range(size), rank, device=CPU, timeout=60.0)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == size
-    each = (len(os.listdir("/dev/fd")) - before) / size
-    assert size - 1 <= each <= size + 4  # and what a Gloo device has itself
+    with ThreadPoolExecutor(size) as threads:
+        made = list(threads.map(build, range(size)))
+        for use in (small_collectives, ring, own_algorithm):
+            list(threads.map(use, made))
+            opened.append(open_sockets())
+    few, with_ring, every = ((each - opened[0]) / size for each in opened[1:])
+    assert few <= FANOUT + 2
+    assert with_ring <= few + 10
+    assert every >= size - 1
 
 
 def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from tests.comm.gloo_world import run_ranks
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.clock import Clock, Span
-from torusgd.comm.groups import Group, alone, group_of, launch_order
+from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile
+from torusgd.comm.works import launch_order
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:

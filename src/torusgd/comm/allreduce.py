@@ -45,7 +45,7 @@ class NativeAllReduce:
         self.group = group_of(group)
 
     def start(self, tensor: torch.Tensor) -> Work:
-        return self.group.start_all_reduce(tensor) if tensor.numel() else Done()
+        return self.group.start_backend_all_reduce(tensor) if tensor.numel() else Done()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -269,7 +269,7 @@ class ShardCollectives:
         group = self._group
         # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
         if tensor.device.type == "cpu" or not group.has_nccl:
-            return group.start_all_reduce(tensor)
+            return group.start_backend_all_reduce(tensor)
         low, high = edges[self.rank], edges[self.rank + 1]
         padded, longest = _padded(tensor, edges, range(self.size))
         own = tensor.new_empty(longest)

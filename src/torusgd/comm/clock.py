@@ -124,47 +124,58 @@ class Clock:
         return last + 1.5 * seconds + _AWAKE
 
     def _measure(self) -> None:
+        # Down the tree, if there is one: the first rank of a mesh knows how far it is from the root's.
         group = self._group
-        machines = [int(each) for each in group.all_gather(_tensor(group, [machine_number()], torch.int64))]
-        found = torch.zeros(group.size, 2, dtype=torch.float64, device=group.small_device)
-        for place in range(1, group.size):
-            is_here = machines[place] == machines[0]
-            if group.rank == 0:
-                found[place] = _tensor(group, self._offset_of(place, is_here))
-            elif group.rank == place:
-                self._answer(_TRIPS_HERE if is_here else _TRIPS)
-        group.broadcast(found)
-        self.offset = float(found[group.rank, 0])
+        known = _tensor(group, [0.0, 0.0])
+        for mesh in reversed(group.meshes):
+            mesh.broadcast(known)
+            known += _distance(mesh)
+        self.offset = float(known[0])
         """seconds to add to this rank's time.perf_counter()"""
         # Between two ranks that are wrong in opposite directions.
-        self.bound = sum(sorted(found[:, 1].tolist())[-2:])
+        self.bound = sum(sorted(float(error) for error in group.all_gather(known[1:]))[-2:])
         """seconds by which the difference of two ranks' readings may be wrong"""
         self._agree()  # takes as long as the next one
         self._measured = self._agree()
 
-    def _offset_of(self, place: int, is_here: bool) -> tuple[float, float]:
-        # The first rank's clock minus that of another rank, and the largest error of that.
-        group, offset, error = self._group, 0.0, float("inf")
-        for trip in range(_TRIPS_HERE if is_here else _TRIPS):
-            answer = _tensor(group, [0.0, 0.0])
-            pending = group.receive(answer, place, _TAG + trip)
-            a = time.perf_counter()
-            group.send(_tensor(group, [0.0]), place, _TAG + trip).wait()
-            pending.wait()
-            b, c = answer.tolist()
-            d = time.perf_counter()
-            if (d - a) - (c - b) < 2 * error:
-                offset, error = ((a - b) + (d - c)) / 2, ((d - a) - (c - b)) / 2
-        return (0.0, 0.0) if is_here and abs(offset) <= error else (offset, error)
 
-    def _answer(self, trips: int) -> None:
-        group = self._group
-        # All are announced before the first comes: Gloo holds a message back until then.
-        requests = [group.receive(_tensor(group, [0.0]), 0, _TAG + trip) for trip in range(trips)]
-        for trip, request in enumerate(requests):
-            request.wait()
-            b = time.perf_counter()
-            group.send(_tensor(group, [b, time.perf_counter()]), 0, _TAG + trip).wait()
+def _distance(mesh: Group) -> torch.Tensor:
+    # The clock of the mesh's first rank minus this rank's, and the largest error of that: float64 [2].
+    machines = [int(each) for each in mesh.all_gather(_tensor(mesh, [machine_number()], torch.int64))]
+    found = torch.zeros(mesh.size, 2, dtype=torch.float64, device=mesh.small_device)
+    for place in range(1, mesh.size):
+        is_here = machines[place] == machines[0]
+        if mesh.rank == 0:
+            found[place] = _tensor(mesh, _offset_of(mesh, place, is_here))
+        elif mesh.rank == place:
+            _answer(mesh, _TRIPS_HERE if is_here else _TRIPS)
+    mesh.broadcast(found)
+    return found[mesh.rank]
+
+
+def _offset_of(mesh: Group, place: int, is_here: bool) -> tuple[float, float]:
+    # This, the first rank's, clock minus that of another rank, and the largest error of that.
+    offset, error = 0.0, float("inf")
+    for trip in range(_TRIPS_HERE if is_here else _TRIPS):
+        answer = _tensor(mesh, [0.0, 0.0])
+        pending = mesh.receive(answer, place, _TAG + trip)
+        a = time.perf_counter()
+        mesh.send(_tensor(mesh, [0.0]), place, _TAG + trip).wait()
+        pending.wait()
+        b, c = answer.tolist()
+        d = time.perf_counter()
+        if (d - a) - (c - b) < 2 * error:
+            offset, error = ((a - b) + (d - c)) / 2, ((d - a) - (c - b)) / 2
+    return (0.0, 0.0) if is_here and abs(offset) <= error else (offset, error)
+
+
+def _answer(mesh: Group, trips: int) -> None:
+    # All are announced before the first comes: Gloo holds a message back until then.
+    requests = [mesh.receive(_tensor(mesh, [0.0]), 0, _TAG + trip) for trip in range(trips)]
+    for trip, request in enumerate(requests):
+        request.wait()
+        b = time.perf_counter()
+        mesh.send(_tensor(mesh, [b, time.perf_counter()]), 0, _TAG + trip).wait()
 
 
 def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:

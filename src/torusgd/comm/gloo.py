@@ -4,9 +4,6 @@ Several all-reduces, and the chunks of one, are on their way at the same time: b
 from the order of calls, the round and the chunk. CUDA tensors travel by way of pinned memory (`StagedEngine`).
 """
 
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -14,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from .algorithms import Algorithm, Message, Round
-from .base import CommTimeout, Engine, Work
+from .base import Engine, Work
 from .groups import Group, numbered
+from .works import LaneWork, start_lane
 
 LANES = 2
 """number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
@@ -81,58 +79,10 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
     return turns
 
 
-class _LaneWork:
-    """Work of an engine's thread: `run` there, `wait` on the caller's."""
-
-    def __init__(self) -> None:
-        self._finished = threading.Event()
-        self._error: Exception | None = None
-        self._ended = 0.0
-
-    def run(self) -> None:
-        try:
-            self._carry_out()
-        except Exception as error:
-            self._error = error
-        self._ended = time.perf_counter()
-        self._finished.set()
-
-    def _carry_out(self) -> None:
-        raise NotImplementedError
-
-    def wait(self, limit: float | None = None) -> None:
-        if not self._finished.wait(limit):
-            raise CommTimeout(f"no answer within {limit:.3g} s")
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def ended(self) -> float | None:
-        return self._ended
-
-
-_Lane = queue.SimpleQueue[_LaneWork | None]
-
-
-def _start_lane() -> tuple[_Lane, threading.Thread]:
-    # A thread that carries out tasks in turn until it finds None.
-    lane = _Lane()
-
-    def run() -> None:
-        while (task := lane.get()) is not None:
-            task.run()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return lane, thread
-
-
 # A Gloo send waits until the receiver has announced its buffer. So receives are posted AHEAD turns before their
 # messages are waited for, those of a short all-reduce all when it starts, and every round but the first costs one
 # latency instead of two. A ring of thousands of ranks has tens of thousands of turns, so not all are posted at once.
-class _Sum(_LaneWork):
+class _Sum(LaneWork):
     def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
         super().__init__()
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
@@ -208,11 +158,11 @@ class GlooEngine(Engine):
         self._group, self._streams = group, (group, *further)
         self._schedules: dict[tuple[Algorithm, int], list[_Turn]] = {}
         self._started = 0
-        self._lanes = [_start_lane() for _ in range(LANES)]
+        self._lanes = [start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:
-            return self._group.start_all_reduce(tensor)
+            return self._group.start_backend_all_reduce(tensor)
         key = algorithm, tensor.numel()
         if key not in self._schedules:
             if len(self._schedules) == _MOST_SCHEDULES:
@@ -224,6 +174,9 @@ class GlooEngine(Engine):
         return self._start(tensor, _weave([rounds]))
 
     def _start(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
+        peers = {message.peer for turn in turns for message, _ in (*turn.adds, *turn.copies, *turn.sends)}
+        for group in self._streams:
+            group.connect(peers)
         work = _Sum(self._streams, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
         # In turn, by the number of the call, which is the same on every rank: two sums can't stand in opposite orders
         # in the lanes of two ranks and wait for each other.
@@ -240,7 +193,7 @@ class GlooEngine(Engine):
             group.close()
 
 
-class _Staged(_LaneWork):
+class _Staged(LaneWork):
     """The sum of one CUDA tensor, which begins in the thread once the host has the tensor's values."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
@@ -277,7 +230,7 @@ class StagedEngine(Engine):
 
     def __init__(self, engine: GlooEngine, device: torch.device) -> None:
         self.device, self._engine, self._stream = device, engine, torch.cuda.Stream(device)
-        self._lane, self._thread = _start_lane()
+        self._lane, self._thread = start_lane()
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))

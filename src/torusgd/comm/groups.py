@@ -5,24 +5,24 @@ own registry of groups. So it can be built, aborted and built anew with other me
 about it depends on how many groups this process has made before. A group that exists already (DistributedDataParallel,
 Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 
-What Gloo and NCCL have under way is a `Work` whose errors are ours. On a GPU there is one order for all that NCCL has
-under way, whatever communicator it belongs to (`LaunchOrder`).
+CPU tensors travel by Gloo, which connects each two members of a group. Thousands of ranks would open millions of
+connections, a few of which are ever used. So a group of more than `tree.FANOUT` members has a tree for all_reduce,
+broadcast and all_gather; connections between two members where an algorithm sends messages (`Group.connect`); and all of
+them only once Gloo's own algorithms run, at the first such call.
 """
 
 import itertools
 import json
 import os
-import re
 import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import UserError
 from . import store_keys as keys
-from .base import CommError, CommTimeout, ConnectionLost, Done, Work
+from .base import CommTimeout, ConnectionLost, Done, Work
+from .tree import FANOUT, Tree, meshes_of
+from .works import SLACK, PendingCollective, PendingMessage, comm_error, launch_order
 
 T = TypeVar("T")
 Messages = Sequence[tuple[torch.Tensor, int]]
@@ -50,125 +52,13 @@ _POLL_SECONDS = 0.02
 _SPARE_FILES = 64
 
 
-# seconds by which a backend's clock may end a wait before ours: it takes whole milliseconds
-_SLACK = 2e-3
-# file and line of the backend's source, before its message
-_SOURCE_LINE = re.compile(r"^\[[^]]*] ")
-
-
-def _comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> CommError:
-    # An error of the backend as one of ours, by when it came and not by its text.
-    # After `limit` seconds since `begin` nobody has answered; an error that comes sooner is a connection that was
-    # closed.
-    if isinstance(error, CommError):
-        return error
-    if time.perf_counter() - begin >= limit - _SLACK:
-        return CommTimeout(f"no answer within {limit:.3g} s")
-    reason = _SOURCE_LINE.sub("", (str(error).splitlines() or [""])[0]).split(". ")[0]
-    # SIGKILL 5: the kernel has closed the dead rank's connections, so whoever waits for its message comes here.
-    return ConnectionLost(f"the connection to {where} is lost: {reason}")
-
-
-class _Message:
-    """A message between two members on its way. A wait with a limit that runs out closes the whole group."""
-
-    def __init__(self, work: dist.Work, peer: str, timeout: float) -> None:
-        self._work, self._peer, self._timeout = work, peer, timeout
-        self._ended: float | None = None
-
-    def wait(self, limit: float | None = None) -> None:
-        begin = time.perf_counter()
-        try:
-            # Torch takes whole milliseconds, and 0 as the group's own timeout.
-            self._work.wait(timedelta(milliseconds=0 if limit is None else max(1, round(1e3 * limit))))
-        except RuntimeError as error:
-            raise _comm_error(error, self._peer, *self._patience(begin, limit)) from error
-        self._note_end()
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def ended(self) -> float | None:
-        return self._ended
-
-    def _patience(self, begin: float, limit: float | None) -> tuple[float, float]:
-        # Since when the backend has waited, and how many seconds it does.
-        return begin, self._timeout if limit is None else limit
-
-    def _note_end(self, _: object = None) -> None:
-        if self._ended is None:
-            self._ended = time.perf_counter()
-
-
-class _Collective(_Message):
-    """A collective of Gloo on its way; those of NCCL are enqueued."""
-
-    def __init__(self, work: dist.Work, timeout: float) -> None:
-        super().__init__(work, "the group", timeout)
-        self._begin = time.perf_counter()
-        with suppress(RuntimeError):  # Gloo's reduce-scatter has no future: it ended when it was waited for
-            work.get_future().add_done_callback(self._note_end)
-
-    def _patience(self, begin: float, limit: float | None) -> tuple[float, float]:
-        # The backend counts its timeout from when it began the collective, and our limit from when we wait.
-        if limit is None or time.perf_counter() - self._begin >= self._timeout:
-            return self._begin, self._timeout
-        return begin, limit
-
-
-class LaunchOrder:
-    """The order of NCCL's work on one GPU."""
-
-    # A kernel of NCCL occupies a part of its GPU until every rank of its communicator has come. If two ranks launch the
-    # kernels of two communicators in different orders, and neither GPU has room for both, they wait for each other for
-    # ever (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So whatever a process gives to NCCL is
-    # launched on one stream of the GPU, each operation after the end of the one before. The ranks make their calls in
-    # one order, and so do their GPUs. Operations that could overlap do not; in return no setting of NCCL decides
-    # whether a run stands still.
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def enqueue(self, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
-        """Runs `function`, which reads and writes `tensors`, with the order's stream current; the host does not wait.
-
-        It enqueues work on that stream, or waits there for work on other streams; what it begins by way of a `Group` is
-        a part of the same work. On the GPU it begins after all that the caller has enqueued.
-        """
-        current = torch.cuda.current_stream(self._device)
-        if current != self._stream:
-            self._stream.wait_stream(current)
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            function()
-        return _Enqueued(self._stream.record_event())
-
-
-class _Enqueued(Work):
-    """Work that a GPU has been given: `wait` makes the current stream wait for it, and never the host."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self, limit: float | None = None) -> None:
-        self._event.wait()
-
-    def done(self) -> bool:
-        return self._event.query()
-
-
-@cache
-def launch_order(device: torch.device) -> LaunchOrder:
-    return LaunchOrder(device)
-
-
 class Group:
     """The ranks of one communicator, this rank's index among them, and collectives on tensors of CPU or GPU.
 
     Collectives are called by every member in the same order. Whatever waits raises CommTimeout or ConnectionLost.
 
     Args:
-        process_group: torch's group; None for a rank alone.
+        process_group: torch's group; None for a rank alone, and until all are connected where a tree serves.
         ranks: Of each member its rank in the run, in group order.
         rank: This process' index in the group.
         device: Where the tensors of gradients live. CPU tensors are exchanged by Gloo whatever the device.
@@ -178,6 +68,7 @@ class Group:
         owned: Nobody else holds torch's group: `close` ends it, and NCCL splits its communicator for subgroups.
         splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
         is_given_up: As in `build`, for subgroups.
+        meshes: Those of a tree that takes CPU tensors in place of torch's group, from the leaves to the root.
     """
 
     def __init__(
@@ -192,6 +83,7 @@ class Group:
         owned: bool = False,
         splits: Iterator[int] | None = None,
         is_given_up: Callable[[], bool] | None = None,
+        meshes: "Sequence[Group]" = (),
     ) -> None:
         if device.type == "cuda" and device.index is None:  # all that there is of a GPU is kept by its index
             device = torch.device("cuda", torch.cuda.current_device())
@@ -199,14 +91,23 @@ class Group:
         self.size, self.timeout, self.has_nccl = len(self.ranks), timeout, nccl
         self.store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
-        self._is_given_up = is_given_up
+        self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
         self._parts: list[Group] = []
+        self._pairs: dict[int, Group] = {}
+        self.meshes: Sequence[Group] = meshes or (self,)
+        """groups in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
-        """Sums (or takes the maximum of) a tensor over the members, in place."""
+        """Sums (or takes the maximum of) a tensor over the members, in place; a tree takes sums free of order."""
         self.start_all_reduce(tensor, maximum).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Work:
+        if self._tree is not None and tensor.device.type == "cpu":
+            return self._tree.start_all_reduce(tensor, maximum)
+        return self.start_backend_all_reduce(tensor, maximum)
+
+    def start_backend_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Work:
+        """As `start_all_reduce`, by the algorithm of Gloo or NCCL whatever the number of members."""
         options = dist.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp(_c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM)
         return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
@@ -216,6 +117,8 @@ class Group:
         self.start_broadcast(tensor, source).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        if self._tree is not None and tensor.device.type == "cpu":
+            return self._tree.start_broadcast(tensor, source)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._begin([tensor], lambda: self._torch.broadcast([tensor], options))
@@ -241,6 +144,8 @@ class Group:
         """The tensors of all members (of one shape), in group order."""
         if self.size == 1:
             return [tensor.clone()]
+        if self._tree is not None and tensor.device.type == "cpu":
+            return self._tree.all_gather(tensor)
         gathered, begin = [torch.empty_like(tensor) for _ in self.ranks], self._torch.allgather
         self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], _c10d.AllgatherOptions())).wait()
         return gathered
@@ -262,12 +167,39 @@ class Group:
         begin, options = self._torch.alltoall_base, _c10d.AllToAllOptions()
         return self._begin([received, sent], lambda: begin(received, sent, received_splits, sent_splits, options))
 
+    def connect(self, peers: Collection[int]) -> None:
+        """Connects this member with those to which it sends and from which it receives; each of them does likewise.
+
+        To be called before the first CPU tensor is sent; where each two are connected it does nothing.
+        """
+        missing = set() if self._tree is None else set(peers) - self._pairs.keys()
+        if not missing:
+            return
+        assert self.store is not None
+
+        def meet(peer: int, store: Store) -> Group:
+            pair = sorted((self.rank, peer))
+            prefix = PrefixStore(keys.PAIR.format(low=pair[0], high=pair[1]), store)
+            ranks, mine = [self.ranks[index] for index in pair], self.ranks[self.rank]
+            return build(
+                prefix, ranks, mine, device=torch.device("cpu"), timeout=self.timeout, is_given_up=self._is_given_up
+            )
+
+        # All at once: in turns a ring would connect one rank after the other.
+        stores = [self.store.clone() for _ in missing]  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(len(missing)) as threads:
+            self._pairs.update(zip(missing, threads.map(meet, missing, stores), strict=True))
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to send to the member of index `peer`."""
+        if peer in self._pairs and tensor.device.type == "cpu":
+            return self._pairs[peer].send(tensor, int(self.rank < peer), tag)
         return self._begin_message(peer, lambda: self._torch.send([tensor], peer, tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to receive from the member of index `peer`."""
+        if peer in self._pairs and tensor.device.type == "cpu":
+            return self._pairs[peer].receive(tensor, int(self.rank < peer), tag)
         return self._begin_message(peer, lambda: self._torch.recv([tensor], peer, tag))
 
     def start_exchange(self, sends: Messages, receives: Messages, tag: int = 0) -> list[Work]:
@@ -345,15 +277,17 @@ class Group:
 
         It takes milliseconds; the groups are of no more use, and the other members find their connections closed.
         """
-        for part in self._parts:
+        for part in (*self._parts, *self._pairs.values()):
             part.abort()
+        if self._tree is not None:
+            self._tree.abort()
         if self.process_group is None or self.size == 1:
             return
         if self.has_nccl:
             self._nccl.abort()
         # Gloo has no abort. But a receive that runs out of time closes all connections of its group, so that all
         # pending operations fail; a connection that is closed already refuses the receive at once.
-        for peer in range(self.size):
+        for peer in range(0 if self._tree is not None and self.has_nccl else self.size):
             if peer != self.rank:
                 try:
                     pending = self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG)
@@ -368,10 +302,18 @@ class Group:
         """
         if self.process_group is not None and self._owned and self.has_nccl:
             self._nccl.shutdown()  # Gloo's connections end with the last reference to its group
+        if self._tree is not None:
+            self._tree.close()
+        for pair in self._pairs.values():
+            pair.close()
         self.process_group, self.store = None, None
+        self._pairs.clear()
 
     @property
     def _torch(self) -> ProcessGroup:
+        if self.process_group is None and self._tree is not None and self.store is not None:
+            prefix, cpu = PrefixStore(keys.ALL_CONNECTED, self.store), torch.device("cpu")
+            self.process_group = _connect(prefix, self.ranks, self.rank, cpu, self.timeout, False, self._is_given_up)
         assert self.process_group is not None, "the group is closed, or has one member"
         return self.process_group
 
@@ -383,7 +325,9 @@ class Group:
     @property
     def small_device(self) -> torch.device:
         """Where a few numbers for all members live: the CPU, but in a group of torch's that has NCCL alone."""
-        types = {"cpu"} if self.process_group is None else {each.type for each in self.process_group._device_types}
+        if self.process_group is None or self._tree is not None:
+            return torch.device("cpu")
+        types = {each.type for each in self.process_group._device_types}
         return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
 
     def _begin(self, tensors: Sequence[torch.Tensor], operation: Callable[[], dist.Work]) -> Work:
@@ -396,16 +340,16 @@ class Group:
                 return launch_order(device).enqueue(tensors, lambda: operation().wait())
             work = operation()
         except RuntimeError as error:
-            raise _comm_error(error, "the group", begin, self.timeout) from error
-        return _Collective(work, self.timeout)
+            raise comm_error(error, "the group", begin, self.timeout) from error
+        return PendingCollective(work, self.timeout)
 
     def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
         where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
         try:
             work = operation()
         except RuntimeError as error:
-            raise _comm_error(error, where, begin, self.timeout) from error
-        return _Message(work, where, self.timeout)
+            raise comm_error(error, where, begin, self.timeout) from error
+        return PendingMessage(work, where, self.timeout)
 
 
 def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
@@ -447,21 +391,51 @@ def build(
     nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
-    allow_files(len(ranks))
-    index, begin = list(ranks).index(rank), time.perf_counter()
+    index, meshes = list(ranks).index(rank), list[Group]()
+    if len(ranks) > FANOUT:
+        meshes = [
+            build(
+                PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store),
+                [ranks[member] for member in members],
+                rank,
+                device=torch.device("cpu"),
+                timeout=timeout,
+                is_given_up=is_given_up,
+            )
+            for members in meshes_of(index, len(ranks))
+        ]
+    group = None
+    if nccl or not meshes:
+        group = _connect(store, ranks, index, device, timeout, nccl, is_given_up, split, is_mesh=not meshes)
+    meeting = PrefixStore(keys.SUBGROUPS, store)
+    return Group(
+        group, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes
+    )
+
+
+def _connect(
+    store: Store,
+    ranks: Sequence[int],
+    index: int,
+    device: torch.device,
+    timeout: float,
+    nccl: bool,
+    is_given_up: Callable[[], bool] | None,
+    split: tuple[Any, int] | None = None,
+    is_mesh: bool = True,
+) -> ProcessGroup:
+    # As `connected`, with errors that are ours, until the wait is given up.
+    allow_files(len(ranks) if is_mesh else 0)
+    begin = time.perf_counter()
     try:
         if is_given_up is None:
-            group = connected(store, ranks, index, device, timeout, nccl, split)
-        else:
-            own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-            connect = partial(connected, own, ranks, index, device, timeout, nccl, split)
-            group = _unless(is_given_up, connect)
+            return connected(store, ranks, index, device, timeout, nccl, split, is_mesh)
+        own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
+        return _unless(is_given_up, partial(connected, own, ranks, index, device, timeout, nccl, split, is_mesh))
     except RuntimeError as error:
-        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - _SLACK:
+        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
-        raise _comm_error(error, "the store or a rank", begin, timeout) from error
-    meeting = PrefixStore(keys.SUBGROUPS, store)
-    return Group(group, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
+        raise comm_error(error, "the store or a rank", begin, timeout) from error
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
@@ -490,15 +464,20 @@ def connected(
     timeout: float,
     nccl: bool,
     split: tuple[Any, int] | None = None,
+    is_mesh: bool = True,
 ) -> ProcessGroup:
-    """A process group outside torch's registry; every member calls it, and returns when all have. See `build`."""
+    """A process group outside torch's registry; every member calls it, and returns when all have. See `build`.
+
+    Without `is_mesh` it takes CUDA tensors only, by NCCL.
+    """
     size, gpu, limit = len(ranks), torch.device("cuda"), timedelta(seconds=timeout)
     group = ProcessGroup(store, group_rank, size)
-    gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
-    # As torch's own `new_group` does: its debug modes compare these numbers among ranks.
-    gloo._set_sequence_number_for_group()
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO if is_mesh else ProcessGroup.BackendType.NCCL)
+    if is_mesh:
+        gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
+        # As torch's own `new_group` does: its debug modes compare these numbers among ranks.
+        gloo._set_sequence_number_for_group()
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     if nccl:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout, options.global_ranks_in_group = limit, list(ranks)
@@ -517,8 +496,7 @@ def connected(
 def allow_files(size: int) -> None:
     """Lets this process open the files of a group of `size` ranks; UserError if it may not open as many.
 
-    Gloo connects each two members at once: a socket to every other one, on NCCL too, where the control messages and
-    a run's small sums go over Gloo.
+    Gloo connects each two members at once: a socket to every other one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES

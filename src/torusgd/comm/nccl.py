@@ -12,7 +12,8 @@ import torch
 
 from .algorithms import Algorithm, Message, Round
 from .base import Work
-from .groups import Group, launch_order
+from .groups import Group
+from .works import launch_order
 
 
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Round], group: Group) -> None:
@@ -71,7 +72,7 @@ class NcclEngine:
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        # NCCL chooses the methods of a torus' axes. And since operations follow each other (`groups.LaunchOrder`),
+        # NCCL chooses the methods of a torus' axes. And since operations follow each other (`works.LaunchOrder`),
         # chunks would overlap nothing and only add latency: an algorithm runs in one.
         if algorithm.algorithm == "torus":
             algorithm = replace(algorithm, vertical="ring", horizontal="ring")

@@ -80,9 +80,12 @@ SPEAKER = Key("speaker", "the first rank that asks", "every rank", "one of them 
 # Groups, under the prefix that `groups.build` is given.
 GLOO = Key("gloo", "torch", "torch", "members connect")
 NCCL = Key("nccl", "torch", "torch", "members connect")
+MESH = Key("mesh-{first}-{apart}", "members", "members", "a group of many is built: a part of its tree")
 SUBGROUPS = Key("groups", "members", "members", "a group is split")
 FOREIGN_SUBGROUPS = Key("torusgd", "members", "members", "a group of torch's registry is split")
 SUBGROUP = Key("sub{number}/{members}", "members", "members", "a group is split", SUBGROUPS)
+PAIR = Key("pair-{low}-{high}", "two members", "two members", "they begin to exchange messages", SUBGROUPS)
+ALL_CONNECTED = Key("all-connected", "members", "members", "Gloo's own algorithms begin", SUBGROUPS)
 ARRIVALS = Key("arrivals", "the first member", "the first member", "steps leave out late work: a counter", SUBGROUPS)
 ARRIVALS_OF = Key("arrivals{number}", "members", "members", "always", SUBGROUPS)
 ARRIVED = Key("{step}", "member", "every member", "a virtual worker is done: a counter", ARRIVALS_OF)
