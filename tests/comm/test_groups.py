@@ -244,13 +244,15 @@ def test_a_group_of_many_ranks_opens_no_more_sockets_than_its_algorithm_needs(si
 
     with ThreadPoolExecutor(size) as threads:
         made = list(threads.map(build, range(size)))
-        for use in (small_collectives, ring, own_algorithm):
+        for use in (small_collectives, ring):
             list(threads.map(use, made))
             opened.append(open_sockets())
-    few, with_ring, every = ((each - opened[0]) / size for each in opened[1:])
+        if size < 64:  # thousands of connections in one process take half a minute
+            list(threads.map(own_algorithm, made))
+            assert (open_sockets() - opened[0]) / size >= size - 1
+    few, with_ring = ((each - opened[0]) / size for each in opened[1:])
     assert few <= FANOUT + 2
     assert with_ring <= few + 10
-    assert every >= size - 1
 
 
 def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

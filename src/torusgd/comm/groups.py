@@ -7,8 +7,8 @@ Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 
 CPU tensors travel by Gloo, which connects each two members of a group. Thousands of ranks would open millions of
 connections, a few of which are ever used. So a group of more than `tree.FANOUT` members has a tree for all_reduce,
-broadcast and all_gather; connections between two members where an algorithm sends messages (`Group.connect`); and all of
-them only once Gloo's own algorithms run, at the first such call.
+broadcast and all_gather; connections between two members where an algorithm sends messages (`Group.connect`); and all
+of them only once Gloo's own algorithms run, at the first such call.
 """
 
 import itertools
@@ -95,7 +95,7 @@ class Group:
         self._parts: list[Group] = []
         self._pairs: dict[int, Group] = {}
         self.meshes: Sequence[Group] = meshes or (self,)
-        """groups in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
+        """in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
         """Sums (or takes the maximum of) a tensor over the members, in place; a tree takes sums free of order."""

@@ -51,8 +51,7 @@ def meshes_of(rank: int, size: int) -> list[range]:
 class Tree:
     """Collectives of `size` ranks by the meshes of one of them; every rank calls them in the same order.
 
-    They run in a thread, one after the other, and raise what a mesh does. Sums have to be free of order: of integers, or
-    maxima.
+    They run in a thread, one after the other, and raise what a mesh does. A sum has to be free of order.
     """
 
     def __init__(self, meshes: Sequence[Mesh], rank: int, size: int) -> None:
