@@ -75,3 +75,8 @@ def test_nonsense_is_refused() -> None:
         StreamOrder(0, 0)
     with refused("a stream before its start", "start ", kind=ValueError):
         StreamOrder(3, 0).at(-1, 2)
+    with refused("a stream beyond 64 bits", "start", kind=ValueError):
+        StreamOrder(3, 0).at(2**63 - 3, 3)
+    for seed in (0.5, 2**63, 2**70):
+        with pytest.raises(ValueError, match="seed: needs an integer of 64 bits"):
+            StreamOrder(3, seed)  # type: ignore[arg-type]

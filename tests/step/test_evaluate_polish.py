@@ -1,6 +1,7 @@
 """Evaluation counts every image once; polish gives the float64 statistics of the same batches."""
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -116,6 +117,29 @@ def test_polish_leaves_the_model_whole_when_a_batch_fails() -> None:
     assert model[1].momentum == 0.1
     assert model.training
     assert not model[1]._forward_pre_hooks
+
+
+def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.BatchNorm2d(1), nn.BatchNorm2d(1)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.used(images)
+
+    model, images = Aside(), torch.full((2, 1, 3, 3), 3.0)
+    ended = iter([images])
+    list(ended)
+    nothing: Iterable[torch.Tensor]
+    for nothing in ([], ended):
+        with pytest.raises(ValueError, match="polish: no images on any rank"):
+            polish(model, nothing)
+    assert model.used.running_mean == torch.zeros(1)
+    assert polish(model, [images]) == 2
+    assert (model.used.running_mean, model.unused.running_mean) == (torch.tensor([3.0]), torch.zeros(1))
+    with pytest.raises(ValueError, match="polish: 0 keeps statistics of single images"):
+        polish(nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True)), [images])
 
 
 def test_extra_forward_passes_are_the_running_average_of_training() -> None:

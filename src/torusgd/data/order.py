@@ -21,7 +21,7 @@ class StreamOrder:
 
     Args:
         length: Samples in an epoch, at least 1.
-        seed: The recipe's seed.
+        seed: The recipe's seed, an integer of 64 bits.
         repeats: Copies of each image in a row (repeated augmentation, Hoffer et al., arXiv 1901.09335).
 
     In a training loop of your own, with `world_size` ranks:
@@ -42,6 +42,8 @@ class StreamOrder:
     def __init__(self, length: int, seed: int, repeats: int = 1) -> None:
         if length < 1:
             raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
+        if not (isinstance(seed, int | np.integer) and -(2**63) <= seed < 2**63):
+            raise ValueError(f"seed: needs an integer of 64 bits, got {seed!r}")
         self.length = length
         self.seed = seed
         self.repeats = repeats
@@ -62,6 +64,8 @@ class StreamOrder:
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
+        if start + count > 2**63 - 1:
+            raise ValueError(f"start: positions end at 2**63 - 1, got {start} and {count} more")
         # Batch 3: positions become samples. Copies first, then epochs, so that an image follows itself.
         places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
         epochs, offsets = np.divmod(places, self.length)

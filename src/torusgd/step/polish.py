@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..comm.allreduce import NativeAllReduce
 from ..comm.base import AllReduce
@@ -38,7 +39,8 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     """Sets the running statistics of every batch-norm layer that isn't frozen to those of the given images.
 
     Each layer normalises with the statistics of its batch, and gets mean = E[x] and variance = E[var] + Var[mean]
-    over all batches, weighted by their sizes. Dropout is off; weights and the count of updates stay.
+    over all batches, weighted by their sizes. Dropout is off; weights, the count of updates and the statistics of a
+    layer that the forward pass doesn't use stay.
 
     Args:
         model: Any model; its mode stays.
@@ -49,12 +51,18 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     Returns:
         The number of images over all ranks.
 
+    Raises:
+        ValueError: No rank has an image, as of a generator that is used up; or an instance norm keeps statistics.
+
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
+    for name, module in model.named_modules():
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
     layers = _layers(model)
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     sums = [torch.zeros(FULL.rows, 3, layer.num_features, dtype=torch.int64, device=device) for layer in layers]
     counts = torch.zeros(len(layers) + 1, dtype=torch.int64, device=device)
 
@@ -69,9 +77,13 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
     offset = len(counts)
+    if not message[offset - 1]:
+        raise ValueError("polish: no images on any rank; give batches, and a new generator in place of one that ended")
     for index, layer in enumerate(layers):
         part = message[offset : offset + sums[index].numel()].view_as(sums[index])
         offset += part.numel()
+        if not message[index]:
+            continue  # no image reached it
         mean, square, variance = decode(part) / message[index]
         assert isinstance(layer.running_mean, Tensor)
         assert isinstance(layer.running_var, Tensor)
