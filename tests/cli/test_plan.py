@@ -258,6 +258,9 @@ def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, p
     printed = plan(*command, "--measured", measured_run(tmp_path / "one", 0.2))[0]
     assert "one worker here" in printed
     assert "never measured" not in printed
+    assert "not its own" not in printed
+    printed = plan(*command, "--measured", measured_run(tmp_path / "two", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5)))[0]
+    assert "took 175 to 275 ms: the machine was not its own" in " ".join(printed.split())
     mistake("plan", *command, TMP=tmp_path)
 
 

@@ -8,14 +8,21 @@ from torusgd.comm.tuning.profile import Link, Profile
 
 
 def measured_run(
-    folder: Path, seconds: float, *, update: float = 0.02, batch: int = 96, ranks: int = 1, first: float = 9.0
+    folder: Path,
+    seconds: float,
+    *,
+    update: float = 0.02,
+    batch: int = 96,
+    ranks: int = 1,
+    first: float = 9.0,
+    disturbed: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
 ) -> Path:
-    """A finished run of five steps of so many seconds, the first of which takes longer."""
+    """A finished run of five steps of so many seconds, times `disturbed`, the first of which takes longer."""
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
     steps = [
-        {"step": n, "batch": batch, "step_seconds": first if n == 1 else seconds, "update_seconds": update}
-        for n in range(1, 6)
+        {"step": n, "batch": batch, "step_seconds": taken, "update_seconds": update}
+        for n, taken in enumerate((first, *(seconds * each for each in disturbed)), 1)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, {"event": "evaluation"}]))
     return folder

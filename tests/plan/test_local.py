@@ -82,6 +82,18 @@ def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(t
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
 
+def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> None:
+    workload, cluster, quiet = plan_from(tmp_path / "one", network())
+    measured_run(tmp_path / "one", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5))
+    disturbed = measured_software(workload, cluster, load_software("torusgd"), tmp_path / "one")
+    assert quiet.quartiles == (0.2, 0.2)
+    assert disturbed.quartiles == pytest.approx((0.175, 0.275))
+    bands = [forecast(workload, cluster, each, 1) for each in (quiet, disturbed)]
+    reach = [each.high / each.run.seconds for each in bands]
+    assert reach[0] < 1.3
+    assert 0.455 / 0.2 < reach[1] < 2.5
+
+
 @pytest.mark.parametrize(
     ("batch", "world_size", "name"), [(96, 2, "a measured run of two workers"), (50, 1, "a measured run too short")]
 )

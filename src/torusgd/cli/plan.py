@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 WANTED = "What to find"
 
 
+_QUIET = 1.1
+"""upper over lower quartile of the steps of a run that nothing disturbed, at most"""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a plan is to find beside the run itself, and the files to write."""
@@ -358,6 +362,12 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
         notes.append(
             f"{program.name} was never measured on such a device ({cluster.device.name}): its share of the peak is "
             "that of other programs; --measured RUN takes it from a run with one worker on one"
+        )
+    if program.quartiles is not None and program.quartiles[1] > _QUIET * program.quartiles[0]:
+        least, most = (f"{1e3 * each:.3g}" for each in program.quartiles)
+        notes.append(
+            f"half of the steps of {planned.measured} took {least} to {most} ms: the machine was not its own, and the "
+            "run is not fit to plan from; measure again on a quiet one"
         )
     if workload != planned.workload:
         images = " > ".join(str(stage.images) for stage in workload.stages)

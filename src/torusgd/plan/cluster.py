@@ -151,6 +151,7 @@ class Software(Section):
     measured_on: tuple[str, ...] | None = None  # devices on which it was measured; null: those of its publication
     precision: Precision = "float32"
     fused: bool = False  # whether activations and additions are done inside the kernel before them
+    quartiles: tuple[Positive, Positive] | None = None  # seconds of a measured run's steps; null: of no such run
     math: Annotated[float, Field(gt=0, le=1)] = 0.6  # fraction of the device's peak in convolutions and products
     memory: Annotated[float, Field(gt=0, le=1)] = 0.75  # fraction of the memory bandwidth
     launch: NotNegative = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework

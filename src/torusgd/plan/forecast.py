@@ -24,6 +24,8 @@ from .timeline import StepTime, step_time
 IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
 LOW, HIGH = 0.05, 0.95
 """quantiles of a band"""
+DEVIATIONS = 1.645
+"""of a normal distribution, from its middle to LOW and HIGH"""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def staged(epochs: float, images: Sequence[int], devices: int, whole_epochs: boo
 
 def widened(values: Sequence[float], error: float) -> tuple[float, float]:
     """A band around predicted values: stragglers as they are, times the profile's own error at the same quantiles."""
-    spread = math.exp(1.645 * error)  # 1.645 deviations of a normal distribution: its quantiles LOW and HIGH
+    spread = math.exp(DEVIATIONS * error)
     return min(values) / spread, max(values) * spread
 
 

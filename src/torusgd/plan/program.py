@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
@@ -25,7 +26,7 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from .cluster import Buckets, Cluster, Software, load_software
-from .forecast import Workload, longest_share, with_communication
+from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_communication
 from .model_cost import matched
 from .timeline import step_time
 
@@ -134,6 +135,8 @@ def _groups(runtime: RuntimeOptions, devices: int) -> int | None:
 def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
     """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
 
+    Its `error` reaches at least from the 5th to the 95th hundredth of those steps.
+
     UserError if there is no such run, or it had several workers or another batch.
     """
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
@@ -153,10 +156,15 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     if len(steps) < 2:
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
     # The first step includes the warm-up.
-    passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
-    passes -= update
+    whole, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
+    passes = whole - update
+    low, *quartiles, high = np.quantile(
+        [event["step_seconds"] for event in steps[1:]], (LOW, 0.25, 0.75, HIGH)
+    ).tolist()
+    error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
     if cluster.profile is not None:
         communication = software.communication.model_copy(update={"message": cluster.profile.message})
         software = software.model_copy(update={"communication": communication})
-    software = software.model_copy(update={"measured_on": (cluster.device.name,)})
+    found = {"measured_on": (cluster.device.name,), "quartiles": tuple(quartiles), "error": error}
+    software = software.model_copy(update=found)
     return matched(software, workload.cost_of(first), cluster.device, first.images, passes, update, first.workers)
