@@ -42,6 +42,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "data.eval_images": ([], "data.eval_images=20"),
     "data.image_size": ([], "data.image_size=10"),
     "data.resize": ([], LARGER),
+    "data.pixels": ([RESIZED], "data.pixels=portable"),
     "data.channels": ([], "data.channels=3"),
     "data.classes": ([], "data.classes=5"),
     "data.mean": ([], "data.mean=[0.4]"),
