@@ -10,6 +10,7 @@ Everything is keyed: the same tables each time on one machine, whatever else run
 """
 
 import argparse
+import json
 from statistics import fmean, stdev
 from typing import Any
 
@@ -29,7 +30,11 @@ from torusgd.synchrony.cutoff import (
 from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.state_space import StateSpace, fit
 
-from ..record import sample
+from ..record import RESULTS, sample
+
+POINTS = RESULTS / "averaging.json"
+"""virtual seconds, images and error at PARTS points of each run of `averaging`"""
+PARTS = 20
 
 
 def node_times(steps: int, nodes: int, workers: int, seed: int, slow_from: int | None = None) -> np.ndarray:
@@ -100,17 +105,31 @@ def spread(values: list[float]) -> str:
 def errors(
     form: str, workers: int, delays: str, lr: float, compute: float, seeds: int, momentum: float = 0.0, **limit: Any
 ) -> list[tuple[Point, ...]]:
-    """The points of each seed's run: `digits` with a network of half the width, 16 images a gradient, no augmentation.
+    """`error_points` of each seed's run."""
+    return [error_points(form, workers, delays, lr, compute, seed, momentum, **limit) for seed in range(seeds)]
+
+
+def error_points(
+    form: str,
+    workers: int,
+    delays: str,
+    lr: float,
+    compute: float,
+    seed: int,
+    momentum: float,
+    points: int = 3,
+    **limit: Any,
+) -> tuple[Point, ...]:
+    """The points of a run: `digits` with a network of half the width, 16 images a gradient, no augmentation.
 
     The network has no dropout and begins with its residual blocks at work, so that short runs of plain SGD get
     somewhere.
     """
     options = ["width=8", "dropout=0.0", "zero_gamma=false"]
-    overrides = [f"model.options.{option}" for option in options] + ["polish=null"]
+    overrides = [f"model.options.{option}" for option in options] + ["polish=null", f"seed={seed}"]
     overrides.append("stages=[{until: 20ep, images_per_worker: 16, augment: false}]")
-    recipes = [load_recipe("digits", [*overrides, f"seed={seed}"]).recipe for seed in range(seeds)]
-    settings = [Setting(recipe, form, workers, delays, lr, compute, momentum) for recipe in recipes]
-    return [simulate(setting, points=3, **limit).points for setting in settings]
+    setting = Setting(load_recipe("digits", overrides).recipe, form, workers, delays, lr, compute, momentum)
+    return simulate(setting, points=points, **limit).points
 
 
 def progress(options: argparse.Namespace) -> None:
@@ -137,17 +156,45 @@ def barriers(options: argparse.Namespace) -> None:
 
 
 def averaging(options: argparse.Namespace) -> None:
-    print("Steps of 1 + Exp(1) s, 60 virtual seconds, SGD: error in %, "
+    """Each run's points are kept in POINTS as soon as it has ended, so that the same command goes on."""
+    images = options.epochs * 1437  # digits trains on four fifths of its 1,797
+    print(f"Steps of 1 + Exp(1) s, {options.epochs} epochs, SGD of momentum {options.momentum}: error in % after a part "
+          "of them, and when workers that nobody waits for have ended theirs, "
           f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
-    print("| rate | workers | form | images | 20 s | 40 s | 60 s |\n|" + " --- |" * 7)
+    print("| rate | workers | form | virtual seconds | 1/4 | 1/2 | all | at equal time |\n|" + " --- |" * 8)
     for lr in options.rates:
         for workers in options.workers:
-            for form in options.forms or ("bsp", "gossip:1", "elastic:4"):
-                runs = errors(form, workers, "exponential", lr, 1.0, options.seeds, seconds=60.0)
-                cells = [spread([100 * run[i].error for run in runs]) for i in range(1, 4)]
-                images = fmean(run[-1].images for run in runs)
-                sample(f"{lr}, {workers} workers, {form}, % error at 60 s", [100 * run[3].error for run in runs])
-                print(f"| {lr} | {workers} | `{form}` | {images:,.0f} | {' | '.join(cells)} |", flush=True)
+            forms = options.forms or ("bsp", "gossip:1", "elastic:4")
+            found = {form: kept_points(form, workers, lr, images, options) for form in forms}
+            ends = [min(runs[seed][-1].time for runs in found.values()) for seed in range(options.seeds)]
+            for form, runs in found.items():
+                by_images = [
+                    [next(point.error for point in run if point.images >= images * part) for run in runs]
+                    for part in (0.25, 0.5, 1)
+                ]
+                cells = [spread([100 * error for error in errors_of]) for errors_of in by_images]
+                at_end = [[p for p in run if p.time <= end][-1] for run, end in zip(runs, ends, strict=True)]
+                cells.append(spread([100 * point.error for point in at_end]))
+                name = f"{lr}, momentum {options.momentum}, {workers} workers, {form}"
+                sample(f"{name}, % error of {options.epochs} epochs", [100 * run[-1].error for run in runs])
+                sample(f"{name}, % error at equal time", [100 * point.error for point in at_end])
+                seconds = fmean(run[-1].time for run in runs)
+                print(f"| {lr} | {workers} | `{form}` | {seconds:,.0f} | {' | '.join(cells)} |", flush=True)
+
+
+def kept_points(form: str, workers: int, lr: float, images: int, options: argparse.Namespace) -> list[list[Point]]:
+    """The points of each seed's run, from POINTS where it has been done."""
+    found = []
+    for seed in range(options.seeds):
+        name = f"rate {lr}, momentum {options.momentum}, {workers} workers, {form}, {images} images, seed {seed}"
+        known = json.loads(POINTS.read_text()) if POINTS.exists() else {}
+        if name not in known:
+            run = error_points(form, workers, "exponential", lr, 1.0, seed, options.momentum, PARTS, images=images)
+            known[name] = [[round(p.time, 2), p.images, round(p.error, 4)] for p in run]
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
+            POINTS.write_text(f"{{\n{lines}\n}}\n")
+        found.append([Point(*point) for point in known[name]])
+    return found
 
 
 def local(options: argparse.Namespace) -> None:
@@ -170,7 +217,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="of SGD")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 128], help="of averaging")
-    parser.add_argument("--momentum", type=float, default=0.0, help="of barriers: the server's")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of the server, under barriers")
+    parser.add_argument("--epochs", type=int, default=40, help="of averaging")
     parser.add_argument("--forms", nargs="+", help="instead of those of the comparison")
     options = parser.parse_args()
     torch.set_num_threads(1)
