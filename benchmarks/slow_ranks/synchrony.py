@@ -158,8 +158,8 @@ def barriers(options: argparse.Namespace) -> None:
 def averaging(options: argparse.Namespace) -> None:
     """Each run's points are kept in POINTS as soon as it has ended, so that the same command goes on."""
     images = options.epochs * 1437  # digits trains on four fifths of its 1,797
-    print(f"Steps of 1 + Exp(1) s, {options.epochs} epochs, SGD of momentum {options.momentum}: error in % after a part "
-          "of them, and when workers that nobody waits for have ended theirs, "
+    print(f"Steps of 1 + Exp(1) s, {options.epochs} epochs, SGD of momentum {options.momentum}: error in % after "
+          "a part of them, and when workers that nobody waits for have ended theirs, "
           f"n = {options.seeds}: mean (deviation)\n")  # fmt: skip
     print("| rate | workers | form | virtual seconds | 1/4 | 1/2 | all | at equal time |\n|" + " --- |" * 8)
     for lr in options.rates:

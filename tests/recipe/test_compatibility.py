@@ -29,6 +29,7 @@ BY_DELAYS = "synchrony={form: cutoff, count: 3, delays: lognormal}"
 PORTABLE = "precision=portable"
 INEXACT, BLOCKS, SHARDED = "reduction=float32", "column_blocks=2", "runtime.update=sharded"
 GRAPHS, STREAMS, STEALING = "runtime.cuda_graphs=true", "runtime.cuda_streams=2", "runtime.work_stealing=true"
+EACH, EXTRA = "model.batch_norm_workers=each", "stages.0.extra_pass=true"
 FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
 
 CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([GRAPHS], GPU)]
@@ -44,6 +45,9 @@ BROKEN: list[list[str]] = [
     [LOCAL, "optimizer={name: adamw}"],
     [CUTOFF, INEXACT],
     [CUTOFF, BLOCKS],
+    [LOCAL, EACH],
+    [LOCAL, EXTRA],
+    [BLOCKS, EXTRA],
     *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS)),
     ["data.pixels=portable", "data.decoder=nvjpeg"],
     [PORTABLE, "data.resize=9"],
@@ -70,7 +74,7 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
         ([GRAPHS, other], {**GPU, "ranks": 2})
         for other in (
             INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
-            STEALING,
+            STEALING, EACH, EXTRA,
         )
     ),
     ([GRAPHS, PORTABLE], GPU),

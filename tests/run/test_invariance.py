@@ -54,6 +54,13 @@ CASES: dict[str, tuple[str, ...]] = {
         "polish={steps: 3, images_per_batch: 7}",
         "evaluate={every: 3st, images_per_chunk: 50, flip: true}",
     ),
+    "batch norm as Fujitsu's": (
+        "model.batch_norm_workers=each",
+        "data.augment={crop: shift, shift: 1}",
+        "stages=[{until: 2st, images_per_worker: 3, extra_pass: true}, {until: 3st, images_per_worker: 3}, "
+        "{until: 5st, images_per_worker: 3, augment: false, extra_pass: true}]",
+        "polish={steps: 2}",
+    ),
 }
 # Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.
 FEW = ("column_blocks=1", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")

@@ -190,11 +190,15 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: 
     assert Malicious.mark.exists()  # it would have been
 
 
-@pytest.mark.parametrize("reduction", ["exact", "float32", "float16", "bfloat16"])
-def test_a_resumed_run_ends_as_the_undisturbed_one_with_every_reduction(
-    tmp_path: Path, recipe: Path, reduction: str
-) -> None:
-    flags = (f"reduction={reduction}", "polish=null")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(f"reduction={reduction}" for reduction in ("exact", "float32", "float16", "bfloat16")),
+        "model.batch_norm_workers=each stages.0.extra_pass=true",
+    ],
+)
+def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, recipe: Path, changes: str) -> None:
+    flags = (*changes.split(), "polish=null")
     whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
     run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
     resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)

@@ -27,7 +27,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "LARS, ring": ((), {"allreduce": "ring", "buckets": 0.05}),
     "LARS, bfloat16, torus": (("precision=bfloat16",), {"allreduce": "torus", "buckets": 0.02}),
     "LARS of tensorflow, halving": (("optimizer.variant=tensorflow",), {"allreduce": "halving-doubling"}),
-    "SGD with an average, native": ((*SGD, "average={half_life: 2st}"), {}),
+    "SGD with averages, native": (
+        (*SGD, "average={half_life: 2st}", "model.batch_norm_workers=each", "stages.0.extra_pass=true"),
+        {},
+    ),
     "SGD, bfloat16, doubling": ((*SGD, "precision=bfloat16"), {"allreduce": "doubling", "buckets": 0.1}),
     "skipped steps": (
         ("precision=float16", "loss_scale.initial=1.0e+6", "model.options={width: 8, dropout: 0.1}"),  # slow on a CPU

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import refused
 from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, take, trainer_of
 from torch import nn
 from torch.nn import functional as F
 
 from torusgd.data.order import StreamOrder
+from torusgd.data.pipeline import Batch
 from torusgd.errors import RunError
 from torusgd.models import build_model
+from torusgd.rng import DROPOUT, seed_torch
 from torusgd.weights import load_weights, weights_sha256
 
 PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
@@ -61,6 +64,48 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
             torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)
             assert mine.num_batches_tracked == index + 1
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_running_averages_take_extra_passes_and_all_workers_or_the_first(each: bool) -> None:
+    """Against passes of a plain network over the same images, with dropout off where they are un-augmented."""
+    workers = "each" if each else "all"
+    trainer = trainer_of(job_of("stages.1.extra_pass=true", f"model.batch_norm_workers={workers}"))
+    recipe, batch_norm, order = trainer.step.recipe, trainer.step.state.batch_norm, StreamOrder(96, 0)
+    plain = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    layers = [m for m in plain.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    plain.load_state_dict(trainer.step.state.model.state_dict())
+
+    def statistics(batch: Batch, extra: bool, seed: tuple[int, ...]) -> torch.Tensor:
+        plain.train(not extra)
+        for layer in layers:
+            layer.train()
+            layer.momentum = 1.0
+        seed_torch(torch.device("cpu"), *seed)
+        plain(batch.images)
+        return torch.cat([b for m in layers for b in (m.get_buffer("running_mean"), m.get_buffer("running_var"))])
+
+    for index in range(len(trainer.step.schedule)):
+        step, expected = trainer.step.schedule[index], batch_norm.running.clone()
+        with torch.no_grad():
+            for mine, theirs in zip(plain.parameters(), trainer.step.state.model.parameters(), strict=True):
+                mine.copy_(theirs)
+            for extra in [False, True][: 1 + step.extra_pass]:
+                found = []
+                for worker in range(1 if each else recipe.virtual_workers):
+                    images = order.at(step.share(worker), step.images_per_worker)
+                    batch = trainer.data.training.training_batch(*images, augment=not extra)
+                    found.append(statistics(batch, extra, (DROPOUT, 0, index, worker)))
+                expected = 0.9 * expected + 0.1 * torch.stack(found).mean(dim=0)
+        take(trainer, index)
+        torch.testing.assert_close(batch_norm.running, expected, rtol=1e-5, atol=1e-7)
+    assert trainer.step.schedule[3].extra_pass
+
+
+def test_a_network_without_batch_norm_has_no_use_for_its_keys() -> None:
+    for change in ("model.batch_norm_workers=each", "stages.0.extra_pass=true"):
+        with refused("keys of batch norm without one", "model: "):
+            trainer_of(job_of("model={name: 'tests.step.test_step:Forgetful'}", change))
 
 
 def test_an_overflow_is_reported_and_redone_without_a_trace() -> None:

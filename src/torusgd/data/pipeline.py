@@ -44,6 +44,7 @@ class Batch:
     partners: torch.Tensor | None = None  # int64 [n], labels that images were mixed with; None without mixing
     shares: torch.Tensor | None = None  # float32 [n], weight of each image's own label
     table: torch.Tensor | None = None  # float32 [channels, 256], normalised value of each byte (`to_device.place`)
+    plain: "Batch | None" = None  # the same images un-augmented, for a stage's extra pass
     message: torch.Tensor | None = None  # uint8 [bytes], images and targets in one piece (`to_device.parts`)
 
 

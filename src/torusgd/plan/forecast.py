@@ -37,6 +37,7 @@ class PlannedStage:
     workers: int  # number of virtual workers
     spare: int = 0  # number of images that a batch lacks if the workers don't divide it evenly
     cost: ModelCost | None = None  # cost of the network at this stage's image size; None: the workload's
+    extra_pass: bool = False  # whether each virtual worker has a forward pass more
 
     @property
     def batch(self) -> int:
@@ -98,7 +99,8 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
     # Plan 7: steps, evaluations and the start, of the device for which all others wait.
     def step(stage: PlannedStage) -> StepTime:
         like_last, passes = longest_share(cluster, software, devices, stage.workers)
-        return step_time(workload.cost_of(stage), like_last, software, devices, stage.images, passes, quantile)
+        cost, extra = workload.cost_of(stage), stage.extra_pass
+        return step_time(cost, like_last, software, devices, stage.images, passes, quantile, extra)
 
     steps = tuple(map(step, workload.stages))
     training = sum(stage.steps * step.seconds for stage, step in zip(workload.stages, steps, strict=True))
@@ -186,7 +188,7 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     for span in schedule.spans:
         cost = None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides)
         steps, images = span.stop_step - span.first_step, span.stage.images_per_worker
-        stages.append(PlannedStage(steps, images, recipe.virtual_workers, cost=cost))
+        stages.append(PlannedStage(steps, images, recipe.virtual_workers, 0, cost, span.stage.extra_pass))
     # With a mirror image beside each, twice as many images pass through the network.
     held_out *= 2 if recipe.evaluate.flip else 1
     eval_cost = cost_at(recipe.held_out_data.sizes.sides)
@@ -237,9 +239,9 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     # Against one device alone with as many passes a step, times the fraction of the devices' speed that has work.
     alone = same = balance = 0.0
     for stage, number in zip(workload.stages, passes, strict=True):
-        one = step_time(workload.cost_of(stage), cluster, software, 1, stage.images, number)
-        alone += stage.steps * one.seconds
-        same += stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.batch).seconds
+        on_one = partial(step_time, workload.cost_of(stage), cluster, software, 1, extra_pass=stage.extra_pass)
+        alone += stage.steps * on_one(stage.images, number).seconds
+        same += stage.steps * on_one(stage.batch).seconds
         balance += stage.steps * stage.batch / (stage.images * speed * number)
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(

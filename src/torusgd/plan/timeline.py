@@ -68,13 +68,15 @@ def step_time(
     images: int,
     passes: int = 1,
     quantile: float = 0.5,
+    extra_pass: bool = False,
 ) -> StepTime:
     """Seconds of one step, in which a device computes `passes` virtual workers of `images` images one after another.
 
-    `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
+    `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band. With `extra_pass`
+    each virtual worker goes forward once more before, with as many images more to prepare.
     """
     # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
-    work = step_work(cost, cluster, software, devices, images)
+    work = step_work(cost, cluster, software, devices, images, extra_pass)
     forward, backward = work.forward * passes, work.backward * passes
     script = compose(cost, cluster, software, devices, images, passes, work)
     exposed, hidden, contention = _messages(script, cluster, software, devices)
@@ -87,8 +89,9 @@ def step_time(
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (math.exp(software.jitter * slowest(devices, quantile)) - 1)
     # Images are prepared beside all of this: only the rest of their time is waited for.
+    prepared = passes * (1 + extra_pass)
     busy = forward + backward + exposed + contention + exchange + coordination + update + jitter
-    waiting = max(0.0, images * passes / software.input_rate - busy) if software.input_rate else 0.0
+    waiting = max(0.0, images * prepared / software.input_rate - busy) if software.input_rate else 0.0
     return StepTime(forward, backward, exposed, contention, exchange, coordination, update, waiting, jitter, hidden)
 
 
@@ -188,12 +191,15 @@ def _messages(
     return waited, hidden, contention
 
 
-def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:
+def step_work(
+    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, extra_pass: bool = False
+) -> Pass:
     """Times of a pass over one virtual worker's images, with split layers and a crowded node."""
     split = split_layers(cost, software, devices)
     own = (software.communication.linear_groups or 1) / devices if split else 1.0
     work, factor = pass_seconds(cost, cluster.device, software, images, own), cluster.slowdown(devices)
-    return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
+    forward = work.forward * factor * (1 + extra_pass)
+    return Pass(forward, work.backward * factor, work.ready * factor, work.needed * factor)
 
 
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:

@@ -167,6 +167,9 @@ OTHER_RULE = Part("optimizer.name", "`optimizer.name` other than sgd or lars",
                   lambda s: s.recipe.optimizer.name not in ("sgd", "lars"))  # fmt: skip
 OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with rates by layer",
                     lambda s: s.recipe.optimizer.needs_head or OTHER_RULE.is_in(s))  # fmt: skip
+EACH_NORM = Part("model.batch_norm_workers", "`model.batch_norm_workers: each`",
+                 lambda s: s.recipe.model.batch_norm_workers == "each")  # fmt: skip
+EXTRA_PASS = Part("", "`stages.N.extra_pass`", lambda s: s.recipe.has_extra_passes)
 NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
 
 DELAYED = Part("synchrony.delays", "`synchrony.delays`", lambda s: s.recipe.synchrony.delays is not None)
@@ -217,6 +220,10 @@ RECIPE_RULES = (
     Rule(OTHER_UPDATE, LOCAL, "copies take sgd or lars, with one rate for all layers", "choose another form or rule"),
     Rule(RELAXED, INEXACT, "needs exact sums, so that a replay has the same bits", "set reduction: exact"),
     Rule(RELAXED, IN_BLOCKS, "ranks that share layers wait for one another", "set column_blocks: 1"),
+    Rule(EACH_NORM, RELAXED, "the first virtual worker's statistics of a step may be missing, or of several weights",
+         "set it to all"),
+    Rule(RELAXED, EXTRA_PASS, "only synchronous steps take them", "leave out extra_pass"),
+    Rule(IN_BLOCKS, EXTRA_PASS, "ranks that share layers take their passes in step", "set column_blocks: 1"),
     Rule(COMPILED, PORTABLE, "a compiler joins products and sums as the machine has them", "set it to false"),
     Rule(INEXACT, PORTABLE, "a sum of floats depends on the order of its addends", "set reduction: exact"),
     Rule(NVJPEG, PORTABLE, "each version of a GPU's decoder has bits of its own", "set it to libjpeg"),
@@ -275,6 +282,8 @@ RUN_RULES = (
         (SHARDED, "a sharded update gathers weights during the passes"),
         (AUDITED, "an audit looks at each pass"),
         (STEALING, "stolen work is settled during the step"),
+        (EACH_NORM, "captured passes add the statistics of all virtual workers"),
+        (EXTRA_PASS, "captured passes are those of training"),
     )),
     Rule(CUDA_GRAPHS, PORTABLE, "a replayed graph has no Python that could choose a rule", "set it to false"),
     Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),

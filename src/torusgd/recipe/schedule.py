@@ -52,6 +52,7 @@ class Step:
     momentum: float
     weight_decay_factor: float  # factor on the recipe's weight decay; 1.0 unless ramp_weight_decay
     augment: bool
+    extra_pass: bool
     sizes: ImageSizes
 
     def share(self, worker: int) -> int:
@@ -115,6 +116,7 @@ class Schedule:
             momentum=span.momentum,
             weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
             augment=span.stage.augment,
+            extra_pass=span.stage.extra_pass,
             sizes=span.sizes,
         )
 

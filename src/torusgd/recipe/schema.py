@@ -200,6 +200,9 @@ class Stage(Section):
     """noise-scale holds the noise scale of `noise_scale` constant; null: optimizer.momentum"""
     augment: bool = True
     """false: training images with the validation preprocessing (Final Polishing, first form)"""
+    extra_pass: bool = False
+    """true: beside each step every virtual worker passes its images forward once more, un-augmented, for batch norm's
+    running statistics alone (Final Polishing, third form)"""
     image_size: Sides | None = None
     """pixels a side in this stage, small ones first (progressive resizing); null: data.image_size"""
     resize: Count | None = None
@@ -315,6 +318,9 @@ class Model(Section):
     batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
     """fraction of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
     Akiba et al., arXiv 1711.04325); null: the network's own, 0.1 in the built-in ones"""
+    batch_norm_workers: Literal["all", "each"] = "all"
+    """whose batch statistics enter a running average: the mean of all virtual workers'; each: every virtual worker has
+    its own average, as each process of Fujitsu's had, and the first one's is evaluated and saved"""
     freeze: tuple[str, ...] = ()
     """parameters that stay as they are: names, names of modules that hold them, or patterns with * of either; body:
     all but the head. A batch norm whose weights are frozen also retains its statistics, and normalises by them"""
@@ -404,6 +410,11 @@ class Recipe(Section):
         default = self.data.sizes
         size = default.sides if stage.image_size is None else sides(stage.image_size)
         return ImageSizes(size, default.resize if stage.resize is None else stage.resize)
+
+    @property
+    def has_extra_passes(self) -> bool:
+        """True if a stage has forward passes for batch norm alone."""
+        return any(stage.extra_pass for stage in self.stages)
 
     @property
     def held_out_data(self) -> Data:

@@ -137,7 +137,7 @@ def _step(
     form: "GpuForm | None",
 ) -> TrainStep:
     recipe, watched = job.recipe, [requests, *state.watchers]
-    control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host)
+    control = ControlMessage(state.batch_norm.passed.numel(), world.device, clock.monitor.to_host)
     if form is not None:
         control = form.control(state, clock.monitor, room=sum(watch.words for watch in watched))
     return TrainStep(

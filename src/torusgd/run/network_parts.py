@@ -47,7 +47,8 @@ def draw_network(job: Job, data: Data, device: torch.device) -> Network:
     prepare_process(recipe, device)
     model = model_of(recipe, len(data.training.source.classes)).to(device)
     own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
-    batch_norm = BatchNormStatistics(model)
+    each_of = recipe.virtual_workers if recipe.model.batch_norm_workers == "each" else None
+    batch_norm = BatchNormStatistics(model, each_of, recipe.has_extra_passes)
     if recipe.compile:
         compile_blocks(model, device)
     if device.type == "cuda" and recipe.reduction == "exact":

@@ -1,9 +1,9 @@
-"""Batch norm over virtual workers: one moving-average update a step, from the mean over all of them.
+"""Batch norm over virtual workers: one moving-average update a step, from the mean over all of them or from one.
 
 Each virtual worker normalises with its own batch statistics, as the records did on each GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,10 +23,14 @@ class BatchNormStatistics:
 
     `running` is float32 [n], mean and variance of each layer, `momenta` the fraction of a step's statistics in each,
     and `batch` the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer.
+
+    With `each_of` so many virtual workers each has a moving average of its own. In training nobody reads them, and a
+    file holds one: so only the first worker's is computed. (Fujitsu's processes evaluated a part of the held-out images
+    each, by averages of their own; the expected accuracy is the same.) With `has_extra` steps may have extra passes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, each_of: int | None = None, has_extra: bool = False) -> None:
+        self._model, self._each_of = model, each_of
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
         self._frozen = [layer for layer in layers.values() if is_frozen(layer)]
         self.layers = {
@@ -34,6 +38,8 @@ class BatchNormStatistics:
             for name, layer in layers.items()
             if isinstance(layer.running_mean, Tensor) and not is_frozen(layer)
         }
+        if not self.layers and (each_of is not None or has_extra):
+            raise UserError("model: has no batch norm; leave out model.batch_norm_workers and stages.N.extra_pass")
         device = next(model.parameters()).device
         running, momenta = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
         for name, layer in self.layers.items():
@@ -50,6 +56,7 @@ class BatchNormStatistics:
             layer.momentum = 1.0
         self._scratch = self.running.clone()
         self.batch = self._scratch
+        self._extra = torch.zeros_like(self.running) if has_extra else self.running.new_zeros(0)
         self._use(self._scratch)
 
     @contextmanager
@@ -84,9 +91,37 @@ class BatchNormStatistics:
         self.batch = self._scratch
         self.batch.zero_()
 
-    def update(self, mean: Tensor) -> None:
-        """One moving-average update from the mean over the step's virtual workers, float32 like `running`."""
-        self.running.mul_(1 - self.momenta).add_(self.momenta * mean)
+    @torch.no_grad()
+    def extra_pass(self, model: Callable[[Tensor], Tensor], images: Tensor | None) -> None:
+        """A forward pass for its statistics alone, before a virtual worker's training pass; None: there is none."""
+        if images is None:
+            self._extra.zero_()
+            return
+        # With the weights that the training pass has, not the updated ones: so the statistics travel in the same
+        # message, and a step that is cut off has changed nothing. Dropout is off, and draws nothing.
+        self.begin_pass()
+        self._model.eval()
+        for layer in self.layers.values():
+            layer.train()
+        model(images)
+        self._extra.copy_(self.batch)
+
+    @property
+    def passed(self) -> Tensor:
+        """The statistics of a virtual worker's passes, float32 [n], or [2n] with those of the extra pass behind."""
+        return torch.cat([self.batch, self._extra]) if len(self._extra) else self.batch
+
+    def added_by(self, worker: int) -> Tensor:
+        """What a virtual worker adds to the step's sum of `passed`."""
+        # By a factor, since what is not finite must remain so.
+        return self.passed * 0 if self._each_of is not None and worker > 0 else self.passed
+
+    def update(self, mean: Tensor, has_extra: bool = False) -> None:
+        """A moving-average update from the step's mean of `added_by`, float64; with `has_extra` one more behind it."""
+        # A float32 value survives the division and the product in float64.
+        taken = (mean * (self._each_of or 1)).float().split(len(self.running) or 1)
+        for statistics in taken[: 1 + has_extra]:
+            self.running.mul_(1 - self.momenta).add_(self.momenta * statistics)
 
     def write_to_model(self, steps: int) -> None:
         """Puts the running statistics, and the count of updates, into the model's buffers."""
@@ -101,6 +136,7 @@ class BatchNormStatistics:
 
     def name_of(self, index: int) -> str:
         """The layer of an element of the flat tensors."""
+        index %= len(self.running)
         for name, layer in self.layers.items():
             index -= 2 * layer.num_features
             if index < 0:

@@ -44,7 +44,7 @@ class ControlVector:
     loss: float
     """mean over virtual workers"""
     batch_norm: Tensor
-    """float32: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
+    """float64: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
     is_finite: bool
     """whether all batch statistics are"""
     sections: Mapping[str, Tensor]
@@ -122,7 +122,7 @@ class ControlMessage:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
         sections = dict(zip(self._words, small[behind:].split([*self._words.values()]), strict=True))
-        return ControlVector(counts, loss / workers, (sums[:-1] / workers).float(), is_finite > 0, sections)
+        return ControlVector(counts, loss / workers, sums[:-1] / workers, is_finite > 0, sections)
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:

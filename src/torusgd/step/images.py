@@ -1,6 +1,7 @@
 """The images of this rank's virtual workers, read ahead in the order in which the steps need them; bad ones counted."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from torch.profiler import record_function
@@ -41,9 +42,10 @@ class ImageReader:
     def take(self, step: Step, worker: int, membership: Membership) -> Batch:
         """The images of a virtual worker; OSError or RunError if they can't be read."""
         # Batch 1: the images of a virtual worker, and which ones will follow.
-        share = _share(step, worker)
+        shares = _shares(step, worker)
         with record_function("wait for images"):
-            return self._loader.take(share, self._following(share, membership))
+            *plain, batch = [self._loader.take(share, self._following(share, membership)) for share in shares]
+        return replace(batch, plain=plain[0] if plain else batch) if step.extra_pass else batch
 
     def note(self, error: OSError | RunError) -> None:
         """This rank could not read images somewhere else."""
@@ -66,11 +68,13 @@ class ImageReader:
     def _reads(self, index: int, membership: Membership) -> list[Share]:
         """What this rank reads for a step: its own virtual workers, then those that watchers compute."""
         workers = chain(membership.mine, *(watcher.reads_too(index, membership) for watcher in self._watchers))
-        return [_share(self._schedule[index], worker) for worker in workers]
+        return [share for worker in workers for share in _shares(self._schedule[index], worker)]
 
 
-def _share(step: Step, worker: int) -> Share:
-    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)
+def _shares(step: Step, worker: int) -> list[Share]:
+    """What a virtual worker reads: its images, before them the same un-augmented if its extra pass has others."""
+    share = Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)
+    return [replace(share, augment=False), share] if step.extra_pass and step.augment else [share]
 
 
 class ReplacedImages(StepWatch):

@@ -195,10 +195,11 @@ def polish_by_recipe(
     with precision.autocast():
         if settings.steps is None:
             return polish(model, batches(_fixed_chunks(count, size)[world.rank :: world.size]), allreduce)
-        # Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again.
-        workers = recipe.virtual_workers
+        # Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again. If
+        # each has an average of its own, only the first one's is wanted.
+        workers = recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1
         mine = range(world.rank, workers, world.size)
-        firsts = ((step * workers + worker) * size for step in range(settings.steps) for worker in mine)
+        firsts = ((step * recipe.virtual_workers + worker) * size for step in range(settings.steps) for worker in mine)
         images = batches([(first + np.arange(size)) % count for first in firsts])
         steps = (list(islice(images, len(mine))) for _ in range(settings.steps))
         return refresh(model, steps, workers, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)

@@ -145,7 +145,7 @@ class TrainStep:
                 self.update.clip(self.recipe.clip_grad_norm)
             self.update.set_rates(step)
             self.update.step()
-            self.state.batch_norm.update(control.batch_norm)
+            self.state.batch_norm.update(control.batch_norm, step.extra_pass)
         if self.state.average is not None and self.state.average.is_due(step):
             self.update.gather_all()
             self.state.average.update(step)
@@ -216,7 +216,7 @@ class TrainStep:
             with record_function(f"forward {worker}"):
                 loss = self.forward_backward.forward(step, worker, batch, membership).detach()
             if not self.forward_backward.is_added:
-                self.control.add(self.state.batch_norm.batch, loss)
+                self.control.add(self.state.batch_norm.added_by(worker), loss)
             self._hash_beside(hashed, loss)
             self.control.counts.replaced += batch.replaced
         is_last = worker is None or work.is_last()
@@ -307,7 +307,7 @@ class TrainStep:
     def _hash_beside(self, found: IntegerHash | None, loss: Tensor) -> None:
         if found is not None:
             found.add(_LOSS, 0, loss.detach().reshape(1))
-            found.add(_STATISTICS, 0, self.state.batch_norm.batch)
+            found.add(_STATISTICS, 0, self.state.batch_norm.passed)
 
     def _check(self, view: StepView, control: ControlVector, entry: JournalEntry | StepDeadline) -> None:
         """Ends the step, on all ranks alike, unless all virtual workers of its entry were computed."""
