@@ -226,6 +226,16 @@ def test_the_search_splits_heavy_layers() -> None:
     assert "linear layers" in {choice.setting for choice in result.choices}
 
 
+def test_an_extra_pass_is_a_forward_pass_more_in_its_stage() -> None:
+    program = load_software("mxnet-fujitsu")
+    usual = forecast(workload("fujitsu-74s"), ABCI, program, 2048)
+    extra = forecast(workload("fujitsu-74s", "stages.1.extra_pass=true"), ABCI, program, 2048)
+    assert extra.steps[0] == usual.steps[0]
+    assert extra.steps[1].forward == pytest.approx(2 * usual.steps[1].forward)
+    assert extra.steps[1].backward == usual.steps[1].backward
+    assert extra.run.seconds > usual.run.seconds
+
+
 def test_a_step_of_a_forecast_is_a_step() -> None:
     found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     assert forecast(found, ABCI, program, 2048).steps[0] == step_time(found.cost, ABCI, program, 2048, 40)
