@@ -168,7 +168,7 @@ class LoaderProcesses:
             np.copyto(memory, process.memory.array(made.shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
-        tensors = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
         images = torch.from_numpy(memory)
         batch = Batch(images, positions=made.positions, replaced=made.replaced, table=self._pipeline.table, **tensors)
         return self._pipeline.joined(batch, message)
