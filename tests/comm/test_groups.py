@@ -231,7 +231,7 @@ def own_algorithm(group: groups.Group) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("size", [33, 64])
+@pytest.mark.parametrize("size", [33, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_group_of_many_ranks_opens_no_more_sockets_than_its_algorithm_needs(size: int) -> None:
     """What `allow_files` counts with; ranks are threads here, so that one process has the sockets of all."""
     groups.allow_files(size * size)
@@ -250,6 +250,7 @@ def test_a_group_of_many_ranks_opens_no_more_sockets_than_its_algorithm_needs(si
         if size < 64:  # thousands of connections in one process take half a minute
             list(threads.map(own_algorithm, made))
             assert (open_sockets() - opened[0]) / size >= size - 1
+        list(threads.map(groups.Group.close, made))
     few, with_ring = ((each - opened[0]) / size for each in opened[1:])
     assert few <= FANOUT + 2
     assert with_ring <= few + 10
