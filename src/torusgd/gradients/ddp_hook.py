@@ -3,10 +3,13 @@
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,15 +17,24 @@ from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
-from ..errors import UserError
+from ..errors import RunError, UserError
 from .float_sum import FloatGradientSum
-from .integer_sum import GradientSum, IntegerGradientSum
+from .integer_sum import IntegerGradientSum
 from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")
-_Future = torch.futures.Future[torch.Tensor]
+_Future = torch.futures.Future[Tensor]
 _GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
+# Backward passes of a step over all ranks that an exact sum has bits for: it decides where its bounds stand.
+_MOST_PASSES = 2**16
+# Growth of a gradient from one step to the next. DDP can't redo a step, so it is a million, and int64 has the bits:
+# 42 for the sum of the largest elements of all passes.
+_GROWTH = 2.0**20
+# The first step's scale takes the sum of all passes to be so many times what the first one gave.
+_FIRST_GUESS = 64.0
+# Name of an attribute of `.grad` that says: what it held before this pass is in the sums.
+_SUMMED = "_torusgd_summed"
 
 
 def ddp_hook(
@@ -30,6 +42,7 @@ def ddp_hook(
     algorithm: str = "auto",
     wire: Wire | None = None,
     *,
+    micro_batches: int | None = None,
     grid: tuple[int, int] | None = None,
     profile: Path | None = None,
 ) -> "Hook":
@@ -42,127 +55,294 @@ def ddp_hook(
         model: Gloo or NCCL; with no_sync, static_graph, gradient_as_bucket_view and unused parameters as usual.
         algorithm: See `torusgd.comm.allreduce.create`, as for `grid` and `profile`.
         wire: None sends gradients as they are. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
-            bucket so that no sum of ranks overflows. `exact` sums in fixed point, as `exact_all_reduce` does, with
-            half its bytes: 32-bit integers and a power of two a tensor that is agreed from the last step. The mean has
-            the same bits for any algorithm and grid, on condition that the number of ranks and what each computes stay
-            the same: DistributedDataParallel's addends are the ranks' own means. A gradient that is not finite on one
-            rank becomes nan on all.
+            bucket so that no sum of ranks overflows. `exact` adds each backward pass, those under `no_sync` too, in
+            fixed point of 64 bits: a step's gradient has the same bits however its passes are spread over ranks and
+            accumulation, and by any algorithm. It needs 8 bytes an element in memory and on the wire. The first pass
+            decides the scale of a step, then the last step does: save `state_dict()` with the weights. Until the last
+            pass `.grad` is zero; `zero_grad(set_to_none=True)`, torch's default, gives up what a step has summed. A
+            gradient that is not finite in one pass becomes nan on all ranks.
+        micro_batches: With `exact`, of a step over all ranks: the gradient is the mean over them, of losses that are
+            not divided by the passes of a rank. None: the sum over passes and the mean over ranks, as plain DDP has
+            it; if the loss is divided by the passes of a rank, that division is exact only for powers of two, and the
+            bits are the same where the numbers of ranks differ by a power of two.
 
     Returns:
         The hook; its `explanation` is one line about the algorithm.
 
     Raises:
-        UserError: if the algorithm doesn't fit, or the wire or a parameter's dtype is unknown.
+        UserError: The algorithm doesn't fit, the wire or a parameter's dtype is unknown, or `exact` can't work with
+            what DistributedDataParallel was given.
+        RunError: By backward, with `exact`: a sum grew a million-fold in a step.
     """
     if wire is not None and wire not in _WIRES:
         raise UserError(f"wire {wire}: unknown; one of {', '.join(_WIRES)}, or None")
+    if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
+        raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
     parameters = [p for p in model.parameters() if p.requires_grad]
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
-    hook = Hook(group_of(model.process_group, parameters[0].device), algorithm, wire, grid, profile)
-    model.register_comm_hook(hook, Hook.send)
+    ranks = group_of(model.process_group, parameters[0].device)
+    hook: Hook
+    if wire == "exact":
+        _check_exact(model)
+        hook = _ExactHook(model, ranks, micro_batches or ranks.size)
+    else:
+        hook = Hook(ranks) if wire is None else _NarrowHook(ranks, getattr(torch, wire))
+    hook.allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
+    hook.explanation = hook.allreduce.explanation
+    model.register_comm_hook(hook, type(hook).send)
     return hook
+
+
+def _check_exact(model: DistributedDataParallel) -> None:
+    # What hands DDP a gradient that didn't pass through the parameter's own, or none at all.
+    if model.mixed_precision is not None:
+        raise UserError(
+            "wire exact: not with DDP's mixed_precision=, whose gradients are of copies; use torch.autocast"
+        )
+    if getattr(model, "_delay_all_reduce_params", ()) or getattr(model, "skip_all_reduce_unused_params", False):
+        raise UserError("wire exact: not with DDP's delay_all_reduce_named_params or skip_all_reduce_unused_params")
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    if any(embedding.sparse for embedding in embeddings):
+        raise UserError("wire exact: not with sparse gradients; use Embedding(sparse=False)")
 
 
 class Hook:
     """Buckets on their way: sent from autograd's thread in bucket order, finished in that order on one of its own."""
 
-    def __init__(
-        self, ranks: Group, algorithm: str, wire: Wire | None, grid: tuple[int, int] | None, profile: Path | None
-    ) -> None:
-        self._ranks, self._device, self._wire = ranks.size, ranks.device, wire
-        self._allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
-        self.explanation: str = self._allreduce.explanation
-        """one line: what runs, and why"""
-        self.underflow = 0.0
-        """fraction of the last bucket's elements that the wire rounded to zero"""
-        # Only some steps need a repair. It has a group of its own, since its calls come from the finishing thread, and
-        # would meet those of the hook's thread in another order on another rank.
-        self._repairs = group_of(ranks.process_group).duplicate() if wire is not None else None
-        self._sums: dict[tuple[int, ...], GradientSum] = {}
-        self._jobs: queue.SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = queue.SimpleQueue()
+    explanation: str
+    """one line: what runs, and why"""
+
+    def __init__(self, ranks: Group) -> None:
+        self.allreduce: Any = None
+        self._ranks, self._device = ranks, ranks.device
+        self._jobs: queue.SimpleQueue[tuple[list[_Future], Callable[[], list[Tensor]]]] = queue.SimpleQueue()
         threading.Thread(target=self._finish_all, daemon=True).start()
 
     def send(self, bucket: GradBucket) -> _Future:
         """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
-        future: _Future = torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
-        buffer = bucket.buffer()
-        if self._wire is None:
-            work = self._allreduce.start(buffer.div_(self._ranks))
-            self._jobs.put((future, lambda: _after(work, buffer)))
-            return future
-        numels = tuple(gradient.numel() for gradient in bucket.gradients())
-        total = self._sum(bucket.index(), numels)
-        sent = None
-        if not total.needs_measure:
-            sent = self._allreduce.start(_load(total, numels, buffer))
-        self._jobs.put((future, lambda: self._receive(total, numels, buffer, sent)))
+        future, buffer = self._future(), bucket.buffer()
+        work = self.allreduce.start(buffer.div_(self._ranks.size))
+        self._jobs.put(([future], lambda: [_after(work, buffer)]))
         return future
 
-    def _sum(self, index: int, numels: tuple[int, ...]) -> GradientSum:
-        # The sum of a bucket; DDP lays its buckets out anew after the first step.
-        key = (index, *numels)
-        if key not in self._sums:
-            one_bucket = group((), numels)
-            self._sums[key] = (
-                IntegerGradientSum(one_bucket, self._ranks, self._device)
-                if self._wire == "exact"
-                else FloatGradientSum(one_bucket, self._ranks, self._device, getattr(torch, str(self._wire)))
-            )
-        return self._sums[key]
+    def state_dict(self) -> dict[str, Any]:
+        """What `exact` needs to go on with the same bits, on any number of ranks: plain numbers, for any file."""
+        return {}
 
-    def _receive(
-        self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor, sent: Work | None
-    ) -> torch.Tensor:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def _future(self) -> _Future:
+        return torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
+
+    def _finish_all(self) -> None:
+        stream = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
+        while True:
+            futures, finish = self._jobs.get()
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    for future, result in zip(futures, finish(), strict=True):
+                        future.set_result(result)
+            except Exception as error:
+                for future in futures:
+                    future.set_exception(error)  # type: ignore[arg-type]
+
+
+class _NarrowHook(Hook):
+    """Buckets in 16 bits."""
+
+    def __init__(self, ranks: Group, wire: torch.dtype) -> None:
+        super().__init__(ranks)
+        self._wire = wire
+        # Only some steps need a repair. It has a group of its own, since its calls come from the finishing thread, and
+        # would meet those of the hook's thread in another order on another rank.
+        self._repairs = ranks.duplicate()
+        self._sums: dict[tuple[int, ...], FloatGradientSum] = {}
+
+    def send(self, bucket: GradBucket) -> _Future:
+        future, buffer = self._future(), bucket.buffer()
+        numels = tuple(gradient.numel() for gradient in bucket.gradients())
+        # DDP lays its buckets out anew after the first step.
+        key = (bucket.index(), *numels)
+        if key not in self._sums:
+            self._sums[key] = FloatGradientSum(group((), numels), self._ranks.size, self._device, self._wire)
+        total = self._sums[key]
+        sent = None
+        if not total.needs_measure:
+            total.clear()
+            for slot, part in enumerate(buffer.split(numels)):
+                total.add(0, slot, part.float())
+            total.end_worker(0)
+            sent = self.allreduce.start(total.message(0))
+        self._jobs.put(([future], lambda: [self._receive(total, numels, buffer, sent)]))
+        return future
+
+    def _receive(self, total: FloatGradientSum, numels: tuple[int, ...], buffer: Tensor, sent: Work | None) -> Tensor:
         # Puts the mean into the buffer; sums anew if there was no scale yet, or the sum overflowed.
         if sent is not None:
             sent.wait()
             status = total.finish().read()
             if not status.overflow:
-                self.underflow = status.underflow
                 mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
-                total.mean(mean.split(numels), self._ranks)
+                total.mean(mean.split(numels), self._ranks.size)
                 for slot in status.nonfinite:
                     mean.split(numels)[slot].fill_(torch.nan)
                 return buffer.copy_(mean)
         return self._sum_anew(total, numels, buffer)
 
-    def _sum_anew(self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor) -> torch.Tensor:
+    def _sum_anew(self, total: FloatGradientSum, numels: tuple[int, ...], buffer: Tensor) -> Tensor:
         # Puts the mean into the buffer without a scale from the last step, and agrees on one for the next.
-        assert self._repairs is not None
         maxima = torch.stack([gradient.abs().max() for gradient in buffer.split(numels)]).float()
         agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
         self._repairs.all_reduce(agreed, maximum=True)
         total.set_maxima(agreed.to(buffer.device))
-        self.underflow = 0.0
         # In float64, since a sum may be beyond the gradients' dtype though the mean is not.
-        mean = exact_all_reduce(buffer.double().cpu(), self._repairs) / self._ranks
+        mean = exact_all_reduce(buffer.double().cpu(), self._repairs) / self._ranks.size
         for gradient in mean.split(numels):
             if not bool(gradient.isfinite().all()):
                 gradient.fill_(torch.nan)
         return buffer.copy_(mean)
 
-    def _finish_all(self) -> None:
-        stream = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
-        while True:
-            future, finish = self._jobs.get()
-            try:
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    future.set_result(finish())
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+
+class _ExactHook(Hook):
+    """Takes each pass's gradient out of `.grad` as soon as autograd has it, and adds it to integers.
+
+    So autograd never adds two passes as floats, whose bits would depend on who shares a rank. DDP's own buckets say
+    only when a sum may leave.
+    """
+
+    def __init__(self, model: DistributedDataParallel, ranks: Group, divisor: int) -> None:
+        super().__init__(ranks)
+        parameters = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
+        self._names, numels = list(parameters), [parameter.numel() for parameter in parameters.values()]
+        self._slots = {parameter: slot for slot, parameter in enumerate(parameters.values())}
+        # A bucket of the sum for each parameter: a pass may give a parameter nothing, or several gradients.
+        self._total = IntegerGradientSum(group([1] * len(numels), numels), _MOST_PASSES, self._device, headroom=_GROWTH)
+        self._divisor = divisor
+        # The scales of the first step come from the first rank's first pass, which is the step's first micro-batch on
+        # any number of ranks. They are sent beside whatever DDP sends, by a group of their own.
+        self._agreement = ranks.duplicate()
+        self._held: list[tuple[int, Tensor]] = []
+        self._arrived: list[_Arrived] = []
+        self._is_complete = False
+        for parameter in parameters.values():
+            if parameter.numel():
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._total.needs_measure else {"bounds": self._total.state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        bounds = state.get("bounds", [])
+        if len(bounds) not in (0, len(self._names)):
+            raise UserError(f"the hook's state is of {len(bounds)} parameters, and the model has {len(self._names)}")
+        if bounds:
+            self._total.load_state(torch.tensor(bounds, dtype=torch.float64))
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        # Autograd calls it before DDP's own hook, so that the bucket finds zeros.
+        slot, gradient = self._slots[parameter], parameter.grad
+        assert gradient is not None
+        if self._is_complete:
+            self._total.clear()
+            self._is_complete = False
+        elif not hasattr(gradient, _SUMMED):  # a new tensor: the caller has dropped what the step had
+            self._total.clear_bucket(slot)
+        if self._total.needs_measure:
+            if not self._held:  # under no_sync the end of the pass is the first moment at which all are known
+                Variable._execution_engine.queue_callback(self._agree)
+            self._held.append((slot, gradient.clone()))
+        else:
+            self._add(slot, gradient)
+        setattr(gradient.zero_(), _SUMMED, True)
+
+    def _add(self, slot: int, gradient: Tensor) -> None:
+        self._total.add(slot, slot, gradient.float())
+        self._total.end_worker(slot)
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        # The scales of the first step, by the first rank's first pass; then what has been waiting for them.
+        if not self._total.needs_measure:
+            return
+        maxima = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        for slot, gradient in self._held:
+            largest = gradient.abs().max().double().nan_to_num(0.0, 0.0, 0.0)
+            maxima[slot] = torch.maximum(maxima[slot], largest)
+        small = maxima.to(self._agreement.small_device)
+        self._agreement.broadcast(small)
+        self._total.load_state(_FIRST_GUESS * small)
+        for slot, gradient in self._held:
+            self._add(slot, gradient)
+        self._held.clear()
+
+    def send(self, bucket: GradBucket) -> _Future:
+        future, gradients = self._future(), {}
+        for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            # DDP lays a gradient out in memory as its parameter.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            gradients[self._slots[parameter]] = part.as_strided(parameter.shape, strides)
+        self._arrived.append(_Arrived(future, bucket.buffer(), gradients))
+        if bucket.is_last():
+            self._agree()
+        if not self._total.needs_measure:
+            self._start()
+        if bucket.is_last():
+            sent, self._arrived = self._arrived, []
+            self._jobs.put(([each.future for each in sent], lambda: self._receive(sent)))
+        return future
+
+    def _start(self) -> None:
+        for each in self._arrived:
+            if each.work is None:
+                each.message = torch.cat([self._total.message(slot) for slot in each.gradients])
+                each.work = self.allreduce.start(each.message)
+
+    def _receive(self, sent: "list[_Arrived]") -> list[Tensor]:
+        # Puts the means into the buckets' buffers.
+        gradients: dict[int, Tensor] = {}
+        for each in sent:
+            assert each.work is not None
+            each.work.wait()
+            gradients |= each.gradients
+            messages = [self._total.message(slot) for slot in each.gradients]
+            for message, summed in zip(messages, each.message.split([len(m) for m in messages]), strict=True):
+                message.copy_(summed)
+        status = self._total.finish().read()
+        self._is_complete = True
+        if status.overflow and not status.nonfinite:
+            raise RunError(
+                f"wire exact: the gradient of {self._names[status.overflow[0]]} is a million times as large as in the "
+                "step before, beyond the sum's range: clip what makes the loss leap, and go on from a checkpoint"
+            )
+        means = [torch.empty(g.numel(), device=g.device) for _, g in sorted(gradients.items())]
+        self._total.mean(means, self._divisor)
+        for slot, mean in enumerate(means):
+            if slot in status.nonfinite or slot in status.overflow:
+                mean.fill_(torch.nan)
+            gradients[slot].copy_(mean.view(gradients[slot].shape))
+        return [each.buffer for each in sent]
 
 
-def _after(work: Work, buffer: torch.Tensor) -> torch.Tensor:
+@dataclass
+class _Arrived:
+    """A bucket of DDP's last pass of a step, all of whose parameters have their gradients."""
+
+    future: _Future
+    buffer: Tensor
+    gradients: dict[int, Tensor]
+    """views of the buffer by slot"""
+    message: Tensor = field(default_factory=lambda: torch.empty(0))
+    work: Work | None = None
+
+
+def _after(work: Work, buffer: Tensor) -> Tensor:
     work.wait()
     return buffer
-
-
-def _load(total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor) -> torch.Tensor:
-    # Puts this rank's gradients into a sum; the message to send.
-    total.clear()
-    for slot, part in enumerate(buffer.split(numels)):
-        total.add(0, slot, part.float())
-    total.end_worker(0)
-    return total.message(0)

@@ -128,6 +128,7 @@ class IntegerGradientSum(GradientSum):
         places: Of each slot here its number among the slots of all ranks; None: this rank sums them all.
         sections: Lengths of the runs of all slots within which a slot without a bound takes the largest; None: one.
         elements: Of all slots; None: of those here.
+        headroom: Growth from one step to the next that the scales leave room for, a power of two.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class IntegerGradientSum(GradientSum):
         places: Sequence[int] | None = None,
         sections: Sequence[int] | None = None,
         elements: int | None = None,
+        headroom: float = HEADROOM,
     ) -> None:
-        self.buckets, self._addends = buckets, addends
+        self.buckets, self._addends, self._headroom = buckets, addends, headroom
         self._elements = sum(b.length for b in buckets) if elements is None else elements
         self._dtype = gradient_integers(addends)
         self._limit = LIMITS[self._dtype]
@@ -178,6 +180,12 @@ class IntegerGradientSum(GradientSum):
         self._lost = [0] * len(self.buckets)
         for bucket, message in zip(self.buckets, self._messages, strict=True):
             message[bucket.length :].zero_()
+
+    def clear_bucket(self, bucket: int) -> None:
+        """Forgets the addends of one bucket, after its last `end_worker`."""
+        b = self.buckets[bucket]
+        self._filled[b.first : b.stop] = [False] * (b.stop - b.first)
+        self._messages[bucket][b.length :].zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
         # Gradient 4: scaled by a power of two, rounded and added as integers, whose sum has no order.
@@ -282,7 +290,7 @@ class IntegerGradientSum(GradientSum):
     def _take_scales(self) -> None:
         self.needs_measure = False
         runs = self._bounds.split(self._sections)
-        self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit)) for run in runs])
+        self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit), self._headroom) for run in runs])
         self._scales = self._all_scales[self._places].to(torch.float32)
         self._scale_items = self._scales.unbind()
 
@@ -316,8 +324,8 @@ def _count_nonzero(values: Tensor) -> int | Tensor:
     return int(np.count_nonzero(numbers != 0.0 if values.is_floating_point() else numbers))
 
 
-def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
-    """The largest powers of two that keep HEADROOM * bound * scale within a limit.
+def power_of_two_scale(bounds: Tensor, limit: float, headroom: float = HEADROOM) -> Tensor:
+    """The largest powers of two that keep headroom * bound * scale within a limit.
 
     A bound of zero (a tensor whose gradient was all zero) takes the scale of the largest bound. `bounds` are float64
     [n], each >= 0, `limit` is the largest magnitude of a sum; the scales are float64 [n], between 2**-100 and 2**100.
@@ -327,7 +335,7 @@ def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     bounds = torch.where(bounds > 0, bounds.clamp(min=2.0**-150), 0.0)
     top = bounds.max()
     filled = torch.where(bounds > 0, bounds, torch.where(top > 0, top, 1.0))
-    _, exponent = torch.frexp(limit / (HEADROOM * filled))
+    _, exponent = torch.frexp(limit / (headroom * filled))
     # By the bits of their exponents, since 2**n by a library's power is not exact on every device.
     return (((exponent.long() - 1).clamp(-100, 100) + 1023) << 52).view(torch.float64)
 
