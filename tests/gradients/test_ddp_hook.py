@@ -1,6 +1,8 @@
 """One line in a DDP script: the gradients are plain DDP's, whatever DDP is told to do."""
 
+import contextlib
 import copy
+import json
 import math
 import os
 from pathlib import Path
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks, write_profile
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from torusgd.errors import UserError
 from torusgd.gradients.ddp_hook import ddp_hook
+from torusgd.weights import weights_sha256
 
 
 class Net(nn.Module):
@@ -118,6 +122,76 @@ def test_exact_has_the_same_bits_for_any_algorithm():
     assert run_ranks(4, exact_bits) == [[True] * 3] * 4
 
 
+MICRO_BATCHES = 12
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "autocast": {},
+    "bfloat16": {},
+    "loss-scale": {},
+    "given-up": {},
+    "divided": {},
+}
+"""What DistributedDataParallel takes in each case; `spread` has what else it means."""
+
+
+def spread(cases: list[str]) -> list[str]:
+    """For each case the hash of the weights after 4 steps of 12 keyed micro-batches, spread over these ranks."""
+    return [_spread(case) for case in cases]
+
+
+def _spread(case: str) -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    net = Net().to(torch.bfloat16 if case == "bfloat16" else torch.float32)
+    net.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001, **copy.copy(SPREAD[case]))
+    hook = ddp_hook(model, "ring", "exact", micro_batches=None if case == "divided" else MICRO_BATCHES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=case == "loss-scale")
+    mine = range(MICRO_BATCHES * rank // size, MICRO_BATCHES * (rank + 1) // size)
+    for step in range(4):
+        passes = [mine[0], *mine] if case == "given-up" and step in (0, 2) else [*mine]
+        for number, key in enumerate(passes):
+            if number == 1 and len(passes) > len(mine):
+                optimizer.zero_grad()  # begins the step anew
+            torch.manual_seed(100 * step + key)
+            images = torch.randn(4, 3, 6, 6, dtype=net.conv.weight.dtype)
+            # The second branch has a part in a few micro-batches, and in the third step in none.
+            both = "unused" not in case or (key % 5 == 0 and step != 2)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), (
+                contextlib.nullcontext() if number == len(passes) - 1 else model.no_sync()
+            ):  # fmt: skip
+                loss = torch.nn.functional.dropout(model(images, both), 0.3).square().mean()
+                if case == "loss-scale" and step == 1 and key == 7:
+                    loss = loss * torch.inf
+                scaler.scale(loss / (len(mine) if case == "divided" else 1)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        hook.load_state_dict(json.loads(json.dumps(hook.state_dict())))
+    return weights_sha256({name: tensor.float() for name, tensor in net.state_dict().items()})
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), pytest.param((2, 4, 5, 12), marks=pytest.mark.slow)])
+def test_exact_has_the_same_bits_however_micro_batches_are_spread(sizes):
+    expected = run_ranks(sizes[0], spread, list(SPREAD))[0]
+    by_case = dict(zip(SPREAD, expected, strict=True))
+    assert by_case["given-up"] == by_case["plain"] == by_case["views"]
+    assert by_case["unused"] == by_case["unused-views"] != by_case["plain"]
+    assert len(set(expected)) == len(SPREAD) - 3
+    for size in sizes[1:]:
+        # A mean over ranks of losses that are divided by a rank's passes is exact for powers of two only.
+        cases = [case for case in SPREAD if case != "divided" or size in (1, 2, 4)]
+        for found in run_ranks(size, spread, cases):
+            assert found == [by_case[case] for case in cases]
+
+
 def a_leap_and_a_nan(wire: Literal["exact", "float16", "bfloat16"]) -> list:
     """Gradients that grow 2,000 times from one step to the next, then are not finite on one rank."""
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
@@ -159,6 +233,8 @@ def mistakes() -> list[str]:
         (torch.float32, {"wire": "int8"}),
         (torch.float64, {"wire": "exact"}),
         (torch.float32, {"algorithm": "tree"}),
+        (torch.float32, {"micro_batches": 4}),
+        (torch.float32, {"micro_batches": 0, "wire": "exact"}),
     ]
     for dtype, options in wrong:
         try:
@@ -170,7 +246,54 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_told_in_one_line():
     for told in run_ranks(2, mistakes):
-        assert [line.split(":")[0] for line in told] == ["wire int8", "wire exact", "allreduce tree"]
+        assert [line.split(":")[0] for line in told] == [
+            "wire int8",
+            "wire exact",
+            "allreduce tree",
+            *["micro_batches"] * 2,
+        ]
+
+
+def refused() -> list[str]:
+    """What `exact` says of each thing that hands DDP gradients past it."""
+    said = []
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [
+        (nn.Linear(2, 2), {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}),
+        (nn.Embedding(5, 2, sparse=True), {}),
+    ]
+    for network, options in cases:
+        try:
+            ddp_hook(DistributedDataParallel(network, **options), "ring", "exact")
+        except UserError as error:
+            said.append(str(error))
+    model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    ddp_hook(model, "ring", "exact")
+    try:
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+    except UserError as error:
+        said.append(str(error))
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    try:
+        ddp_hook(model, "ring", "exact").load_state_dict({"bounds": [1.0]})
+    except UserError as error:
+        said.append(str(error))
+    # A leap beyond what the sum has bits for, without one of any float.
+    for size in (1.0, 1.0, 1e9):
+        try:
+            (model(torch.ones(1, 2)).sum() * size).backward()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_exact_does_not_support_is_refused_in_one_line():
+    for mixed, sparse, static, state, leap in run_ranks(2, refused):
+        assert "mixed_precision" in mixed
+        assert "sparse" in sparse
+        assert "static_graph=True: " in static
+        assert "of 1 parameters" in state
+        assert "the gradient of weight is a million times" in leap
 
 
 def lose_a_rank() -> str:

@@ -224,13 +224,13 @@ class _ExactHook(Hook):
         self._slots = {parameter: slot for slot, parameter in enumerate(parameters.values())}
         # A bucket of the sum for each parameter: a pass may give a parameter nothing, or several gradients.
         self._total = IntegerGradientSum(group([1] * len(numels), numels), _MOST_PASSES, self._device, headroom=_GROWTH)
-        self._divisor = divisor
+        self._model, self._divisor = model, divisor
         # The scales of the first step come from the first rank's first pass, which is the step's first micro-batch on
         # any number of ranks. They are sent beside whatever DDP sends, by a group of their own.
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
         self._arrived: list[_Arrived] = []
-        self._is_complete = False
+        self._is_complete = self._has_sent = False
         for parameter in parameters.values():
             if parameter.numel():
                 parameter.register_post_accumulate_grad_hook(self._take)
@@ -250,6 +250,11 @@ class _ExactHook(Hook):
         # Autograd calls it before DDP's own hook, so that the bucket finds zeros.
         slot, gradient = self._slots[parameter], parameter.grad
         assert gradient is not None
+        if self._model.static_graph and not self._has_sent and not self._model.require_backward_grad_sync:
+            raise UserError(  # in DDP itself an assertion fails
+                "static_graph=True: DistributedDataParallel needs its first pass outside no_sync; leave it out, or "
+                "begin with one pass and zero_grad"
+            )
         if self._is_complete:
             self._total.clear()
             self._is_complete = False
@@ -284,6 +289,7 @@ class _ExactHook(Hook):
         self._held.clear()
 
     def send(self, bucket: GradBucket) -> _Future:
+        self._has_sent = True
         future, gradients = self._future(), {}
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             # DDP lays a gradient out in memory as its parameter.
