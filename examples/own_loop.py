@@ -9,15 +9,17 @@ gives each micro-batch the same samples, dropout draws by its position in the st
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from torusgd import StreamSampler, exact_all_reduce
+from torusgd import StreamSampler, ddp_hook
 from torusgd.weights import weights_sha256
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,37 +30,35 @@ options = parser.parse_args()
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+model = DistributedDataParallel(network)
+hook = ddp_hook(model, "ring", wire="exact", micro_batches=12)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 digits = load_digits()
 data = TensorDataset(torch.tensor(digits.data / 16).float(), torch.tensor(digits.target))
 sampler = StreamSampler(len(data), 240, micro_batches=12)
+parts = {"model": network, "optimizer": optimizer, "sampler": sampler, "sums": hook}
 if options.checkpoint is not None and options.checkpoint.exists():
     state = torch.load(options.checkpoint, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    sampler.load_state_dict(state["sampler"])
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
 
 while sampler.steps < options.steps:  # an epoch, or what is left of one
     batches = iter(DataLoader(data, batch_sampler=sampler, num_workers=1))
     for mine in zip(*[batches] * len(sampler.positions()), strict=True):  # this rank's micro-batches of a step
-        gradients = []
         for span, (images, labels) in zip(sampler.positions(), mine, strict=True):
             torch.manual_seed(span.start)
-            loss = nn.functional.cross_entropy(model(images), labels, reduction="sum") / 240
-            gradients.append(nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(model.parameters()))))
-        total = exact_all_reduce(gradients).split([parameter.numel() for parameter in model.parameters()])
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            with nullcontext() if span == sampler.positions()[-1] else model.no_sync():
+                nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
+        optimizer.zero_grad()
         sampler.step()
         if options.checkpoint is not None and dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sampler": sampler.state_dict()}
-            torch.save(state, options.checkpoint.with_suffix(".new"))
+            torch.save({name: part.state_dict() for name, part in parts.items()}, options.checkpoint.with_suffix(".new"))
             options.checkpoint.with_suffix(".new").replace(options.checkpoint)
         if sampler.steps == options.steps:
             break
 
 if dist.get_rank() == 0:
-    print(f"{dist.get_world_size()} ranks, step {sampler.steps}: weights {weights_sha256(model.state_dict())[:8]}")
+    print(f"{dist.get_world_size()} ranks, step {sampler.steps}: weights {weights_sha256(network.state_dict())[:8]}")
 dist.destroy_process_group()
