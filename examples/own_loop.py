@@ -54,8 +54,9 @@ while sampler.steps < options.steps:  # an epoch, or what is left of one
         optimizer.zero_grad()
         sampler.step()
         if options.checkpoint is not None and dist.get_rank() == 0:
-            torch.save({name: part.state_dict() for name, part in parts.items()}, options.checkpoint.with_suffix(".new"))
-            options.checkpoint.with_suffix(".new").replace(options.checkpoint)
+            new = options.checkpoint.with_suffix(".new")
+            torch.save({name: part.state_dict() for name, part in parts.items()}, new)
+            new.replace(options.checkpoint)
         if sampler.steps == options.steps:
             break
 

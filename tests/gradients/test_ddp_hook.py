@@ -133,6 +133,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "loss-scale": {},
     "given-up": {},
+    "zeroed": {"gradient_as_bucket_view": True},
     "divided": {},
 }
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
@@ -173,7 +174,7 @@ def _spread(case: str) -> str:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=case != "zeroed")
         hook.load_state_dict(json.loads(json.dumps(hook.state_dict())))
     return weights_sha256({name: tensor.float() for name, tensor in net.state_dict().items()})
 
@@ -182,9 +183,9 @@ def _spread(case: str) -> str:
 def test_exact_has_the_same_bits_however_micro_batches_are_spread(sizes):
     expected = run_ranks(sizes[0], spread, list(SPREAD))[0]
     by_case = dict(zip(SPREAD, expected, strict=True))
-    assert by_case["given-up"] == by_case["plain"] == by_case["views"]
+    assert by_case["given-up"] == by_case["zeroed"] == by_case["plain"] == by_case["views"]
     assert by_case["unused"] == by_case["unused-views"] != by_case["plain"]
-    assert len(set(expected)) == len(SPREAD) - 3
+    assert len(set(expected)) == len(SPREAD) - 4
     for size in sizes[1:]:
         # A mean over ranks of losses that are divided by a rank's passes is exact for powers of two only.
         cases = [case for case in SPREAD if case != "divided" or size in (1, 2, 4)]
@@ -278,22 +279,45 @@ def refused() -> list[str]:
         ddp_hook(model, "ring", "exact").load_state_dict({"bounds": [1.0]})
     except UserError as error:
         said.append(str(error))
-    # A leap beyond what the sum has bits for, without one of any float.
-    for size in (1.0, 1.0, 1e9):
-        try:
-            (model(torch.ones(1, 2)).sum() * size).backward()
-        except RuntimeError as error:
-            said.append(str(error))
+    model(torch.ones(1, 2)).sum().backward()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except UserError as error:
+        said.append(str(error))
+    model.zero_grad()
+    try:  # beyond what the sum has bits for, though a float has them
+        (model(torch.ones(1, 2)).sum() * 1e9).backward()
+    except RuntimeError as error:
+        said.append(str(error))
     return said
 
 
 def test_what_exact_does_not_support_is_refused_in_one_line():
-    for mixed, sparse, static, state, leap in run_ranks(2, refused):
+    for mixed, sparse, static, state, again, leap in run_ranks(2, refused):
         assert "mixed_precision" in mixed
         assert "sparse" in sparse
         assert "static_graph=True: " in static
         assert "of 1 parameters" in state
+        assert "all passes of a step but the last under no_sync()" in again
         assert "the gradient of weight is a million times" in leap
+
+
+def uneven() -> list[float]:
+    """The gradient of each step of ranks that have 2 and 3 batches, and of passes of `torch.autograd.grad` between."""
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    ddp_hook(model, "ring", "exact")
+    found = []
+    with model.join():
+        for step in range(2 + dist.get_rank()):
+            model.zero_grad()
+            model(torch.full((1, 2), 1.0 + step)).sum().backward()
+            torch.autograd.grad(model.module(torch.ones(1, 2)).sum(), list(model.parameters()))
+            found.append(model.module.weight.grad[0, 0].item())
+    return found
+
+
+def test_a_rank_that_has_joined_adds_nothing():
+    assert run_ranks(2, uneven) == [[1.0, 2.0], [1.0, 2.0, 1.5]]
 
 
 def lose_a_rank() -> str:

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,8 +34,6 @@ _MOST_PASSES = 2**16
 _GROWTH = 2.0**20
 # The first step's scale takes the sum of all passes to be so many times what the first one gave.
 _FIRST_GUESS = 64.0
-# Name of an attribute of `.grad` that says: what it held before this pass is in the sums.
-_SUMMED = "_torusgd_summed"
 
 
 def ddp_hook(
@@ -52,15 +51,16 @@ def ddp_hook(
     >>> ddp_hook(model)  # doctest: +SKIP
 
     Args:
-        model: Gloo or NCCL; with no_sync, static_graph, gradient_as_bucket_view and unused parameters as usual.
+        model: Gloo or NCCL; with no_sync, static_graph, gradient_as_bucket_view, unused parameters and join as usual.
         algorithm: See `torusgd.comm.allreduce.create`, as for `grid` and `profile`.
         wire: None sends gradients as they are. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
             bucket so that no sum of ranks overflows. `exact` adds each backward pass, those under `no_sync` too, in
             fixed point of 64 bits: a step's gradient has the same bits however its passes are spread over ranks and
-            accumulation, and by any algorithm. It needs 8 bytes an element in memory and on the wire. The first pass
+            accumulation, and by any algorithm. It needs 8 bytes an element on the wire and 16 in memory. The first pass
             decides the scale of a step, then the last step does: save `state_dict()` with the weights. Until the last
-            pass `.grad` is zero; `zero_grad(set_to_none=True)`, torch's default, gives up what a step has summed. A
-            gradient that is not finite in one pass becomes nan on all ranks.
+            pass `.grad` is zero; all passes but the last are under `no_sync`. `zero_grad()` begins a step; with
+            `set_to_none=True`, torch's default, it also gives up what an unfinished one has summed. A gradient that is
+            not finite in one pass becomes nan on all ranks.
         micro_batches: With `exact`, of a step over all ranks: the gradient is the mean over them, of losses that are
             not divided by the passes of a rank. None: the sum over passes and the mean over ranks, as plain DDP has
             it; if the loss is divided by the passes of a rank, that division is exact only for powers of two, and the
@@ -230,9 +230,12 @@ class _ExactHook(Hook):
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
         self._arrived: list[_Arrived] = []
+        # By slot, whether `.grad` held nothing before the gradient that autograd is about to add to it.
+        self._is_fresh = [True] * len(numels)
         self._is_complete = self._has_sent = False
         for parameter in parameters.values():
             if parameter.numel():
+                parameter.register_hook(partial(self._look, parameter))
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,20 +248,30 @@ class _ExactHook(Hook):
         if bounds:
             self._total.load_state(torch.tensor(bounds, dtype=torch.float64))
 
+    def _look(self, parameter: Tensor, _: Tensor) -> None:
+        # Of a new step the first `.grad` may be zeros too; those that follow are not looked at.
+        before = parameter.grad
+        self._is_fresh[self._slots[parameter]] = before is None or (self._is_complete and not bool(before.any()))
+
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         # Autograd calls it before DDP's own hook, so that the bucket finds zeros.
         slot, gradient = self._slots[parameter], parameter.grad
+        is_fresh = self._is_fresh[slot]
         assert gradient is not None
         if self._model.static_graph and not self._has_sent and not self._model.require_backward_grad_sync:
             raise UserError(  # in DDP itself an assertion fails
-                "static_graph=True: DistributedDataParallel needs its first pass outside no_sync; leave it out, or "
-                "begin with one pass and zero_grad"
+                "static_graph=True: DistributedDataParallel needs its first pass outside no_sync; leave it out to "
+                "accumulate gradients"
             )
         if self._is_complete:
-            self._total.clear()
-            self._is_complete = False
-        elif not hasattr(gradient, _SUMMED):  # a new tensor: the caller has dropped what the step had
+            if not is_fresh:
+                raise UserError(
+                    "wire exact: a pass on top of a step's mean: call zero_grad() after each step, and run all passes "
+                    "of a step but the last under no_sync()"
+                )
+            self._begin_step()
+        elif is_fresh:  # the caller has dropped what the step had
             self._total.clear_bucket(slot)
         if self._total.needs_measure:
             if not self._held:  # under no_sync the end of the pass is the first moment at which all are known
@@ -266,7 +279,11 @@ class _ExactHook(Hook):
             self._held.append((slot, gradient.clone()))
         else:
             self._add(slot, gradient)
-        setattr(gradient.zero_(), _SUMMED, True)
+        gradient.zero_()
+
+    def _begin_step(self) -> None:
+        self._total.clear()
+        self._is_complete = False
 
     def _add(self, slot: int, gradient: Tensor) -> None:
         self._total.add(slot, slot, gradient.float())
@@ -290,6 +307,8 @@ class _ExactHook(Hook):
 
     def send(self, bucket: GradBucket) -> _Future:
         self._has_sent = True
+        if self._is_complete:  # a pass without a gradient, as DDP's join() has it where a rank has no more input
+            self._begin_step()
         future, gradients = self._future(), {}
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             # DDP lays a gradient out in memory as its parameter.
