@@ -115,12 +115,12 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.15", "--track", "tensorboard"]
     process = torusgd(tmp_path, out, recipe, "--workers", "1", *words, TORUSGD_HELD=str(held))
 
-    def wait_for(**expected: Any) -> None:
-        def status() -> dict[str, Any]:
-            code, told, _ = run_cli("status", out, "--json")
-            assert code == 0
-            return json.loads(told)
+    def status() -> dict[str, Any]:
+        code, told, _ = run_cli("status", out, "--json")
+        assert code == 0
+        return json.loads(told)
 
+    def wait_for(**expected: Any) -> None:
         until(lambda: expected.items() <= status().items(), f"{expected}", process, pause=0.1)
 
     wait_for_step(out, 1, process)
@@ -131,6 +131,8 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     wait_for(shares={"0": 1, "1": 1, "2": 2})
     assert len(process.ranks()) == 3
     kill(process.rank(out, 1))
+    # Who is asked to leave before its loss was seen has left, and is not lost.
+    until(lambda: len(status().get("shares", {})) == 2, "the loss of a rank", process, pause=0.1)
     assert run_cli("scale", out, "--workers", "1")[0] == 0
     wait_for(shares={"0": 4})
     assert process.ranks() == began
