@@ -82,7 +82,9 @@ def test_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
     assert part.tolist() == indices[5:9].tolist()
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.8, 2.0, 10.0])
+@pytest.mark.parametrize(
+    "alpha", [0.3, 2.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.05, 0.8, 10.0))]
+)
 def test_draws_of_any_alpha_have_the_moments_of_beta(alpha: float) -> None:
     found = np.array([arithmetic.beta(alpha, 7, number) for number in range(2000)])
     assert abs(found.mean() - 0.5) < 0.02

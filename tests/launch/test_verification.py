@@ -377,7 +377,7 @@ def test_ranks_of_their_own_compute_it(run: Path) -> None:
     assert "steps 2:4  equal" in done.stdout
 
 
-@pytest.mark.parametrize("precision", ["portable", "float32"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("portable", marks=pytest.mark.slow)])
 def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path, run: Path) -> None:
     states = {}
     for update in ("replicated", "sharded"):

@@ -139,7 +139,7 @@ def test_a_run_on_odd_memory_has_the_same_hash(tmp_path: Path, monkeypatch: pyte
     assert found["weights_sha256"] == plain["weights_sha256"]
 
 
-@pytest.mark.parametrize("method", ["float64", "float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["float32", *(pytest.param(m, marks=pytest.mark.slow) for m in ("float64", "int8"))])
 def test_the_golden_hash_by_every_method(tmp_path: Path, method: str) -> None:
     with portable([method]):
         found, _ = run_here(tmp_path, "data.eval_images=60", recipe="digits-portable", tiny=False, max_steps=STEPS)
