@@ -203,7 +203,7 @@ PLACES: dict[str, list[tuple[Any, str, Any]]] = {
     "moves": [(augment, "AUGMENT", 102)],
     "dropout": [(forward_backward, "DROPOUT", 103)],
     "split": [(arrays, "SPLIT", 106)],
-    "headroom": [(integer_sum, "HEADROOM", 4.0)],
+    "headroom": [(integer_sum.IntegerGradientSum.__init__, "__defaults__", (None, None, None, 4.0))],
     "block": [(norms, "BLOCK", 1 << 20)],
 }
 
