@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from tests.run.runs import command, run_here, sets, train
 from torch import Tensor
@@ -23,8 +22,6 @@ from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.run.saving import RunResult
-from torusgd.rundir.checkpoint import _file_sha256
-from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
 from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
 from torusgd.storage import CACHE, Store
@@ -99,22 +96,19 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def change_checkpoint(folder: Path, step: int, file: str, name: str, change: Callable[[Tensor], object]) -> None:
-    """Changes a tensor of a checkpoint, whose manifest says that it is whole."""
-    for checkpoint in [each / f"step-{step:08d}" for each in (folder / "verify", folder / "checkpoints")]:
-        if not checkpoint.exists():
-            continue
-        tensors = load_file(checkpoint / file)
-        tensors = {key: each.clone() for key, each in tensors.items()}
-        change(tensors[name])
-        save_file(tensors, checkpoint / file)
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest[file] = _file_sha256(checkpoint / file)
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+def light(folder: Path, step: int) -> Path:
+    return folder / "verify" / f"step-{step:08d}.safetensors"
 
 
-def first_name(folder: Path, file: str, begin: str = "") -> str:
-    found = load_file(folder / "verify" / "step-00000002" / file)
+def change_checkpoint(folder: Path, step: int, name: str, change: Callable[[Tensor], object]) -> None:
+    """Changes a tensor of a checkpoint."""
+    tensors = {key: each.clone() for key, each in load_file(light(folder, step)).items()}
+    change(tensors[name])
+    save_file(tensors, light(folder, step))
+
+
+def first_name(folder: Path, begin: str) -> str:
+    found = load_file(light(folder, 2))
     return next(name for name in sorted(found) if name.startswith(begin) and found[name].dim() > 1)
 
 
@@ -156,15 +150,11 @@ def test_a_range_begins_from_the_checkpoint_before(run: Path, verify: Any, monke
 
 # A changed tensor: the checkpoint is not that of its record, whether or not it is begun from.
 @pytest.mark.parametrize(
-    ("file", "begin"),
-    [("model.safetensors", ""), ("state.safetensors", "optimizer/momentum_buffer")],
-    ids=["a weight", "momentum"],
+    "begin", ["model/", "optimizer/momentum_buffer", "average"], ids=["a weight", "momentum", "the average"]
 )
-def test_a_changed_tensor_of_a_checkpoint_is_found_with_its_amount(
-    file: str, begin: str, copy: Path, verify: Any
-) -> None:
-    name = first_name(copy, file, begin)
-    change_checkpoint(copy, 2, file, name, add_one)
+def test_a_changed_tensor_of_a_checkpoint_is_found_with_its_amount(begin: str, copy: Path, verify: Any) -> None:
+    name = begin if begin == "average" else first_name(copy, begin)
+    change_checkpoint(copy, 2, name, add_one)
     code, found = verify(copy, "--all")
     assert code == 1
     assert found["checkpoint 2"].startswith("differs")
@@ -176,22 +166,20 @@ def test_a_changed_tensor_of_a_checkpoint_is_found_with_its_amount(
 
 
 def test_a_changed_statistic_is_found(copy: Path, verify: Any) -> None:
-    found = load_file(copy / "verify" / "step-00000004" / "model.safetensors")
-    change_checkpoint(copy, 4, "model.safetensors", next(n for n in found if n.endswith("running_mean")), add_one)
+    change_checkpoint(copy, 4, next(n for n in load_file(light(copy, 4)) if n.endswith("running_mean")), add_one)
     assert verify(copy, "--steps", "4:6")[0] == 1
 
 
 def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_next_range(
     copy: Path, verify: Any
 ) -> None:
-    name = first_name(copy, "model.safetensors")
-    change_checkpoint(copy, 2, "model.safetensors", name, add_one)
-    changed = load_file(copy / "verify" / "step-00000002" / "model.safetensors")[name]
-    digest = weights_sha256({f"model/{name}": changed})
+    name = first_name(copy, "model/")
+    change_checkpoint(copy, 2, name, add_one)
+    digest = weights_sha256({name: load_file(light(copy, 2))[name]})
 
     def agree(line: dict[str, Any]) -> None:
         if (line["record"], line["step"]) == ("state", 2):
-            line["tensors"][f"model/{name}"] = digest
+            line["tensors"][name] = digest
 
     forge(copy, agree)
     code, found = verify(copy, "--steps", "2:4")
@@ -199,7 +187,7 @@ def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_
     assert "first after step 4" in found["steps 2:4"]
     code, found = verify(copy, "--all")
     assert code == 1
-    assert f"first after step 2: model/{name}" in found["steps 0:2"]
+    assert f"first after step 2: {name}" in found["steps 0:2"]
     assert "1 of" in found["steps 0:2"]
     # Without the new chain, no step need be computed.
     (copy / "records.jsonl").write_text((copy / "records.jsonl").read_text().replace(digest, "0" * 64))
@@ -312,8 +300,7 @@ def cheat(what: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_runs_checkpoint_is_found(copy: Path, other: Path, verify: Any) -> None:
-    shutil.rmtree(copy / "verify" / "step-00000002")
-    shutil.copytree(other / "verify" / "step-00000002", copy / "verify" / "step-00000002")
+    shutil.copy(light(other, 2), light(copy, 2))
     code, found = verify(copy, "--steps", "2:4")
     assert code == 1
     assert found["checkpoint 2"].startswith("differs")
@@ -332,7 +319,7 @@ def test_checkpoints_that_vanish_are_done_without(copy: Path, verify: Any, monke
 
     def vanishing(self: Any, ranges: Any) -> None:
         check(self, ranges)
-        shutil.rmtree(copy / "verify" / "step-00000004")
+        light(copy, 4).unlink()
 
     monkeypatch.setattr(verification.Verifier, "_check_checkpoints", vanishing)
     code, found = verify(copy, "--steps", "4:6")
@@ -360,7 +347,7 @@ def test_a_run_in_a_bucket_is_checked(
         if path.is_file():
             store.put(path, path.relative_to(run).as_posix())
     assert verify("memory://bucket/run", "--steps", "2:4")[0] == 0
-    store.put(run / "verify/step-00000004/model.safetensors", "verify/step-00000002/model.safetensors")
+    store.put(light(run, 4), "verify/step-00000002.safetensors")
     code, found = verify("memory://bucket/run", "--steps", "2:4")
     assert (code, "checkpoint 2" in found) == (1, True), "a file of it is damaged"
 
@@ -461,7 +448,4 @@ def test_records_of_any_number_of_attempts_are_one_chain(tmp_path: Path, run: Pa
 
 
 def tensor_digests_of(run: Path) -> dict[str, str]:
-    folder = RunDir(run).verify / "step-00000006"
-    model = {f"model/{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    assert torch.is_tensor(next(iter(model.values())))
-    return tensor_digests(model | load_file(folder / "state.safetensors"))
+    return tensor_digests(load_file(light(run, 6)))

@@ -22,8 +22,8 @@ from ..errors import RunError, UserError
 from ..run.claims import Claims
 from ..run.fingerprint import changes, conditions, fingerprint_of
 from ..run.job import Job
-from ..run.saving import RunState, as_checkpoint, tensors_of
-from ..rundir.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from ..run.saving import RunState, as_checkpoint
+from ..rundir.checkpoint import read_checkpoint, write_checkpoint
 from ..rundir.mirror import RunCheckpoints
 from ..rundir.run_dir import RunDir, dump_recipe
 from ..rundir.run_view import STATUS
@@ -31,13 +31,16 @@ from ..runtime import prepare_process
 from ..signals import Stopped
 from ..step.journal import parse_journal
 from ..step.records import (
+    MOST_BYTES,
     EvaluationLine,
     Expected,
     Figure,
     Line,
     ResultLine,
+    StateLine,
     first_differences,
     parse_records,
+    recorded_tensors,
     states_of,
     tensor_digests,
 )
@@ -247,16 +250,16 @@ class Verifier:
                 if step == before or each.first <= step <= each.last:
                     self._digest(step)
 
-    def _digest(self, step: int) -> Checkpoint | None:
+    def _digest(self, step: int) -> Tensors | None:
         """Reads a checkpoint and compares it with its record; None if it is gone or not to begin from."""
         try:
-            checkpoint = self._checkpoints.read(step)
+            tensors = recorded_tensors(self._checkpoints.read(step))
         except UserError as error:
             self._bad[step] = str(error)
             if step in self._checkpoints.steps():  # it has not gone: it is damaged
                 self._note_checkpoint(step, str(error))
             return None
-        digests = tensor_digests(tensors_of(checkpoint))
+        digests = tensor_digests(tensors)
         is_new = step not in self._digests
         self._digests[step] = digests
         recorded = self.claims.states.get(step)
@@ -267,7 +270,7 @@ class Verifier:
             self._bad[step] = f"{named(wrong)} not those of its record"
             if is_new:
                 self._note_checkpoint(step, self._bad[step])
-        return None if wrong else checkpoint
+        return None if wrong else tensors
 
     def _note_checkpoint(self, step: int, text: str) -> None:
         self.found = [each for each in self.found if each.name != f"checkpoint {step}"]
@@ -277,8 +280,7 @@ class Verifier:
         """The state from which a segment begins, {} for the beginning of the run; None: it is gone or wrong."""
         if segment.start == 0:
             return {}
-        checkpoint = self._digest(segment.start)
-        return None if checkpoint is None else tensors_of(checkpoint)
+        return self._digest(segment.start)
 
     def _compute(self, segment: Segment, begin: Tensors) -> int | None:
         """Computes a segment and notes its ranges; the step after which the state differs, None if it never does."""
@@ -339,7 +341,8 @@ class Verifier:
         refuted, text = None, ""
         for step in sorted(recorded.keys() & states.keys()):
             if names := first_differences(recorded[step], states[step]):
-                refuted, text = step, f"first after step {step}: {self._described(step, names, folder)}"
+                refuted = step
+                text = f"first after step {step}: {self._described(step, names, folder)}; {self._since(step, states, folder)}"
                 break
         if diverged and refuted is None:
             reached = max(states, default=start)
@@ -382,14 +385,43 @@ class Verifier:
             and (wrong := _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {})))
         )
 
+    def _since(self, step: int, states: Mapping[int, StateLine], folder: Path) -> str:
+        """Up to where the run is what was computed, by all that it has of the steps before one that differs."""
+        equal = [each for each in states if each < step and each in self.claims.states]
+        equal += [each for each, found in self._digests.items() if each in states and states[each].tensors == found]
+        last = max((each for each in equal if each < step), default=0)
+        recorded, computed = (_losses(path / "events.jsonl", last, step) for path in (self.claims.folder, folder))
+        for each in sorted(recorded.keys() & computed.keys()):
+            if recorded[each] != computed[each]:
+                return (
+                    f"equal after step {last}, and the loss of step {each} is {recorded[each]} in events.jsonl, "
+                    f"{computed[each]} computed"
+                )
+        how = f"the losses of all {len(recorded)} steps between are equal" if recorded.keys() == computed.keys() else (
+            "nothing is left of the steps between"
+        )  # fmt: skip
+        return f"equal after step {last}, {how}"
+
     def _described(self, step: int, names: Sequence[str], folder: Path) -> str:
         """What differs after a step, with by how much if the run has a checkpoint of that step."""
         text = named(names)
         with suppress(UserError, OSError, StopIteration):
-            theirs = tensors_of(self._checkpoints.read(step))
-            mine = tensors_of(read_checkpoint(folder / "checkpoints" / f"step-{step:08d}"))
+            theirs = self._checkpoints.read(step)
+            mine = read_checkpoint(folder / "checkpoints" / f"step-{step:08d}").tensors
             return f"{text} {_amounts(theirs, mine, [name for name in names if name in theirs])}".rstrip()
         return text
+
+
+def _losses(path: Path, first: int, last: int) -> dict[int, object]:
+    """The losses of the steps after `first` up to `last` in a file of events, as far as they can be read."""
+    found = {}
+    with suppress(OSError, ValueError):
+        for line in read_text(path, MOST_BYTES).splitlines():
+            with suppress(ValueError):
+                event = parse_json(line)
+                if isinstance(event, dict) and "event" not in event and isinstance(step := event.get("step"), int):
+                    found[step] = event.get("loss")
+    return {step: loss for step, loss in found.items() if first < step <= last}
 
 
 def named(names: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from ..rundir.checkpoint import Checkpoint, newest_checkpoint, step_on_disk
 from ..rundir.run_dir import RunDir
 from ..rundir.run_view import RunRequests
 from ..runtime import ranks_are_given
+from ..step.records import recorded_tensors
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
@@ -34,7 +35,7 @@ from .job import Job, images_at, setup_of
 from .network_parts import Network
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
-from .saving import LastSaved, RunState, resumed, share_tensors, tensors_of
+from .saving import LastSaved, RunState, resumed, share_tensors
 from .trained_weights import fit, read_initial
 
 # Names of tensors that are equal on all ranks after the same step; the others may have been measured again.
@@ -199,7 +200,7 @@ class Beginning:
         disk = step_on_disk(self._checkpoints) if is_first else 0
         if self._copy is None:
             return Offer(disk=disk)
-        return Offer(copy=self._copy.step, digest=int(weights_sha256(tensors_of(self._copy))[:15], 16), disk=disk)
+        return Offer(copy=self._copy.step, digest=int(weights_sha256(self._copy.tensors)[:15], 16), disk=disk)
 
     def wait(self) -> None:
         """Every rank calls it before one of them reads."""
@@ -229,8 +230,11 @@ class Beginning:
         state, step = resumed(checkpoint.progress, self._trainer.fingerprint), self._trainer.step
         where = f"checkpoint of step {checkpoint.step}"
         match_weights(checkpoint.model, step.state.model.state_dict(), where)
-        match_weights(checkpoint.state, step.state.expected_state(state.totals.skipped < state.step), where)
-        return state, tensors_of(checkpoint)
+        expected = step.state.expected_state(state.totals.skipped < state.step)
+        if self._job.expected is not None:  # it is computed anew from a light checkpoint
+            expected = recorded_tensors(expected)
+        match_weights(checkpoint.state, expected, where)
+        return state, checkpoint.tensors
 
     def _initial(self) -> Found:
         state, job = RunState(self._trainer.fingerprint), self._job

@@ -1,21 +1,20 @@
 """What a run leaves so that others can check it: records of its state (`step.records`), and checkpoints to begin from.
 
-With `verify_every` the steps are given, and a checkpoint goes with each record. Otherwise rank 0's clock decides, so
-that a record costs at most FRACTION of the time since the one before; there are at most MOST of them.
+With `verify_every` the steps are given, and a light checkpoint goes with each record, which has the tensors that the
+record has hashes of, and nothing else. Otherwise rank 0's clock decides, so that a record costs at most FRACTION of the
+time since the one before; there are at most MOST of them.
 """
 
 import time
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 from ..comm.groups import Group
-from ..errors import RunError, warn
-from ..rundir.checkpoint import CheckpointWriter
+from ..rundir.checkpoint import MODEL, LightWriter, light_bytes
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..step.evaluate import Evaluation
-from ..step.model_state import WATCHERS, StepState
+from ..step.model_state import StepState
 from ..step.records import (
     BeginLine,
     ConditionsLine,
@@ -29,17 +28,17 @@ from ..step.records import (
     figures_of,
     first_differences,
     rates_of,
+    recorded_tensors,
     state_digests,
 )
 from ..step.stats import StepStats
 from ..text import byte_size, plural
 from .fingerprint import Fingerprint
 from .job import Job
-from .saving import RunState, as_checkpoint
+from .saving import RunState
 
 FRACTION = 0.001
 MOST = 200
-_ALL = 1 << 30
 
 
 class Recorder:
@@ -48,12 +47,12 @@ class Recorder:
     `every` are the steps after which `verify_every` wants a record and a checkpoint, `steps` is the last step.
     """
 
-    def __init__(self, job: Job, world: Group, every: Collection[int], steps: int, metadata: dict[str, str]) -> None:
+    def __init__(self, job: Job, world: Group, every: Collection[int], steps: int) -> None:
         self._job, self._world, self._is_first = job, world, world.rank == 0
         self._every = frozenset(every) if job.options.verify_every is not None else frozenset()
-        self._steps, self._metadata = steps, metadata
+        self._steps = steps
         self._file: RecordFile | None = None
-        self._writer: CheckpointWriter | None = None
+        self._writer: LightWriter | None = None
         self._last, self._cost, self._last_step = time.monotonic(), 0.0, 0
         self.is_refuted = self.wants_checkpoint = False
         """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
@@ -70,10 +69,10 @@ class Recorder:
             self._record(state, tensors, StateLine(step=0))
         if not self._every or not self._is_first:
             return ""
-        size = checkpoint_bytes(tensors)
+        size, left = checkpoint_bytes(tensors), sum(step > state.step for step in self._every)
         return (
-            f"verify_every {self._job.options.verify_every}: {plural(len(self._every), 'checkpoint')} of "
-            f"{byte_size(size)}, {byte_size(len(self._every) * size)} in all"
+            f"verify_every {self._job.options.verify_every}: {plural(left, 'light checkpoint')} of about "
+            f"{byte_size(size)}, {byte_size(left * size)} in all"
         )
 
     def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
@@ -88,7 +87,7 @@ class Recorder:
         elif state.step in self._every:
             saved = tensors.state_dict(state.step, keep=self._is_first)
             if self._writer is not None:
-                self._writer.save(as_checkpoint(state, saved))
+                self._writer.save(state.step, recorded_tensors(saved))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         if self._file is not None:
@@ -105,10 +104,6 @@ class Recorder:
 
     def close(self) -> None:
         if self._writer is not None:
-            try:
-                self._writer.wait()
-            except RunError as error:
-                warn(str(error))
             self._writer.close()
             self._writer = None
         if self._file is not None:
@@ -131,8 +126,8 @@ class Recorder:
         if last is None or (last.conditions, last.mixed) != (now.conditions, now.mixed):
             self._file.add(now)
         if self._every:
-            copy = Mirror(self._job.bucket).put_checkpoint if self._job.bucket is not None else None
-            self._writer = CheckpointWriter(folder.verify, _ALL, self._metadata, copy and partial(copy, keep=_ALL))
+            copy = Mirror(self._job.bucket).put_light if self._job.bucket is not None else None
+            self._writer = LightWriter(folder.verify, copy)
 
     def _compare(self, line: StateLine, expected: Expected) -> None:
         recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
@@ -173,6 +168,6 @@ def begin_line(fingerprint: Fingerprint) -> BeginLine:
 
 
 def checkpoint_bytes(tensors: StepState) -> int:
-    """Bytes of the tensors of a checkpoint."""
-    beside = {name: each for name, each in tensors.expected_state(True).items() if not name.startswith(WATCHERS)}
-    return sum(each.nbytes for each in (*tensors.model.state_dict().values(), *beside.values()))
+    """About the bytes of a light checkpoint."""
+    model = {f"{MODEL}{name}": each for name, each in tensors.model.state_dict().items()}
+    return light_bytes(model | recorded_tensors(tensors.expected_state(True)))

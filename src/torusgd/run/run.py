@@ -95,7 +95,7 @@ class Run:
             job, world, self.liveness, self._metadata, saves, retained.saved.at if retained.saved else None
         )
         verified = self._boundaries(job.options.verify_every)
-        self._recorder = Recorder(job, world, verified, self.steps, self._metadata)
+        self._recorder = Recorder(job, world, verified, self.steps)
         requests = Requests(
             self._must_stop,
             self.liveness,

@@ -18,7 +18,7 @@ from ..data.registry import open_sources
 from ..errors import RunError, UserError, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..rundir.checkpoint import FORMAT, Checkpoint, CheckpointTimes, CheckpointWriter, step_on_disk
+from ..rundir.checkpoint import FORMAT, MODEL, Checkpoint, CheckpointTimes, CheckpointWriter, step_on_disk
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..signals import exit_code
@@ -30,7 +30,6 @@ from .fingerprint import Conditions, Fingerprint, fingerprint_of
 from .job import Job
 from .trained_weights import Fit
 
-_MODEL = "model/"
 _Steps = Annotated[int, Field(ge=0)]
 
 
@@ -115,14 +114,9 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
 
 def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
     """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
-    model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
-    rest = {name: t for name, t in tensors.items() if not name.startswith(_MODEL)}
+    model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+    rest = {name: t for name, t in tensors.items() if not name.startswith(MODEL)}
     return Checkpoint(model, rest, state.as_dict())
-
-
-def tensors_of(checkpoint: Checkpoint) -> Tensors:
-    """What `TrainStep.load_state_dict` takes, all tensors by name."""
-    return {f"{_MODEL}{name}": tensor for name, tensor in checkpoint.model.items()} | checkpoint.state
 
 
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -5,12 +5,14 @@ Nothing good is ever deleted: what was read and is damaged is renamed, `step-000
 checkpoints never begins anew by itself, even if none of them is good.
 """
 
+import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import DiskError, RunError, UserError, in_one_line, is_transient, retry
+from ..errors import DiskError, RunError, UserError, in_one_line, is_transient, retry, warn
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
@@ -32,10 +34,16 @@ MANIFEST = "manifest.json"
 # The file that says how far the run had come, plain JSON.
 STATE = "state.json"
 FILES = ("model.safetensors", "state.safetensors", STATE)
+# What the names of a model's tensors begin with where they stand beside the rest of the state.
+MODEL = "model/"
+# The end of the name of a light checkpoint, a file of tensors alone.
+LIGHT = ".safetensors"
 # The end of the name of a checkpoint that was set aside.
 DAMAGED = ".damaged"
 # Seconds before each further attempt to read from a disk that gave an error.
 READ_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Checkpoints for which a light one leaves room on the disk: the run's own, the one before, and the result.
+ROOM = 3
 # Seconds that a checkpoint may take to be written before the next one is put off.
 WRITE_PATIENCE = 10.0
 _NAME = re.compile(r"step-[0-9]{8}")
@@ -57,6 +65,11 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.progress["step"])
+
+    @property
+    def tensors(self) -> Tensors:
+        """What `StepState.load_state_dict` takes, all tensors by name."""
+        return {f"{MODEL}{name}": tensor for name, tensor in self.model.items()} | self.state
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, str]) -> Path:
@@ -102,9 +115,80 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {in_one_line(error)})") from None
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints under a folder, newest first; OSError as it comes, but where there is no such folder."""
-    return [folder / name for name in sorted(_names(folder), reverse=True) if _NAME.fullmatch(name)]
+def list_checkpoints(folder: Path, end: str = "") -> list[Path]:
+    """The checkpoints under a folder, newest first; OSError as it comes, but where there is no such folder.
+
+    `end` is that of their names, LIGHT for light ones.
+    """
+    names = sorted((name for name in _names(folder) if name.endswith(end)), reverse=True)
+    return [folder / name for name in names if _NAME.fullmatch(name.removesuffix(end))]
+
+
+def light_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """About the bytes of a light checkpoint of these tensors."""
+    total = sum(each.nbytes for each in tensors.values())
+    heads = {
+        name: {"dtype": "F32", "shape": [*each.shape], "data_offsets": [total, total]} for name, each in tensors.items()
+    }
+    return total + len(json.dumps(heads, separators=(",", ":")))
+
+
+class LightWriter:
+    """Writes light checkpoints in the background, one at a time: tensors that steps can be computed anew from.
+
+    They are for others, and the run does not need them: one that can't be written is a warning, and so is a disk that
+    has no room for more than the run's own. `copy` is called with each once it stands.
+    """
+
+    def __init__(self, folder: Path, copy: Callable[[Path], object] | None = None) -> None:
+        self.folder = folder
+        self._copy = copy
+        self._pool = ThreadPoolExecutor(1, "light-checkpoint")
+        self._pending: Future[None] | None = None
+        self._missing: list[int] = []
+
+    def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Takes a snapshot now and writes it later; RunError if another machine has taken the run over."""
+        if not self._is_settled(WRITE_PATIENCE):
+            self._miss(step, f"the one before has been written for {WRITE_PATIENCE:g} s")
+            return
+        self._pending = self._pool.submit(self._write, step, _copies(tensors))
+
+    def close(self) -> None:
+        """Returns when nothing is being written."""
+        try:
+            self._is_settled(None)
+        finally:
+            self._pool.shutdown()
+            if len(self._missing) > 1:
+                warn(f"{self.folder}: lacks {len(self._missing)} checkpoints that could not be written")
+
+    def _is_settled(self, seconds: float | None) -> bool:
+        if self._pending is None:
+            return True
+        if not wait_for([self._pending], timeout=seconds).done:
+            return False
+        pending, self._pending = self._pending, None
+        pending.result()
+        return True
+
+    def _write(self, step: int, tensors: Tensors) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            size = sum(each.nbytes for each in tensors.values())
+            if shutil.disk_usage(self.folder).free < ROOM * size:
+                raise OSError(errno.ENOSPC, f"the disk has no room for {ROOM} more checkpoints")
+            path = self.folder / f"step-{step:08d}{LIGHT}"
+            save_weights(path, tensors, {})
+            if self._copy is not None:
+                self._copy(path)
+        except OSError as error:
+            self._miss(step, error.strerror or in_one_line(error))
+
+    def _miss(self, step: int, why: str) -> None:
+        self._missing.append(step)
+        if len(self._missing) == 1:  # what is wrong with a disk is wrong with the next ones too
+            warn(f"{self.folder}: the checkpoint of step {step} is left out: {why}; the run goes on")
 
 
 def step_on_disk(folder: Path, unread: int = 0) -> int:
@@ -270,7 +354,7 @@ def _partial(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
-def _copies(tensors: dict[str, Tensor]) -> Tensors:
+def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 

@@ -3,6 +3,7 @@
 The bucket decides: another machine that is given the same URL goes on from the newest checkpoint there.
 """
 
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from pathlib import Path
 
 from ..errors import RunError, UserError, as_user_error
 from ..storage import Store, url_of
-from ..untrusted import read_text
-from ..weights import write_text
+from ..untrusted import check_regular, read_text
+from ..weights import Tensors, load_weights, write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
-from .checkpoint import MANIFEST, Checkpoint, list_checkpoints, read_checkpoint
+from .checkpoint import LIGHT, MANIFEST, list_checkpoints, read_checkpoint
 from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
 from .run_view import HEAD, REQUESTS, STATUS, working_folder
@@ -24,6 +25,10 @@ NAME = ".run-name"
 _RECIPE, _SUMMARY = "recipe.yaml", "summary.json"
 # Files beside the checkpoints, in the order in which they go there: the summary says that the rest is whole.
 _SMALL = (_RECIPE, *(name for name in FILES if name not in (STATUS, _SUMMARY)), _SUMMARY)
+
+# Names of what there is to begin from, with the step.
+_WHOLE = re.compile(r"checkpoints/step-([0-9]{8})")
+_LIGHT = re.compile(rf"verify/step-([0-9]{{8}}){re.escape(LIGHT)}")
 
 
 class Mirror:
@@ -62,15 +67,19 @@ class Mirror:
 
     def put_checkpoint(self, checkpoint: Path, keep: int) -> None:
         """Copies a checkpoint there, with the files beside it, and leaves the newest `keep`; OSError as it comes."""
-        part = checkpoint.parent.name
         self._lease.check()
         self._put_small(but=_SUMMARY)
         # The manifest is written last and deleted first: a checkpoint that has one is whole.
         for name in (*CHECKPOINT_FILES, MANIFEST):
-            self._store.put(checkpoint / name, f"{part}/{checkpoint.name}/{name}")
+            self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
         # Nothing newer than this one is deleted, as on a disk.
-        for old in [name for name in self._checkpoints(part) if name <= checkpoint.name][keep:]:
-            self._delete(f"{part}/{old}")
+        for old in [name for name in self._checkpoints() if name <= checkpoint.name][keep:]:
+            self._delete(old)
+
+    def put_light(self, checkpoint: Path) -> None:
+        """Copies a light checkpoint there; OSError as it comes."""
+        self._lease.check()
+        self._store.put(checkpoint, f"verify/{checkpoint.name}")
 
     def put_result(self) -> None:
         """Copies the events there, and the weights and the summary of a finished run; RunError if that can't be."""
@@ -152,20 +161,21 @@ class Mirror:
             if name != but and (self.folder / name).exists():
                 self._store.put(self.folder / name, name)
 
-    def _checkpoints(self, part: str = "checkpoints") -> list[str]:
-        """The names of the whole ones in a folder, newest first."""
+    def _checkpoints(self) -> list[str]:
+        """The names of the whole ones, newest first."""
         named = [name.split("/") for name in self._store.sizes()]
-        found = [words[1] for words in named if len(words) == 3 and (words[0], words[2]) == (part, MANIFEST)]
+        found = [words[1] for words in named if len(words) == 3 and (words[0], words[2]) == ("checkpoints", MANIFEST)]
         return sorted((name for name in found if name.startswith("step-")), reverse=True)
 
     def _delete(self, checkpoint: str) -> None:
         for name in (MANIFEST, *CHECKPOINT_FILES):
-            self._store.delete(f"{checkpoint}/{name}")
+            self._store.delete(f"checkpoints/{checkpoint}/{name}")
 
     def _clear(self, names: list[str]) -> None:
-        for part in ("checkpoints", "verify"):
-            for checkpoint in self._checkpoints(part):
-                self._delete(f"{part}/{checkpoint}")
+        for checkpoint in self._checkpoints():
+            self._delete(checkpoint)
+        for name in filter(_LIGHT.fullmatch, names):
+            self._store.delete(name)
         for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME):
             if name in names:
                 self._store.delete(name)
@@ -198,28 +208,29 @@ class RunCheckpoints:
         self._folder, self._copy = folder, copy
 
     def steps(self) -> dict[int, str]:
-        """The folder of each, by its step; UserError if it can't be listed."""
-        found = {}
+        """The light one, or the folder, of each step; UserError if they can't be listed."""
         with as_user_error(f"{self._folder}: its checkpoints can't be listed"):
-            names = [] if self._store is None else [name.rpartition("/")[0] for name in self._store.sizes()]
-            for part in ("checkpoints", "verify"):
-                names += [f"{part}/{path.name}" for path in list_checkpoints(self._folder / part)]
-        for name in names:
-            part, _, step = name.partition("/step-")
-            if part in ("checkpoints", "verify") and step.isdigit() and len(step) == 8:
-                found[int(step)] = name
-        return found
+            if self._store is not None:
+                names = {name.removesuffix(f"/{MANIFEST}") for name in self._store.sizes()}
+            else:
+                names = {f"checkpoints/{path.name}" for path in list_checkpoints(self._folder / "checkpoints")}
+                names |= {f"verify/{path.name}" for path in list_checkpoints(self._folder / "verify", LIGHT)}
+        found = [*filter(None, map(_WHOLE.fullmatch, names)), *filter(None, map(_LIGHT.fullmatch, names))]
+        return {int(each[1]): each[0] for each in found}
 
-    def read(self, step: int) -> Checkpoint:
-        """A checkpoint; UserError if it is damaged, or is not there any more."""
+    def read(self, step: int) -> Tensors:
+        """The tensors of a checkpoint; UserError if it is damaged, or is not there any more."""
         name = self.steps().get(step)
         if name is None:
             raise UserError(f"the checkpoint of step {step} is not there any more")
-        folder = self._folder / name
-        with as_user_error(f"{folder}: can't be read"):
+        path, files = self._folder / name, ("",) if name.endswith(LIGHT) else [f"/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
+        with as_user_error(f"{path}: can't be read"):
             if self._store is not None:
-                folder = self._copy / name
-                folder.mkdir(parents=True, exist_ok=True)
-                for file in (MANIFEST, *CHECKPOINT_FILES):
-                    self._store.get(f"{name}/{file}", folder / file)
-            return read_checkpoint(folder)
+                path = self._copy / name
+                for file in files:
+                    (self._copy / f"{name}{file}").parent.mkdir(parents=True, exist_ok=True)
+                    self._store.get(f"{name}{file}", self._copy / f"{name}{file}")
+            if name.endswith(LIGHT):
+                check_regular(path)
+                return load_weights(path)[0]
+            return read_checkpoint(path).tensors

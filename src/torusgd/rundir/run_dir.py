@@ -16,7 +16,7 @@ from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
-from .checkpoint import DAMAGED, STATE, list_checkpoints
+from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints
 from .run_view import HEAD, STATUS, forget_requests
 
 TRACE = "trace.json"
@@ -29,7 +29,7 @@ _CHECKPOINTS = (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial")
 # Sub-folders, and what a run writes into them.
 PARTS = {
     "checkpoints": _CHECKPOINTS,
-    "verify": _CHECKPOINTS,
+    "verify": (f"{STEP}{LIGHT}", f".{STEP}{LIGHT}.*"),
     "tensorboard": ("events.out.tfevents.*",),
     "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
 }
@@ -206,9 +206,10 @@ class RunDir:
         for name in OWN:
             for path in self.path.glob(f".{name}.*"):
                 path.unlink()
-        for folder in (self.checkpoints, self.verify):
-            for path in folder.glob(f".{STEP}.partial"):
-                shutil.rmtree(path)
+        for path in self.checkpoints.glob(f".{STEP}.partial"):
+            shutil.rmtree(path)
+        for path in self.verify.glob(f".{STEP}{LIGHT}.*"):
+            path.unlink()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -196,10 +196,14 @@ def rates_of(step: Step) -> tuple[float, float, float]:
     return step.lr, step.momentum, step.weight_decay_factor
 
 
+def recorded_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a state that steps are computed from: all but those of watchers, which decide no weight."""
+    return {name: tensors[name] for name in sorted(tensors) if not name.startswith(WATCHERS)}
+
+
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The `weights_sha256` of each tensor of a state alone, but for those of watchers, which decide no weight."""
-    names = sorted(name for name in tensors if not name.startswith(WATCHERS))
-    return {name: weights_sha256({name: tensors[name]}) for name in names}
+    """The `weights_sha256` of each of the `recorded_tensors` alone."""
+    return {name: weights_sha256({name: tensor}) for name, tensor in recorded_tensors(tensors).items()}
 
 
 def state_digests(state: StepState, steps: int, world: Group) -> dict[str, str]:
@@ -209,7 +213,7 @@ def state_digests(state: StepState, steps: int, world: Group) -> dict[str, str]:
         return tensor_digests(tensors) if world.rank == 0 else {}
     # Every rank holds every tensor: each hashes its part, the large ones first, and the hashes travel as a sum with
     # zeros, so that a record costs the less the more ranks there are.
-    names = sorted((name for name in tensors if not name.startswith(WATCHERS)), key=lambda n: (-tensors[n].nbytes, n))
+    names = sorted(recorded_tensors(tensors), key=lambda name: (-tensors[name].nbytes, name))
     loads, table = [0] * world.size, torch.zeros(len(names), _WORDS, dtype=torch.int64)
     for row, name in zip(table, names, strict=True):
         rank = loads.index(min(loads))
