@@ -68,6 +68,14 @@ def assert_went_on(process: Process, out: Path, undisturbed: dict[str, Any], los
     return told
 
 
+def assert_verified(folder: Path, out: Path, held: Path) -> None:
+    """Two ranks compute all steps of the run anew, and find its records, whoever wrote them."""
+    words = command("verify", out, "--all", "--workers", "2", "--set", "data.source=tests.run.slow:Held")
+    process = Process(folder, *words, environment={"TORUSGD_HELD": str(held)})
+    assert process.end() == 0, process.output
+    assert f"equal: {summary(out)['steps']} of" in process.out
+
+
 def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_and_the_last_is_alone(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -145,6 +153,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert list((out / "tensorboard").iterdir()) == [tracked], "opened once for all three changes"
     losses = accumulator.EventAccumulator(str(tracked)).Reload().Scalars("train/loss")
     assert [loss.step for loss in losses] == [*range(1, STEPS + 1)]
+    assert_verified(tmp_path / "verify", out, held)
 
 
 @pytest.mark.slow
@@ -174,6 +183,7 @@ def test_a_run_that_leaves_out_late_work_loses_a_rank_and_gets_another(
     again = Process(tmp_path / "2", *command("replay", out, "--workers", "2"), environment={"TORUSGD_HELD": str(held)})
     assert again.end() == 0, again.output
     assert results(summary(out.with_name("out-replay"))) == results(told)
+    assert_verified(tmp_path / "verify", out, held)
 
 
 @pytest.mark.slow

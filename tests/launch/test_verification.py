@@ -1,15 +1,19 @@
 """What `torusgd verify` finds in a run that somebody has changed, and that it finds nothing in one that nobody has."""
 
 import json
+import re
 import shutil
 import stat
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from tests.data.buckets import bucket
 from tests.run.runs import command, run_here, sets, train
 from torch import Tensor
 
@@ -18,12 +22,14 @@ from torusgd.launch import verification
 from torusgd.launch.verification import Range, drawn
 from torusgd.precision import arithmetic_of
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schedule import Step
 from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.run.saving import RunResult
 from torusgd.signals import StopFlag
 from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
+from torusgd.step.stats import StepStats
 from torusgd.storage import CACHE, Store
 from torusgd.weights import weights_sha256
 
@@ -244,7 +250,10 @@ def test_figures_of_the_summary_are_compared(copy: Path, verify: Any) -> None:
                                                  f"{summary['top1']}"})  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["image", "label", "order", "seed", "step"])
+CHEATS = ["image", "label", "order", "seed", "step", "rate", "weight", "momentum", "statistic"]
+
+
+@pytest.mark.parametrize("what", CHEATS)
 def test_a_run_that_computed_something_else_is_found(
     what: str, tmp_path: Path, run: Path, other: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,10 +271,14 @@ def test_a_run_that_computed_something_else_is_found(
         folder = of_two(tmp_path / "run")
     code, found = verify(folder, "--all")
     assert code == 1
-    first = {"image": "steps 2:4", "label": "steps 2:4", "order": "steps 0:2", "step": "steps 2:4"}[what]
+    first = "steps 0:2" if what == "order" else "steps 2:4"
     assert found[first].startswith("differs first after"), found
     if what in ("image", "label", "order"):
         assert "images" in found[first]
+    if what == "statistic":
+        assert re.search(r"\(\d+ of \d+ elements of model/.*, by up to ", found[first])
+    if what in ("step", "rate", "weight"):  # of the third step: the loss of the fourth is that of other weights
+        assert "equal after step 2, and the loss of step 4 is" in found[first]
 
 
 def cheat(what: str, patch: pytest.MonkeyPatch) -> None:
@@ -287,6 +300,29 @@ def cheat(what: str, patch: pytest.MonkeyPatch) -> None:
                 step(self)
 
         patch.setattr(Update, "step", skipping)
+    elif what == "rate":
+        set_rates = Update.set_rates
+
+        def other(self: Update, step: Step) -> None:
+            set_rates(self, replace(step, lr=2 * step.lr) if step.index == 2 else step)
+
+        patch.setattr(Update, "set_rates", other)
+    elif what in ("weight", "momentum", "statistic"):
+        note = Run._note
+
+        def changed(self: Run, stats: StepStats, news: str) -> None:
+            state = self.trainer.step.state
+            if stats.step.index == 2:
+                with torch.no_grad():
+                    if what == "momentum":
+                        whole = {name: each.clone() for name, each in state.update.state(keep=True).items()}
+                        name = min(name for name in whole if name.startswith("momentum_buffer"))
+                        state.update.load_state(name, whole[name].add_(1))
+                    else:
+                        add_one(next(state.model.parameters()) if what == "weight" else state.batch_norm.running)
+            note(self, stats, news)
+
+        patch.setattr(Run, "_note", changed)
     else:
         make = Loader._make
 
@@ -378,6 +414,92 @@ def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path
     if precision == "portable":
         lines = parse_records((run / "records.jsonl").read_text())[0]
         assert states["sharded"] == [line.tensors for line in lines if isinstance(line, StateLine)][:3]
+
+
+def test_a_light_checkpoint_is_what_its_record_hashes_and_takes_the_bytes_that_were_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_cli: Any
+) -> None:
+    records = parse_records((run / "records.jsonl").read_text())[0]
+    for line in records:
+        if isinstance(line, StateLine) and line.step:
+            assert tensor_digests(load_file(light(run, line.step))) == line.tensors
+    assert sorted(path.name for path in (run / "verify").iterdir()) == [light(run, step).name for step in (2, 4, 6)]
+    capsys.readouterr()
+    of_two(tmp_path / "run", max_steps=2)
+    said = re.search(r"1 light checkpoint of about ([0-9.]+) KiB", capsys.readouterr().out)
+    assert said is not None
+    size = light(tmp_path / "run", 2).stat().st_size / 1024
+    assert abs(float(said[1]) / size - 1) < 0.02
+    words = [word for each in TINY for word in ("--set", each)]
+    _, plan, _ = run_cli("plan", "digits", "--cluster", "hgx-h100", "--devices", "1", "--verify-every", "2st", *words)
+    planned = re.search(r"3 light checkpoints of about ([0-9.]+) KiB", " ".join(plan.split()))
+    assert planned is not None, plan
+    assert abs(float(planned[1]) / size - 1) < 0.1
+
+
+def test_a_light_checkpoint_that_can_not_be_written_is_a_warning(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verify: Any
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("torusgd.rundir.checkpoint.shutil.disk_usage", lambda path: full)
+    folder = of_two(tmp_path / "run")
+    told = [line for line in capsys.readouterr().err.splitlines() if "verify" in line]
+    assert [line.rpartition(": ")[2] for line in told] == [
+        "the disk has no room for 3 more checkpoints; the run goes on", "lacks 3 checkpoints that could not be written"
+    ]  # fmt: skip
+    assert not any((folder / "verify").iterdir())
+    assert (folder / "records.jsonl").read_text() == (run / "records.jsonl").read_text()
+    assert verify(folder, "--steps", "4:6")[0] == 0
+
+
+def test_a_run_of_given_weights_begins_with_them(tmp_path: Path, other: Path, run: Path, verify: Any) -> None:
+    init = str(other / "model.safetensors")
+    folder = of_two(tmp_path / "run", init=init)
+    code, found = verify(folder, "--all")
+    assert (code, found["steps 2:4"].strip()) == (2, "equal")
+    assert "only with the run's --init" in found["steps 0:2"]
+    assert verify(folder, "--all", "--init", init)[0] == 0
+    code, found = verify(folder, "--all", "--init", run / "model.safetensors")
+    assert (code, list(found)) == (1, ["initial weights"])
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{form: backup, backups: 1, warmup: 2, delays: exponential}", "{form: cutoff, threshold: 1.5, warmup: 2}",
+     "{form: local, local_steps: 3}"],
+)  # fmt: skip
+def test_relaxed_forms_are_verified_by_their_journal(form: str, tmp_path: Path, verify: Any) -> None:
+    folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", f"synchrony={form}")
+    if "delays" in form:
+        assert json.loads((folder / "summary.json").read_text())["left_out_workers"] > 0
+    assert verify(folder, "--all")[0] == 0
+    assert verify(folder, "--steps", "4:6")[0] == 0
+    (folder / "journal.txt").unlink()
+    assert verify(folder, "--all")[0] == 2
+
+
+def test_sums_whose_bits_depend_on_the_ranks_are_not_compared(tmp_path: Path, verify: Any) -> None:
+    code, found = verify(of_two(tmp_path / "run", "precision=float32", "reduction=float32"), "--all")
+    assert code == 2
+    assert "summed as float32: the bits depend on the ranks" in found["steps 0:2"]
+
+
+def test_a_run_in_an_s3_bucket_is_trained_and_checked(
+    tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch, run_cli: Any
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    with bucket("s3", monkeypatch) as (_, url):
+        out, words = f"{url}/run", [word for each in TINY for word in ("--set", each)]
+        done = subprocess.run(
+            command("train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *words),
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        monkeypatch.setenv(CACHE, str(tmp_path / "elsewhere"))
+        code, found = verify(out, "--all")
+        assert (code, len(found)) == (0, 4)
+        Store(out).delete("verify/step-00000002.safetensors")
+        assert verify(out, "--steps", "2:4")[0] == 0
 
 
 def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verify: Any) -> None:

@@ -386,7 +386,7 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
         size = workload.cost_of(workload.stages[0]).checkpoint_bytes(planned.recipe)
         count = len(Schedule(planned.recipe, planned.workload.train_images).boundaries(planned.runtime.verify_every))
         notes.append(
-            f"verify_every {planned.runtime.verify_every}: {plural(count, 'checkpoint')} of about {byte_size(size)}, "
-            f"{byte_size(count * size)} in all"
+            f"verify_every {planned.runtime.verify_every}: {plural(count, 'light checkpoint')} of about "
+            f"{byte_size(size)}, {byte_size(count * size)} in all"
         )
     return notes

@@ -178,12 +178,11 @@ class Verifier:
         while left:
             segment = next(self._segments(left, barrier), None)
             if segment is None:
-                for each in left:
-                    why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
-                        "no checkpoint before them, and from the beginning only with the run's --init"
-                    )  # fmt: skip
-                    self._note(each, UNKNOWN, why)
-                break
+                why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
+                    "no checkpoint before them, and from the beginning only with the run's --init"
+                )  # fmt: skip
+                self._note(left.pop(0), UNKNOWN, why)
+                continue
             left = left[len(segment.ranges) :]
             begin = self._begin(segment)
             if begin is None:
@@ -342,7 +341,8 @@ class Verifier:
         for step in sorted(recorded.keys() & states.keys()):
             if names := first_differences(recorded[step], states[step]):
                 refuted = step
-                text = f"first after step {step}: {self._described(step, names, folder)}; {self._since(step, states, folder)}"
+                what, since = self._described(step, names, folder), self._since(step, states, folder)
+                text = f"first after step {step}: {what}; {since}"
                 break
         if diverged and refuted is None:
             reached = max(states, default=start)

@@ -112,7 +112,7 @@ class ModelCost:
         return sum(gradient.values for gradient in self.gradients)
 
     def checkpoint_bytes(self, recipe: Recipe) -> int:
-        """Bytes of a checkpoint, but for some numbers a tensor: weights, optimizer, statistics, average."""
+        """Bytes of a light checkpoint, but for some numbers a tensor: weights, optimizer, statistics, average."""
         held = 3 if recipe.optimizer.name in ("adamw", "lamb") else 2
         averaged = self.parameters + self.statistics if recipe.average is not None else 0
         return 4 * (held * self.parameters + self.statistics + averaged)

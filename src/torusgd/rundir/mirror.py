@@ -223,13 +223,15 @@ class RunCheckpoints:
         name = self.steps().get(step)
         if name is None:
             raise UserError(f"the checkpoint of step {step} is not there any more")
-        path, files = self._folder / name, ("",) if name.endswith(LIGHT) else [f"/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
+        path, files = self._folder / name, [name]
+        if not name.endswith(LIGHT):
+            files = [f"{name}/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
         with as_user_error(f"{path}: can't be read"):
             if self._store is not None:
                 path = self._copy / name
                 for file in files:
-                    (self._copy / f"{name}{file}").parent.mkdir(parents=True, exist_ok=True)
-                    self._store.get(f"{name}{file}", self._copy / f"{name}{file}")
+                    (self._copy / file).parent.mkdir(parents=True, exist_ok=True)
+                    self._store.get(file, self._copy / file)
             if name.endswith(LIGHT):
                 check_regular(path)
                 return load_weights(path)[0]

@@ -306,8 +306,9 @@ def _as_hex(words: Tensor) -> str:
 def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
     """What differs between two records of the same step, in the order in which a step makes it; empty: nothing."""
     found = [name for name in ("journal", "images", "rates") if _differ(recorded, computed, name)]
-    names = [name for name in recorded.tensors if recorded.tensors[name] != computed.tensors.get(name)]
-    return found + names + sorted(computed.tensors.keys() - recorded.tensors.keys())
+    known = recorded.tensors.keys() | computed.tensors.keys()
+    names = (name for name in known if recorded.tensors.get(name) != computed.tensors.get(name))
+    return found + sorted(names, key=lambda name: (not name.startswith("optimizer/"), name.startswith("average"), name))
 
 
 def _differ(one: StateLine, two: StateLine, name: str) -> bool:
