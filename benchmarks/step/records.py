@@ -2,17 +2,21 @@
 
     python -m benchmarks step records --rounds 5
 
-One rank takes steps of three networks and hashes the state and the images of a step as a record does. A run takes a
-record at most so often that this is a thousandth of the time (`run.recording.FRACTION`); printed is after how many
-steps that is. Then digits-portable is trained with a checkpoint after each step, and 1, 5 and 100 % of it verified.
+One rank takes steps of three networks and hashes the state and the images of a step as a record does. Then each network
+is trained by the command line: with records as they are by default, of which the share of the time is printed (at most
+`run.recording.FRACTION`, unless the first and the last record alone are more); and with a light checkpoint after each
+step, after which 1, 5 and 100 % of the steps are verified.
 """
 
+import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Event, Thread
 from typing import Annotated
 
 import typer
@@ -20,6 +24,7 @@ from typer import Option
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
+from torusgd.launch.verification import Range, drawn
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import build
@@ -33,27 +38,31 @@ from torusgd.step.records import batch_sha256, state_digests
 from ..ranks import on_ranks
 from ..record import sample
 
-CASES = (("digits-net", 8, 1, 64), ("fashion-net", 28, 1, 64), ("resnet50", 224, 3, 8))
-"""network, pixels a side, channels, images of a step"""
+CASES = {"digits-net": (8, 1, 64), "fashion-net": (28, 1, 64), "resnet50": (64, 3, 8)}
+"""by network: pixels a side, channels, images of a step"""
+SEED = "benchmark"
 
 
-def run_case(
-    name: str, pixels: int, channels: int, images: int, rounds: int, world: Group
-) -> list[tuple[float, float]]:
-    """Processor seconds of a step and of a record, in each round."""
+def overrides_of(name: str, steps: int) -> list[str]:
+    """What makes the recipe of a case out of `digits`."""
+    pixels, channels, images = CASES[name]
     many = ", ".join(["0.5"] * channels)
-    overrides = [
+    return [
         f"data={{source: synthetic, train_images: 256, eval_images: 16, image_size: {pixels}, channels: {channels}, "
         f"classes: 10, mean: [{many}], std: [{many}]}}",
         f"model={{name: {name}}}",
         "virtual_workers=1",
-        f"stages=[{{until: 1000st, images_per_worker: {images}}}]",
+        f"stages=[{{until: {steps}st, images_per_worker: {images}}}]",
         "rate={lr: 0.001}",
         "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
         "precision=float32",
         "polish=null",
     ]
-    recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
+
+
+def run_case(name: str, rounds: int, world: Group) -> list[tuple[float, float]]:
+    """Processor seconds of a step and of a record, in each round."""
+    recipe = resolve_auto(load_recipe("digits", overrides_of(name, 1000)).recipe, "cpu")
     job = Job(recipe, RuntimeOptions(), "cpu", Path())
     trainer, found = build(job, open_data(job, world.device, Liveness()), world, Liveness()), []
     for index in range(rounds + 1):
@@ -69,41 +78,81 @@ def run_case(
     return found[1:]  # the first warms up, and measures the scales
 
 
-def verified(steps: int) -> list[tuple[str, float]]:
-    """Seconds to train so many steps of digits-portable, and to verify parts of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, found = f"{folder}/run", []
-        few = ("--set", "data.eval_images=60", "--set", "polish.images=64", "--max-steps", str(steps))
-        for name, words in (
-            ("training", ("train", "digits-portable", *few, "--verify-every", "1st", "--out", out)),
-            ("verifying 1 %", ("verify", out, "--sample", str(max(1, steps // 100)))),
-            ("verifying 5 %", ("verify", out, "--sample", str(max(1, steps // 20)))),
-            ("verifying 100 %", ("verify", out, "--all")),
-        ):
-            begin = time.perf_counter()
-            command = [sys.executable, "-m", "torusgd", *words, "--workers", "1"]
-            subprocess.run(command, check=True, capture_output=True, timeout=600)
-            found.append((name, time.perf_counter() - begin))
-        return found
+def timed(what: str, *words: str) -> dict[str, float]:
+    """Seconds that a command takes on the clock and of the processor, by what they are for."""
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "torusgd", *words, "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {f"{what}, s": time.perf_counter() - begin, f"{what}, s of processor": processor}
+
+
+def training(name: str, steps: int) -> list[str]:
+    return ["train", "digits", *(word for each in overrides_of(name, steps) for word in ("--set", each))]
+
+
+def recorded(name: str, steps: int, folder: Path) -> dict[str, float]:
+    """How many records a run of so many steps writes by default, and what share of its time they take."""
+    timed("training", *training(name, steps), "--out", str(folder))
+    summary = json.loads((folder / "summary.json").read_text())
+    records = summary["records"]
+    return {"records": records["states"], "records, % of the time": 100 * records["seconds"] / summary["seconds"]}
+
+
+def verified(name: str, steps: int, folder: Path) -> dict[str, float]:
+    """The seconds to verify parts of a run of so many steps."""
+    parts = {1: max(1, steps // 100), 5: max(1, steps // 20)}
+    needed = {each.first for count in parts.values() for each in drawn(singles(steps), count, SEED)}
+    over = Event()
+    # Those from which nothing will begin go at once: a hundred of ResNet-50 are 20 GB.
+    sweeper = Thread(target=sweep, args=(folder / "run" / "verify", needed, over))
+    sweeper.start()
+    try:
+        found = timed("training", *training(name, steps), "--verify-every", "1st", "--out", f"{folder}/run")
+    finally:
+        over.set()
+        sweeper.join()
+    for part, count in parts.items():
+        found |= timed(f"verifying {part} %", "verify", f"{folder}/run", "--sample", str(count), "--seed", SEED)
+    return found | timed("verifying 100 %", "verify", f"{folder}/run", "--all")
+
+
+def singles(steps: int) -> list[Range]:
+    return [Range(step, step + 1) for step in range(steps)]
+
+
+def sweep(folder: Path, needed: set[int], over: Event) -> None:
+    while not over.wait(0.5):
+        for path in folder.glob("step-*"):
+            if int(path.stem.removeprefix("step-")) not in needed:
+                path.unlink()
 
 
 def main(
     rounds: int = 5,
-    steps: Annotated[int, Option(help="of the run that is verified")] = 100,
+    steps: Annotated[int, Option(help="of the runs that are verified; 0: none")] = 100,
+    long: Annotated[int, Option(help="steps of the runs with records as by default; 0: none")] = 500,
+    case: Annotated[list[str] | None, Option(help="networks; default: all three")] = None,
 ) -> None:
     """Starts the rank."""
-    for case in CASES:
-        found = on_ranks(1, run_case, *case, rounds)
+    for name in case or CASES:
+        pixels, _, images = CASES[name]
+        found = on_ranks(1, run_case, name, rounds)
         step, record = (statistics.median(seconds) for seconds in zip(*found, strict=True))
-        sample(f"{case[0]}, {case[1]} px, {case[3]} images: a record, % of a step", [100 * b / a for a, b in found])
+        sample(f"{name}, {pixels} px, {images} images: a record, % of a step", [100 * b / a for a, b in found])
         print(
-            f"{case[0]:12} {case[1]} px, {case[3]} images: step {1e3 * step:8.2f} ms, record {1e3 * record:7.2f} ms "
+            f"{name:12} {pixels} px, {images} images: step {1e3 * step:8.2f} ms, record {1e3 * record:7.2f} ms "
             f"({record / step:.1%} of a step), {FRACTION:.1%} if one in {record / step / FRACTION:,.0f} steps has one",
             flush=True,
         )
-    for name, seconds in verified(steps):
-        sample(f"digits-portable, {steps} steps: {name}, s", [seconds])
-        print(f"{name}: {seconds:.1f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            for count, measure in ((long, recorded), (steps, verified)):
+                for figure, value in measure(name, count, Path(folder, measure.__name__)).items() if count else ():
+                    sample(f"{name}, {count} steps: {figure}", [value])
+                    print(f"    {count} steps: {figure}: {value:.3g}", flush=True)
 
 
 if __name__ == "__main__":

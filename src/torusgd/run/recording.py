@@ -1,8 +1,9 @@
 """What a run leaves so that others can check it: records of its state (`step.records`), and checkpoints to begin from.
 
 With `verify_every` the steps are given, and a light checkpoint goes with each record, which has the tensors that the
-record has hashes of, and nothing else. Otherwise rank 0's clock decides, so that a record costs at most FRACTION of the
-time since the one before; there are at most MOST of them.
+record has hashes of, and nothing else. Otherwise rank 0's clock decides, so that all records together cost at most
+FRACTION of the time, unless it is so short that the first and the last, which are always written, are more; there are
+at most MOST of them.
 """
 
 import time
@@ -53,7 +54,7 @@ class Recorder:
         self._steps = steps
         self._file: RecordFile | None = None
         self._writer: LightWriter | None = None
-        self._last, self._cost, self._last_step = time.monotonic(), 0.0, 0
+        self._began, self._cost, self._spent, self._last_step = time.monotonic(), 0.0, 0.0, 0
         self.is_refuted = self.wants_checkpoint = False
         """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
         # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
@@ -100,7 +101,7 @@ class Recorder:
         weights = str(summary["weights_sha256"])
         self._file.add(ResultLine(step=int(summary["steps"]), weights_sha256=weights, figures=dict(figures)))
         states = sum(isinstance(line, StateLine) for line in self._file.lines)
-        return {"sha256": self._file.head, "states": states}
+        return {"sha256": self._file.head, "states": states, "seconds": round(self._spent, 6)}
 
     def close(self) -> None:
         if self._writer is not None:
@@ -147,8 +148,9 @@ class Recorder:
         """Whether rank 0 wants a record after so many steps, of which all but the last are done or under way."""
         if not self._is_first or steps >= self._steps:
             return False
-        pause = self._cost / FRACTION
-        return steps - self._last_step >= self._steps / MOST and time.monotonic() - self._last >= pause
+        # This one, and the run's last, for which there must be time left.
+        cost = self._spent + 2 * self._cost
+        return steps - self._last_step >= self._steps / MOST and cost <= FRACTION * (time.monotonic() - self._began)
 
     def _record(self, state: RunState, tensors: StepState, line: StateLine) -> StateLine:
         """Adds the hashes of the state to a line, and writes it."""
@@ -156,8 +158,8 @@ class Recorder:
         line = line.model_copy(update={"tensors": state_digests(tensors, state.step, self._world)})
         if self._file is not None:
             self._file.add(line)
-        self._last, self._last_step = time.monotonic(), state.step
-        self._cost = self._last - began + self.watch.seconds
+        self._last_step, self._cost = state.step, time.monotonic() - began + self.watch.seconds
+        self._spent += self._cost
         return line
 
 
