@@ -38,7 +38,10 @@ def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: P
     trained = open_model(run)
     images = example_images(trained, 7)
     with torch.no_grad():
-        assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(images), trained.model(images))
+        known = {"records_sha256": ""}
+        program = torch.export.load(tmp_path / "model.pt2", extra_files=known)
+        assert torch.equal(program.module()(images), trained.model(images))
+    assert known["records_sha256"] == json.loads((run / "summary.json").read_text())["records"]["sha256"]
 
 
 def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +70,9 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, tmp_path: Path, run
         torch.testing.assert_close(torch.from_numpy(found), trained.model(images), rtol=1e-3, atol=1e-4)
     known = {each.key: json.loads(each.value) for each in onnx.load(str(path)).metadata_props}
     assert known["classes"] == list(trained.classes)
-    assert known["weights_sha256"] == json.loads((tmp_path / "run" / "summary.json").read_text())["weights_sha256"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert known["weights_sha256"] == summary["weights_sha256"]
+    assert known["records_sha256"] == summary["records"]["sha256"]
 
 
 def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path: Path, run_cli: Any) -> None:

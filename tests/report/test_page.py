@@ -238,6 +238,15 @@ def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Pat
     page = run_page([read_run(run, [json.loads((tmp_path / "mine").read_text())])], [None])
     assert last in page
     assert "equal: steps 0:4; differs: result" in page
+    assert re.search(r"a whole chain, \d+ states of the steps 0 to \d+", page)
+    folder = copied(run, tmp_path / "broken", [], restarts=0)
+    lines = (run / "records.jsonl").read_text().splitlines(keepends=True)
+    for wrong, why in (
+        ([*lines[:2], *lines[3:]], "line 3 does not hold"),
+        (lines[:-1], "the last line is not that of"),
+    ):
+        (folder / "records.jsonl").write_text("".join(wrong))
+        assert read_run(folder).records.startswith(f"broken: {why}")
     code, _, _ = run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")
     assert code == 0
     assert "equal: steps 0:4" not in (tmp_path / "page.html").read_text()

@@ -43,7 +43,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
             "std": data.std,
             "resize": data.resize,
             "weights_sha256": weights_sha256(trained.model.state_dict()),
-            "records_sha256": load_weights(trained.path)[1].get("records_sha256", ""),
+            "records_sha256": _records_sha256(trained),
         }
         onnx.helper.set_model_props(graph, {name: json.dumps(value) for name, value in known.items()})
         onnx.checker.check_model(graph)
@@ -66,10 +66,16 @@ def export_torch(trained: TrainedModel, path: Path) -> float:
         shapes = ({0: torch.export.Dim("batch")},)
         # Through a buffer: torch wants a file's name to end in .pt2, which that of an unfinished file does not.
         buffer = io.BytesIO()
-        torch.export.save(torch.export.export(trained.model, (images,), dynamic_shapes=shapes), buffer)
+        program = torch.export.export(trained.model, (images,), dynamic_shapes=shapes)
+        torch.export.save(program, buffer, extra_files={"records_sha256": _records_sha256(trained)})
         temporary.write_bytes(buffer.getvalue())
         module: nn.Module = torch.export.load(buffer).module()
         return _compared(trained, module)
+
+
+def _records_sha256(trained: TrainedModel) -> str:
+    """Hash of the last record of the run that left the weights; empty: nobody knows."""
+    return load_weights(trained.path)[1].get("records_sha256", "")
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:

@@ -13,8 +13,10 @@ from typing import Any
 from ..errors import UserError, as_user_error
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
+from ..rundir.run_dir import RECORDS
 from ..rundir.run_view import STATUS, gone, read_status
-from ..text import is_number
+from ..step.records import MOST_BYTES, parse_records, states_of
+from ..text import is_number, plural
 from ..untrusted import check_regular, parse_json, read_text
 
 MOST_EVENT = 1 << 20  # bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000
@@ -39,6 +41,7 @@ class RunRecord:
     summary: Mapping[str, Any]  # summary.json; empty unless the run is finished
     status: Mapping[str, Any]  # status.json: the options by which the ranks were started
     unread: int  # lines of events.jsonl that could not be understood
+    records: str = ""  # which states have hashes, and whether they are a chain up to the summary; empty: none have
     verified: tuple[tuple[str, str], ...] = ()  # ranges that somebody computed anew, each with what was found
 
     @property
@@ -78,7 +81,7 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
         why = f"This run is not finished: {gone(status)}."
     summary = _expected(status.reported) if status.state == "finished" else {}
     last = summary.get("records", {}).get("sha256")
-    found = [each for check in checks if check["records_sha256"] == last for each in check["found"]]
+    found = [each for check in checks if last and check["records_sha256"] == last for each in check["found"]]
     return RunRecord(
         folder=folder,
         recipe=recipe,
@@ -89,8 +92,21 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
         summary=summary,
         status=_expected(_read_tree(folder / STATUS)),
         unread=unread,
+        records=_chain(folder / RECORDS, last),
         verified=tuple((str(each.get("name")), str(each.get("state"))) for each in found if isinstance(each, dict)),
     )
+
+
+def _chain(path: Path, last: str | None) -> str:
+    """What a file of records has; `last` is the hash of its last line in the summary, None if there is no summary."""
+    try:
+        lines, head, problem = parse_records(read_text(path, MOST_BYTES))
+    except (OSError, ValueError):
+        return ""
+    if problem or (last is not None and head != last):
+        return f"broken: {problem or 'the last line is not that of summary.json'}"
+    states = states_of(lines)
+    return f"a whole chain, {plural(len(states), 'state')} of the steps 0 to {max(states, default=0)}"
 
 
 def _read_tree(path: Path) -> Mapping[str, Any]:

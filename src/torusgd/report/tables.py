@@ -144,6 +144,7 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
         ("data (SHA-256)", lambda run: str(run.summary.get("data_sha256") or NONE)),
         ("initial weights (SHA-256)", lambda run: str(run.summary.get("init_sha256") or "drawn from the seed")),
         ("last record (SHA-256)", lambda run: records_sha256(run) or NONE),
+        ("records", lambda run: run.records or NONE),
         ("computed anew by torusgd verify", _verified),
         *((name, lambda run, name=name: str(_conditions(run).get(name) or NONE)) for name in names),
         ("changes of conditions on resuming", lambda run: str(len(run.summary.get("other_conditions") or []))),
