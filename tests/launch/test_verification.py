@@ -1,6 +1,7 @@
 """What `torusgd verify` finds in a run that somebody has changed, and that it finds nothing in one that nobody has."""
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -241,6 +242,46 @@ def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
     code, found = verify(copy, "--final")
     assert code == 1
     assert "1 of" in found["result"]
+
+
+def test_other_weights_are_found_without_a_summary(copy: Path, verify: Any) -> None:
+    """A folder that seems unfinished hides nothing: with a result in the records its weights are compared."""
+    weights = {name: tensor.clone() for name, tensor in load_file(copy / "model.safetensors").items()}
+    add_one(next(iter(weights.values())))
+    save_file(weights, copy / "model.safetensors")
+    (copy / "summary.json").write_text("{")
+    assert verify(copy, "--final")[0] == 2
+    (copy / "summary.json").unlink()
+    code, found = verify(copy, "--final")
+    assert (code, list(found)) == (1, ["model.safetensors"])
+
+
+@pytest.mark.parametrize(("key", "value"), [("steps", 450), ("data_sha256", "0" * 64), ("train_images", 9)])
+def test_a_summary_of_another_run_is_found(key: str, value: object, copy: Path, verify: Any) -> None:
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps({**summary, key: value}))
+    assert verify(copy, "--final")[0] == 1
+
+
+def test_two_records_of_one_step_are_found(copy: Path, verify: Any) -> None:
+    """The wrong one behind the right one, or before it, in a chain that is whole."""
+    lines = (copy / "records.jsonl").read_text().splitlines()
+    state = next(number for number, line in enumerate(lines) if json.loads(line)["step"] == 4)
+    wrong = {**json.loads(lines[state]), "rates": [1.0, 1.0, 1.0]}
+    (copy / "records.jsonl").write_text("\n".join([*lines[:state], json.dumps(wrong), *lines[state:]]) + "\n")
+    forge(copy, lambda line: None)
+    assert verify(copy, "--all") == (1, {"records.jsonl": "differs two state records of step 4 differ"})
+
+
+def test_what_has_no_end_is_not_read(copy: Path, verify: Any) -> None:
+    light(copy, 4).unlink()
+    os.mkfifo(light(copy, 4))
+    code, found = verify(copy, "--steps", "4:6")
+    assert (code, found["steps 4:6"].strip()) == (1, "equal")
+    assert "is no file" in found["checkpoint 4"]
+    (copy / "records.jsonl").unlink()
+    os.mkfifo(copy / "records.jsonl")
+    assert verify(copy, "--steps", "4:6")[0] == 2
 
 
 def test_figures_of_the_summary_are_compared(copy: Path, verify: Any) -> None:

@@ -148,7 +148,9 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     terminal.print(head, markup=False)
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):
-        terminal.print(f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}", markup=False)
+        line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"
+        # Names of tensors and conditions are the owner's, who may have put a terminal's commands into them.
+        terminal.print("".join(letter if letter.isprintable() else "?" for letter in line), markup=False)
     covered = sum(each.last - each.first for each in found if each.state not in (DIFFERS, UNKNOWN))
     code = verdict(found)
     terminal.print(

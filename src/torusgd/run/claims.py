@@ -23,7 +23,7 @@ from ..step.records import (
     parse_records,
     states_of,
 )
-from ..untrusted import read_text
+from ..untrusted import check_regular, read_text
 from ..weights import load_weights, weights_sha256
 from .trained_weights import check_names
 
@@ -79,6 +79,7 @@ class Claims:
         found = [f"records.jsonl: {self.problem}"] if self.problem else []
         if self.recipe.sha256() != self.begin.recipe_sha256:
             found.append(f"recipe.yaml: is {self.recipe.sha256()}, the records are of {self.begin.recipe_sha256}")
+        found += self._repeated() + self._other_model()
         if not self.summary:
             return found
         last = (self.summary.get("records") or {}).get("sha256")
@@ -88,14 +89,31 @@ class Claims:
             found.append("records.jsonl: the run is finished, and they have no result")
             return found
         figures = self.result.figures
-        known = {"weights_sha256": self.result.weights_sha256, **figures}
+        begin = self.begin.model_dump(include={"recipe_sha256", "train_images", "data_sha256", "init_sha256"})
+        known = {**begin, "steps": self.result.step, "weights_sha256": self.result.weights_sha256, **figures}
         for key, value in known.items():
             if key in self.summary and self.summary[key] != value:
                 found.append(f"summary.json: {key} is {self.summary[key]}, in the records {value}")
-        model = RunDir(self.folder).model
-        if model.is_file() and (weights := weights_sha256(load_weights(model)[0])) != self.result.weights_sha256:
-            found.append(f"model.safetensors: weights_sha256 is {weights}, in the records {self.result.weights_sha256}")
         return found
+
+    def _repeated(self) -> list[str]:
+        """Records that say two things of one step: the last alone would be compared."""
+        found: dict[tuple[str, int], Line] = {}
+        for line in self.lines:
+            if isinstance(line, StateLine | EvaluationLine | ResultLine):
+                first = found.setdefault((line.record, line.step), line)
+                if first.model_copy(update={"before": line.before}) != line:
+                    return [f"records.jsonl: two {line.record} records of step {line.step} differ"]
+        return []
+
+    def _other_model(self) -> list[str]:
+        model = RunDir(self.folder).model
+        if self.result is None or not model.exists():
+            return []
+        weights = weights_sha256(load_weights(model)[0])
+        if weights == self.result.weights_sha256:
+            return []
+        return [f"model.safetensors: weights_sha256 is {weights}, in the records {self.result.weights_sha256}"]
 
 
 def read_claims(run: Path, overrides: list[str]) -> Claims:
@@ -116,14 +134,17 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
         raise UserError("--set: changes the recipe; a run is checked by its own")
     check_names(folder.recipe, recipe, {item.partition("=")[0] for item in overrides})
     # The summary first: whatever is in the records then, a finished run adds nothing.
-    summary = folder.read_summary() or {}
+    summary = folder.read_summary()
+    if summary is None and folder.summary.exists():
+        raise UserError(f"{folder.summary}: can't be read; without it nobody can say that the run is finished")
     if not folder.records.exists():
         raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
+        check_regular(folder.records)
         lines, head, problem = parse_records(read_text(folder.records, MOST_BYTES))
     if not lines:
         raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
-    claims = Claims(run, folder.path, recipe, tuple(lines), head, problem, summary)
+    claims = Claims(run, folder.path, recipe, tuple(lines), head, problem, summary or {})
     if not recipe.synchrony.keeps_journal:
         return claims
     return _with_journal(claims, folder)
@@ -131,6 +152,7 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
 
 def _with_journal(claims: Claims, folder: RunDir) -> Claims:
     with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
+        check_regular(folder.journal)
         text = read_text(folder.journal, MOST_BYTES)
     text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
     problem, journal, recipe = claims.problem, None, claims.recipe

@@ -226,7 +226,7 @@ class RunCheckpoints:
         path, files = self._folder / name, [name]
         if not name.endswith(LIGHT):
             files = [f"{name}/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
-        with as_user_error(f"{path}: can't be read"):
+        with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)):
             if self._store is not None:
                 path = self._copy / name
                 for file in files:
