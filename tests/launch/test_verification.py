@@ -192,6 +192,7 @@ def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_
     code, found = verify(copy, "--steps", "2:4")
     assert code == 1
     assert "first after step 4" in found["steps 2:4"]
+    assert "; equal after step 2, " in found["steps 2:4"]
     code, found = verify(copy, "--all")
     assert code == 1
     assert f"first after step 2: {name}" in found["steps 0:2"]

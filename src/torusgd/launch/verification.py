@@ -341,7 +341,7 @@ class Verifier:
         for step in sorted(recorded.keys() & states.keys()):
             if names := first_differences(recorded[step], states[step]):
                 refuted = step
-                what, since = self._described(step, names, folder), self._since(step, states, folder)
+                what, since = self._described(step, names, folder), self._since(start, step, states, folder)
                 text = f"first after step {step}: {what}; {since}"
                 break
         if diverged and refuted is None:
@@ -385,11 +385,11 @@ class Verifier:
             and (wrong := _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {})))
         )
 
-    def _since(self, step: int, states: Mapping[int, StateLine], folder: Path) -> str:
+    def _since(self, start: int, step: int, states: Mapping[int, StateLine], folder: Path) -> str:
         """Up to where the run is what was computed, by all that it has of the steps before one that differs."""
         equal = [each for each in states if each < step and each in self.claims.states]
         equal += [each for each, found in self._digests.items() if each in states and states[each].tensors == found]
-        last = max((each for each in equal if each < step), default=0)
+        last = max((each for each in equal if each < step), default=start)
         recorded, computed = (_losses(path / "events.jsonl", last, step) for path in (self.claims.folder, folder))
         for each in sorted(recorded.keys() & computed.keys()):
             if recorded[each] != computed[each]:

@@ -65,7 +65,7 @@ class Recorder:
         """Opens the records behind the step of the state; every rank calls it. Returns a line for people, if any."""
         if self._is_first:
             self._open(state)
-        self._last_step = state.step
+        self._began, self._last_step = time.monotonic(), state.step
         if state.step == 0:
             self._record(state, tensors, StateLine(step=0))
         if not self._every or not self._is_first:
