@@ -158,8 +158,8 @@ class Recorder:
         line = line.model_copy(update={"tensors": state_digests(tensors, state.step, self._world)})
         if self._file is not None:
             self._file.add(line)
-        self._last_step, self._cost = state.step, time.monotonic() - began + self.watch.seconds
-        self._spent += self._cost
+        cost = time.monotonic() - began + self.watch.seconds
+        self._last_step, self._cost, self._spent = state.step, max(self._cost, cost), self._spent + cost
         return line
 
 
