@@ -63,7 +63,7 @@ def main() -> None:
     sampler = StreamSampler(2000, 48, micro_batches=options.micro_batches)
     texts = [text(index) for index in range(2000)]
     loader: DataLoader[Tensor] = DataLoader(texts, batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
-    loss = torch.zeros(())
+    loss = mean = torch.zeros(())
     for mine in zip(*[iter(loader)] * len(sampler.positions()), strict=True):
         sums, counts = [], []
         for part in mine:
@@ -75,11 +75,10 @@ def main() -> None:
             gradients = torch.autograd.grad(total, parameters)
             sums.append(torch.cat([total.detach().reshape(1), *(gradient.reshape(-1) for gradient in gradients)]))
             counts.append((wanted != PAD).sum().double().reshape(1))
-        loss, *means = (exact_all_reduce(sums) / exact_all_reduce(counts).float()).split(
-            [1, *(parameter.numel() for parameter in parameters)]
-        )
-        for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean.view_as(parameter)
+        mean = exact_all_reduce(sums) / exact_all_reduce(counts).float()
+        loss, *means = mean.split([1, *map(torch.numel, parameters)])
+        for parameter, gradient in zip(parameters, means, strict=True):
+            parameter.grad = gradient.view_as(parameter)
         optimizer.step()
         sampler.step()
         if sampler.steps == options.steps:
@@ -87,7 +86,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{sum(parameter.numel() for parameter in parameters)} parameters, {dist.get_world_size()} ranks, "
               f"{options.micro_batches} micro-batches: loss {loss.item():.9f}, "
-              f"weights {weights_sha256(model.state_dict())[:8]}")  # fmt: skip
+              f"gradient {mean[1:].norm():.9f}, weights {weights_sha256(model.state_dict())[:8]}")  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -38,7 +38,7 @@ from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
-from torusgd.step.noise_scale import EVERY, NoiseScale
+from torusgd.step.noise_scale import EVERY, NoiseWatch
 
 from ..record import sample
 
@@ -104,7 +104,7 @@ def our_step(
     world, liveness = alone(), Liveness()
     data = replace(open_data(job, world.device, liveness), loader=Ready(batch))
     trainer = build(job, data, world, liveness)
-    watchers = [each for each in trainer.step.watchers if noise_scale or not isinstance(each, NoiseScale)]
+    watchers = [each for each in trainer.step.watchers if noise_scale or not isinstance(each, NoiseWatch)]
     step = replace(trainer.step, watchers=watchers)
     return lambda index: step.run(trainer.membership, synchronous(index, workers))
 

@@ -1,16 +1,19 @@
 """torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
 
-Each of these is usable alone: `Schedule` and `StreamSampler` in your own loop, `Lars` as any torch optimiser, `polish`
-on any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place, `Replicas` and
-`GradientAudit` to find the rank that went wrong, `exact_all_reduce` in any script of torch.distributed.
+Each of these is usable alone: `StreamSampler`, `BatchSizeSchedule`, `Schedule` and `NoiseScale` in your own loop,
+`Lars` as any torch optimiser, `polish` on any model with batch norm, `ddp_hook` with DistributedDataParallel,
+`ShardedUpdate` in its place, `Replicas` and `GradientAudit` to find the rank that went wrong, `exact_all_reduce` in any
+script of torch.distributed.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "BatchSizeSchedule": "data.sampler",
     "GradientAudit": "integrations.gradient_audit",
     "Lars": "optim",
+    "NoiseScale": "integrations.noise_scale",
     "Recipe": "recipe.schema",
     "Replicas": "integrations.replicas",
     "Schedule": "recipe.schedule",

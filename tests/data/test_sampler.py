@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.polling import until
-from torusgd import StreamSampler
+from torusgd import BatchSizeSchedule, StreamSampler
 from torusgd.data.order import StreamOrder
+from torusgd.errors import UserError
 
 LENGTH = 37
 
@@ -93,12 +94,33 @@ def test_a_batch_that_grows_goes_on_from_its_place() -> None:
     sampler = StreamSampler(LENGTH, grown)
     found = steps_of([sampler], 14, 1)
     assert [len(step[0]) for step in found] == [4] * 13 + [10]
-    assert [sampler.lr_factor(step) for step in (0, 12, 13)] == [1, 1, 2.5]
     again = StreamSampler(LENGTH, grown)
     again.load_state_dict(sampler.state_dict())
     assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]
     with pytest.raises(ValueError, match="consumed"):
         StreamSampler(LENGTH, 4).load_state_dict(sampler.state_dict())
+
+
+def test_a_schedule_of_batches_changes_the_rate_in_the_step_alone() -> None:
+    schedule = BatchSizeSchedule({20: 10, 0: 4}, rate="sqrt")
+    sampler = StreamSampler(LENGTH, schedule)
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    sampler.follow(optimizer)
+    schedule.follow(optimizer, sampler)
+    moved: list[float] = []
+    for _ in range(7):
+        before, weight.grad = weight.item(), torch.ones(1)
+        optimizer.step()
+        decay.step()
+        moved.append((before - weight.item()) * 2 ** len(moved))
+    assert [sampler.batch(step) for step in range(7)] == [4, 4, 4, 4, 4, 10, 10]
+    assert moved == pytest.approx([1.0] * 5 + [2.5**0.5] * 2, rel=1e-5)
+    assert decay.get_last_lr() == [0.5**7]
+    for batches in ({}, {1: 4}, {0: 0}):
+        with pytest.raises(UserError, match="batches: "):
+            BatchSizeSchedule(batches)
 
 
 def test_the_length_is_that_of_the_epoch_wherever_it_stands() -> None:
@@ -178,6 +200,8 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
         list(sampler)
     sampler.step(4)
     assert len(list(sampler)) == 6
+    with pytest.raises(UserError, match="stream_loader"):  # as Accelerate's BatchSamplerShard begins
+        getattr(sampler, "batch_size", None)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ def test_the_python_of_a_method_card_runs(block: str) -> None:
     exec(compile(block, "<card>", "exec"), {})
 
 
+def test_the_short_examples_for_own_loops_run() -> None:
+    found = [block for block in blocks(DOCS / "own-loop.md") if block.startswith("import torch\n")]
+    assert len(found) == 5
+    for block in found:
+        assert block.count("\n") < 30
+        exec(compile(block, "<own-loop>", "exec"), {})
+
+
 @pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=str)
 def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
     if path.parent.name == "integrations" and path.stem in ("accelerate", "lightning", "transformers"):

@@ -214,6 +214,33 @@ def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
         assert all(math.isnan(value) for value in seen[3])
 
 
+def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:
+    """The scales of a gradient scaler whose first ones are far too large, and the weights' hash."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    ddp_hook(model, "ring", "exact", micro_batches=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-16)
+    scales = []
+    for step in range(4):
+        for key in range(4 * rank // size, 4 * (rank + 1) // size):
+            images = torch.full((2, 3), 2.0**16 * (1 + key + step))
+            with contextlib.nullcontext() if key + 1 == 4 * (rank + 1) // size else model.no_sync():
+                scaler.scale(model(images).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(math.log2(scaler.get_scale()))
+    return scales, weights_sha256(model.module.state_dict())
+
+
+def test_a_gradient_scaler_finds_its_scale_and_the_bits_stay():
+    found = [run_ranks(size, _scaled_down_to_what_is_finite) for size in (1, 2, 4)]
+    assert [each == found[0][0] for some in found for each in some] == [True] * 7
+    assert found[0][0][0] == [111, 95, 79, 79]
+
+
 def no_overflow_of_partial_sums() -> float:
     """The sum over 4 ranks is beyond float16 (65,504); the mean is not."""
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
@@ -284,6 +311,18 @@ def refused() -> list[str]:
         model(torch.ones(1, 2)).sum().backward()
     except UserError as error:
         said.append(str(error))
+    for change in (
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    ):
+        model.zero_grad()
+        try:
+            with model.no_sync():
+                model(torch.ones(1, 2)).sum().backward()
+                change()
+                model(torch.ones(1, 2)).sum().backward()
+        except UserError as error:
+            said.append(str(error))
     model.zero_grad()
     try:  # beyond what the sum has bits for, though a float has them
         (model(torch.ones(1, 2)).sum() * 1e9).backward()
@@ -293,12 +332,14 @@ def refused() -> list[str]:
 
 
 def test_what_exact_does_not_support_is_refused_in_one_line():
-    for mixed, sparse, static, state, again, leap in run_ranks(2, refused):
+    for mixed, sparse, static, state, again, zeroed, clipped, leap in run_ranks(2, refused):
         assert "mixed_precision" in mixed
         assert "sparse" in sparse
         assert "static_graph=True: " in static
         assert "of 1 parameters" in state
         assert "all passes of a step but the last under no_sync()" in again
+        assert zeroed == clipped
+        assert ".grad was changed between two passes of a step" in zeroed
         assert "the gradient of weight is a million times" in leap
 
 

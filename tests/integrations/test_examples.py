@@ -45,11 +45,12 @@ def test_a_loop_of_ones_own_on_one_and_three_ranks_and_stopped_between(tmp_path:
     assert weights(printed("own_loop.py", 2, "--steps", "12", "--checkpoint", str(state))) == alone
 
 
-@pytest.mark.slow
-def test_a_loss_over_tokens() -> None:
-    one, other = printed("causal_text.py", 1, "--steps", "3"), printed("causal_text.py", 3, "--steps", "3")
-    assert weights(one) == weights(other)
-    finer = printed("causal_text.py", 2, "--steps", "3", "--micro-batches", "12")
-    assert weights(finer) != weights(one)
-    first, second = (float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (one, finer))
-    assert first == pytest.approx(second, rel=1e-6)
+@pytest.mark.parametrize("name", ["segmentation.py", pytest.param("causal_text.py", marks=pytest.mark.slow)])
+def test_a_loss_over_tokens_or_pixels(name: str) -> None:
+    one = printed(name, 1, "--steps", "3")
+    assert weights(one) == weights(printed(name, 3, "--steps", "3"))
+    coarse, fine = (printed(name, 2, "--steps", "1", "--micro-batches", count) for count in ("6", "12"))
+    assert weights(coarse) != weights(fine)
+    for what in ("loss", "gradient"):
+        first, second = (float(re.findall(rf"{what} ([\d.]+)", text)[0]) for text in (coarse, fine))
+        assert first == pytest.approx(second, rel=1e-6)

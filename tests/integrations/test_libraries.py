@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,16 @@ import json, os, sys
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-folder, stop, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, stop, last, length = sys.argv[1], *map(int, sys.argv[2:])
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 
 class Numbers(Dataset):
     def __len__(self):
-        return 50
+        return length
 
     def __getitem__(self, index):
-        return {"x": torch.full((3,), index / 50), "labels": torch.tensor(float(index))}
+        return {"x": torch.full((3,), index / length), "labels": torch.tensor(float(index))}
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -41,7 +42,7 @@ class Net(torch.nn.Module):
         if self.training:
             with open(f"{folder}/seen-{rank}", "a") as file:
                 file.write(json.dumps([int(label) for label in labels]) + "\\n")
-        return {"loss": (out - labels / 50).square().mean(), "logits": out}
+        return {"loss": (out - labels / length).square().mean(), "logits": out}
 """
 
 TRAINER = (
@@ -97,7 +98,7 @@ import lightning.pytorch as pl
 from torusgd import StreamSampler
 from torusgd.integrations.lightning import StreamCallback
 
-sampler = StreamSampler(50, 12, micro_batches=6)
+sampler = StreamSampler(length, 12, micro_batches=6)
 
 class Module(pl.LightningModule):
     def __init__(self):
@@ -132,8 +133,154 @@ trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
 """
 )
 
+OWN_LOOP = (
+    COMMON
+    + """
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+from torusgd import StreamSampler
+LIBRARY
 
-def run(script: str, folder: Path, ranks: int, stop: int, last: int) -> list[list[int]]:
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+steps = epoch = 0
+SAMPLER
+parts = {"model": model, "optimizer": optimizer, STATE}
+saved = folder + "/state-0"
+if os.path.exists(saved):
+    # Each rank has a state of its own; a new rank takes that of rank 0.
+    own = folder + f"/state-{rank}"
+    state = torch.load(own if os.path.exists(own) else saved, weights_only=False)
+    steps, epoch = state["steps"], state["epoch"]
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+passes = 0
+while True:
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        model(**batch)["loss"].backward()
+        passes += 1
+        if passes % (6 // ranks) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps in (stop, last):
+                break
+    if steps in (stop, last):
+        break
+    epoch += 1
+state = {"steps": steps, "epoch": epoch, **{name: part.state_dict() for name, part in parts.items()}}
+torch.save(state, folder + f"/state-{rank}")
+loader = None
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+def own_loop(library: str, sampler: str, state: str = "") -> str:
+    return OWN_LOOP.replace("LIBRARY", library).replace("SAMPLER", sampler).replace("STATE", state)
+
+
+STATEFUL = "from torchdata.stateful_dataloader import StatefulDataLoader"
+DISTRIBUTED = (
+    "sampler = DistributedSampler(Numbers(), seed=1)\nloader = {}(Numbers(), 2, sampler=sampler, num_workers=2)"
+)
+STREAM = """
+sampler = StreamSampler(length, 12, micro_batches=6)
+sampler.follow(optimizer)
+loader = {}(Numbers(), batch_sampler=sampler, num_workers=2)
+"""
+
+ALONE = {
+    "DataLoader": own_loop("", DISTRIBUTED.format("DataLoader")),
+    "StatefulDataLoader": own_loop(STATEFUL, DISTRIBUTED.format("StatefulDataLoader"), "'loader': loader"),
+    "Trainer": COMMON
+    + """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == last
+
+arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
+    gradient_accumulation_steps=6 // ranks, max_steps=10, save_steps=stop, logging_steps=100, disable_tqdm=True,
+    dataloader_num_workers=2, ddp_backend="gloo")
+trainer = Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[Stop()])
+trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
+""",
+    "Accelerate": COMMON
+    + """
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+set_seed(1)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=6 // ranks,
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+steps = 0
+if os.path.exists(folder + "/state"):
+    accelerator.load_state(folder + "/state")
+    steps = stop
+epoch, first = divmod(steps * 6 // ranks, len(loader))
+while True:
+    loader.set_epoch(epoch)
+    for batch in skip_first_batches(loader, first) if first else loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+        if steps in (stop, last) and accelerator.sync_gradients:
+            break
+    if steps in (stop, last):
+        break
+    epoch, first = epoch + 1, 0
+accelerator.save_state(folder + "/state")
+""",
+    "Lightning": COMMON
+    + """
+import lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, _):
+        return self.net(**batch)["loss"]
+
+    def train_dataloader(self):
+        return DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+pl.seed_everything(1)
+trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp", accumulate_grad_batches=6 // ranks,
+    max_steps=last, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
+saved = folder + f"/step={stop}.ckpt"
+trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
+""",
+}
+"""Each library as its own documents have it, without a part of ours."""
+
+WITH_STREAM = {
+    "DataLoader": own_loop("", STREAM.format("DataLoader"), "'sampler': sampler"),
+    "StatefulDataLoader": own_loop(STATEFUL, STREAM.format("StatefulDataLoader"), "'sampler': sampler"),
+    "Trainer": TRAINER,
+    "Accelerate": ACCELERATE,
+    "Lightning": LIGHTNING,
+}
+NEEDS = {"StatefulDataLoader": "torchdata", "Trainer": "transformers"}
+
+
+def run(script: str, folder: Path, ranks: int, stop: int, last: int, length: int = LENGTH) -> list[list[int]]:
     """The samples of each micro-batch that a run trained on, in the order of steps and ranks."""
     for file in folder.glob("seen-*"):
         file.unlink()
@@ -141,7 +288,7 @@ def run(script: str, folder: Path, ranks: int, stop: int, last: int) -> list[lis
     program.write_text(script)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-        str(program), str(folder), str(stop), str(last),
+        str(program), str(folder), str(stop), str(last), str(length),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
@@ -157,11 +304,34 @@ def run(script: str, folder: Path, ranks: int, stop: int, last: int) -> list[lis
     ]
 
 
-@pytest.mark.parametrize(
-    ("library", "script"), [("transformers", TRAINER), ("accelerate", ACCELERATE), ("lightning", LIGHTNING)]
-)
-def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: str, script: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
+@pytest.mark.parametrize("library", WITH_STREAM)
+def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
+    script = WITH_STREAM[library]
     seen = run(script, tmp_path, 2, STOP, STOP) + run(script, tmp_path, 3, STOP, STEPS)
-    stream = StreamOrder(LENGTH, seed=42 if library == "transformers" else 0).at(0, STEPS * BATCH)[0].tolist()
+    stream = StreamOrder(LENGTH, seed=42 if library == "Trainer" else 0).at(0, STEPS * BATCH)[0].tolist()
     assert [sample for each in seen for sample in each] == stream
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "ranks", "wrong"),
+    [
+        ("DataLoader", 3, (24, 24)),
+        ("StatefulDataLoader", 2, (0, 0)),
+        ("StatefulDataLoader", 3, (9, 9)),
+        ("Trainer", 3, (0, 0)),
+        ("Accelerate", 3, (0, 0)),
+        ("Lightning", 2, (12, 12)),
+        ("Lightning", 3, (21, 21)),
+    ],
+)
+def test_what_libraries_lose_and_repeat_by_themselves(
+    library: str, ranks: int, wrong: tuple[int, int], tmp_path: Path
+) -> None:
+    """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
+    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
+    script = ALONE[library]
+    seen = run(script, tmp_path, 2, STOP, STOP, 60)[30:] + run(script, tmp_path, ranks, STOP, 10, 60)
+    counts = Counter(sample for each in seen for sample in each)
+    assert (60 - len(counts), counts.total() - len(counts)) == wrong

@@ -11,8 +11,10 @@ import pytest
 from tests.messages import refused
 from tests.run.runs import run_here
 
+from torusgd.errors import UserError
+from torusgd.report.logs import read_log
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
-from torusgd.report.page import run_page
+from torusgd.report.page import log_page, run_page
 from torusgd.report.read_run import read_run
 from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table, training_table
 
@@ -42,6 +44,33 @@ class Tags(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag
+
+
+def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
+    history = [
+        {"step": 5, "loss": 0.5, "lr": 0.1},
+        {"step": 10, "loss": 0.25, "grad_norm": "x"},
+        {"step": 10, "eval_loss": 2},
+    ]
+    texts = {
+        "trainer_state.json": json.dumps({"log_history": history, "best": None}),
+        "metrics.csv": "epoch,step,loss,val_acc\n0,5,0.75,\n0,10,,0.5\n",
+        "log.jsonl": f'{{"step": 1, "{EVIL}": 2.0}}\n\n{{"step": 2, "loss": NaN}}\n',
+    }
+    logs = []
+    for name, text in texts.items():
+        (tmp_path / name[:3]).mkdir()
+        (tmp_path / name[:3] / name).write_text(text)
+        logs.append(read_log(tmp_path / name[:3] / name))
+    assert logs[0].columns["loss"] == [(5.0, 0.5), (10.0, 0.25)]
+    assert logs[1].columns == {"epoch": [(5.0, 0.0), (10.0, 0.0)], "loss": [(5.0, 0.75)], "val_acc": [(10.0, 0.5)]}
+    page = log_page(logs)
+    assert Tags(page).seen.count("svg") == 6
+    assert "loss over steps: tra ends at 0.25, met ends at 0.75" in page.replace("loss (log scale)", "loss")
+    assert EVIL not in page
+    (tmp_path / "no.json").write_text("[1, {}]")
+    with pytest.raises(UserError, match="no log with a step"):
+        read_log(tmp_path / "no.json")
 
 
 @pytest.fixture(scope="module")

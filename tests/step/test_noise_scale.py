@@ -13,7 +13,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer
 from torusgd.step.membership import even_shares
-from torusgd.step.noise_scale import EVERY, NoiseScale
+from torusgd.step.noise_scale import EVERY, NoiseWatch
 from torusgd.step.watch import StepView
 
 LONG = ("stages=[{until: 30st, images_per_worker: 4}]", "evaluate.every=30st", "polish=null")
@@ -26,7 +26,7 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
     schedule, workers, images = Schedule(recipe_of(*LONG, "virtual_workers=32"), 96), 32, 4
     true = torch.full((64,), 2.0 / 8)
     mean = torch.zeros(64)
-    watch = NoiseScale(schedule, workers, torch.device("cpu"), Sent(), lambda: float(mean.norm()), lambda: 1.0)
+    watch = NoiseWatch(schedule, workers, torch.device("cpu"), Sent(), lambda: float(mean.norm()), lambda: 1.0)
     membership = even_shares([0], 0, workers)
     for step in range(EVERY // 2, 1000 * EVERY, EVERY):
         gradients = true + 3.0 / images**0.5 * torch.randn(workers, 64, generator=draw)
@@ -43,7 +43,7 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
             early = watch.state()["averages"].clone()
     assert watch.value is not None
     assert watch.value == pytest.approx(64 * 9 / 4, rel=0.35)  # the average forgets all but some ten measurements
-    again = NoiseScale(schedule, workers, torch.device("cpu"), Sent(), lambda: 0.0, lambda: 1.0)
+    again = NoiseWatch(schedule, workers, torch.device("cpu"), Sent(), lambda: 0.0, lambda: 1.0)
     again.load_state({"averages": early})
     assert torch.equal(again.state()["averages"], early)
 
@@ -83,12 +83,12 @@ def test_it_is_part_of_the_state_and_of_the_report_of_a_run(tmp_path: Path) -> N
 @pytest.mark.parametrize("change", ["virtual_workers=1", "column_blocks=2"])
 def test_there_is_none_with_one_virtual_worker_or_shared_gradients(change: str) -> None:
     trainer = long_trainer(None, change)
-    assert not any(isinstance(watcher, NoiseScale) for watcher in trainer.step.watchers)
+    assert not any(isinstance(watcher, NoiseWatch) for watcher in trainer.step.watchers)
 
 
 def test_there_is_none_in_a_step_that_was_redone() -> None:
     trainer = long_trainer()
-    (watch,) = (watcher for watcher in trainer.step.watchers if isinstance(watcher, NoiseScale))
+    (watch,) = (watcher for watcher in trainer.step.watchers if isinstance(watcher, NoiseWatch))
     figures(trainer, stop=5)
     before = watch.state()["averages"].clone()
     trainer.step.reducer.sum.set_maxima(torch.full((len(trainer.step.reducer.names),), 1e-30))

@@ -37,7 +37,7 @@ BESIDE_GRADIENT = {
     **BESIDE,
     "Audit": "watchers",
     "DriftWatch": "watchers",
-    "NoiseScale": "watchers",
+    "NoiseWatch": "watchers",
     "ReplacedImages": "watchers",
     "Requests": "watchers",
     "SpeedWatch": "watchers",

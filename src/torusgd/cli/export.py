@@ -77,7 +77,10 @@ def export(
 
 
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not.")],
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not; or other trainers' logs."),
+    ],
     runtime: RuntimeFlags,
     out: Annotated[Path, option("--out", "Write the page to this file.", OUTPUT)] = Path("report.html"),
     mistakes: Annotated[
@@ -90,18 +93,24 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
-    from ..report.page import check_jinja, run_page
+    from ..report.logs import read_log
+    from ..report.page import check_jinja, log_page, run_page
     from ..report.read_run import read_run, read_verified
     from ..rundir.run_view import local_run
 
     check_jinja()
     check_writable("--out", out)
-    folders = [local_run(run) for run in runs]
-    checks = [read_verified(file) for file in verified or []]
-    records = [read_run(folder, checks) for folder in folders]
-    wanted = mistakes or data is not None
-    found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
-    write_file("--out", out, run_page(records, found))
+    if all(run.is_file() for run in runs):
+        if mistakes or data is not None or verified:
+            raise UserError("--mistakes, --data, --verified: are for runs of torusgd, and these are logs of others")
+        write_file("--out", out, log_page([read_log(run) for run in runs]))
+    else:
+        folders = [local_run(run) for run in runs]
+        checks = [read_verified(file) for file in verified or []]
+        records = [read_run(folder, checks) for folder in folders]
+        wanted = mistakes or data is not None
+        found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
+        write_file("--out", out, run_page(records, found))
     console().print(f"wrote {out}", markup=False)
 
 

@@ -1,14 +1,71 @@
 """The stream of samples for anyone's DataLoader: it goes on in mid-epoch, on any number of ranks."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
+from ..errors import UserError
 from .order import StreamOrder
 
 State = dict[str, int]
+
+
+class BatchSizeSchedule:
+    """Batches that change with the samples consumed, and the rate that goes with them: `batch_size` of a StreamSampler.
+
+    Args:
+        batches: Samples of a step over all ranks, by the number of samples consumed from which on they hold; 0 is one.
+        rate: `linear` multiplies the rate by batch / first batch, `sqrt` by its root, `constant` not at all.
+
+    Raises:
+        UserError: No batch from sample 0 on, a batch below 1, or an unknown rule.
+
+    >>> schedule = BatchSizeSchedule({0: 256, 500_000: 1024})
+    >>> schedule(600_000), schedule.factor(600_000)
+    (1024, 4.0)
+    """
+
+    def __init__(self, batches: Mapping[int, int], rate: Literal["linear", "sqrt", "constant"] = "linear") -> None:
+        if min(batches, default=1) != 0 or min(batches.values()) < 1:
+            raise UserError(
+                f"batches: a batch of at least 1 by each position, the first of them 0; got {dict(batches)}"
+            )
+        if rate not in ("linear", "sqrt", "constant"):
+            raise UserError(f"rate: linear, sqrt or constant, got {rate}")
+        self._starts = sorted(batches)
+        self._batches = [batches[start] for start in self._starts]
+        self._rate = rate
+
+    def __call__(self, consumed: int) -> int:
+        """The batch of a step before which so many samples were consumed."""
+        return self._batches[bisect_right(self._starts, consumed) - 1]
+
+    def factor(self, consumed: int) -> float:
+        """The factor on the rate of that step."""
+        ratio = 1.0 if self._rate == "constant" else self(consumed) / self._batches[0]
+        return math.sqrt(ratio) if self._rate == "sqrt" else ratio
+
+    def follow(self, optimizer: Optimizer, sampler: "StreamSampler") -> None:
+        """Multiplies each step's rate from now on: during the step alone, so that torch's schedulers see their own."""
+        rates: list[Any] = []
+
+        def raise_rates(*_: Any) -> None:
+            factor = self.factor(sampler.consumed)
+            rates[:] = [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+
+        def put_back(*_: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        optimizer.register_step_pre_hook(raise_rates)
+        optimizer.register_step_post_hook(put_back)
 
 
 class StreamSampler(Sampler[list[int]]):
@@ -30,7 +87,7 @@ class StreamSampler(Sampler[list[int]]):
     Args:
         length: Samples in an epoch.
         batch_size: Samples of a step over all ranks, or a function that gives it from the number of samples consumed
-            before that step: it must be the same on all ranks.
+            before that step (`BatchSizeSchedule`): it must be the same on all ranks.
         seed: Decides the order.
         rank, world_size: None: those of torch.distributed if it runs when they are needed, else 0 and 1.
         micro_batches: Lists that a step's batch is cut into, over all ranks, as evenly as can be: each rank yields
@@ -54,7 +111,8 @@ class StreamSampler(Sampler[list[int]]):
     ) -> None:
         self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
         self._order = StreamOrder(length, seed, repeats)
-        self._batch_size = batch_size
+        self.batches = batch_size
+        """as given: a number, or a function of the samples consumed"""
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
         self._steps = 0
@@ -152,9 +210,13 @@ class StreamSampler(Sampler[list[int]]):
         steps = self._epoch_end(self._steps) - self._epoch_first(self._steps)
         return steps * len(self.positions())
 
-    def lr_factor(self, step: int) -> float:
-        """The linear rule's factor on the rate, batch / first batch, for `torch.optim.lr_scheduler.LambdaLR`."""
-        return self.batch(step) / self.batch(0)
+    @property
+    def batch_size(self) -> int:
+        # What divides the batches of a sampler between ranks (Accelerate's prepare) looks here first, and nothing else.
+        raise UserError(
+            "a library is about to divide the stream's batches between ranks, which are each rank's own already: with "
+            "Accelerate take stream_loader of torusgd.integrations.accelerate, and don't give its loader to prepare()"
+        )
 
     def state_dict(self) -> State:
         """Plain integers; the same on every rank, and good for any number of ranks."""
@@ -185,14 +247,14 @@ class StreamSampler(Sampler[list[int]]):
         return self._order.length * self._order.repeats
 
     def _batch(self, consumed: int) -> int:
-        batch = self._batch_size(consumed) if callable(self._batch_size) else self._batch_size
+        batch = self.batches(consumed) if callable(self.batches) else self.batches
         if batch < 1:
             raise ValueError(f"batch_size: at least 1 sample, got {batch} after {consumed} samples")
         return batch
 
     def _start(self, step: int) -> int:
         """Samples consumed before a step."""
-        if not callable(self._batch_size):
+        if not callable(self.batches):
             return step * self._batch(0)
         while len(self._starts) <= step:
             self._starts.append(self._starts[-1] + self._batch(self._starts[-1]))

@@ -230,8 +230,10 @@ class _ExactHook(Hook):
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
         self._arrived: list[_Arrived] = []
-        # By slot, whether `.grad` held nothing before the gradient that autograd is about to add to it.
+        # By slot, whether `.grad` held nothing before the gradient that autograd is about to add to it, and the version
+        # of `.grad` that `_take` left. Views of one bucket of DDP's have one version between them: not looked at.
         self._is_fresh = [True] * len(numels)
+        self._versions = [0] * len(numels)
         self._is_complete = self._has_sent = False
         for parameter in parameters.values():
             if parameter.numel():
@@ -250,8 +252,14 @@ class _ExactHook(Hook):
 
     def _look(self, parameter: Tensor, _: Tensor) -> None:
         # Of a new step the first `.grad` may be zeros too; those that follow are not looked at.
-        before = parameter.grad
-        self._is_fresh[self._slots[parameter]] = before is None or (self._is_complete and not bool(before.any()))
+        before, slot = parameter.grad, self._slots[parameter]
+        self._is_fresh[slot] = before is None or (self._is_complete and not bool(before.any()))
+        is_view = self._model.gradient_as_bucket_view
+        if before is not None and not (self._is_complete or is_view) and before._version != self._versions[slot]:
+            raise UserError(
+                "wire exact: .grad was changed between two passes of a step, where it holds nothing yet: clip and "
+                "unscale after the last pass, and begin a step anew by zero_grad(), not zero_grad(set_to_none=False)"
+            )
 
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
@@ -280,6 +288,7 @@ class _ExactHook(Hook):
         else:
             self._add(slot, gradient)
         gradient.zero_()
+        self._versions[slot] = gradient._version
 
     def _begin_step(self) -> None:
         self._total.clear()
@@ -353,6 +362,8 @@ class _ExactHook(Hook):
             if slot in status.nonfinite or slot in status.overflow:
                 mean.fill_(torch.nan)
             gradients[slot].copy_(mean.view(gradients[slot].shape))
+        # Nothing of the step was finite, as with a gradient scaler's first scales: the next one is measured anew.
+        self._total.needs_measure = not bool(self._total.state().any())
         return [each.buffer for each in sent]
 
 

@@ -1,4 +1,7 @@
-"""Hugging Face Accelerate with the stream of samples, exact sums, a comparison of ranks and precise batch norm."""
+"""Hugging Face Accelerate with the stream of samples, exact sums, a comparison of ranks and precise batch norm.
+
+Before an evaluation call `precise_batch_norm(model, batches)` with this rank's batches.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +17,9 @@ except ImportError as error:
 
 from ..data.sampler import StreamSampler
 from ..gradients.ddp_hook import Wire
-from .parts import StepParts
+from .parts import StepParts, precise_batch_norm
+
+__all__ = ["follow_steps", "precise_batch_norm", "stream_loader"]
 
 
 def stream_loader(
@@ -33,7 +38,8 @@ def stream_loader(
     Args:
         accelerator: Of this rank.
         dataset: With a length.
-        batch_size: Samples of a step over all ranks, or a function of the samples consumed.
+        batch_size: Samples of a step over all ranks, or a function of the samples consumed. The rates of a
+            `BatchSizeSchedule` multiply those of a scheduler.
         seed: Decides the order.
         options: For the DataLoader, such as num_workers.
     """
@@ -69,7 +75,7 @@ def follow_steps(
         wire: `exact` sums gradients over ranks in fixed point; `float16`, `bfloat16` halve the bytes (`ddp_hook`).
         compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
     """
-    parts = StepParts(model, optimizer, wire, compare_every)
+    parts = StepParts(model, optimizer, sampler, wire, compare_every)
     inner = getattr(optimizer, "optimizer", optimizer)
     sampler.follow(inner)
     inner.register_step_post_hook(lambda *_: parts.step())

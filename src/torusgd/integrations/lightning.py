@@ -24,7 +24,8 @@ class StreamCallback(Callback):
     `micro_batches = accumulate_grad_batches * ranks`.
 
     Args:
-        sampler: Made without rank and world size, which are known when the Trainer has started the ranks.
+        sampler: Made without rank and world size, which are known when the Trainer has started the ranks. The rates of
+            its `BatchSizeSchedule`, if it has one, multiply those of the module's scheduler.
         wire: `exact` sums gradients over ranks in fixed point; `float16`, `bfloat16` halve the bytes (`ddp_hook`).
         compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
         calibration: Gives this rank's batches for precise batch norm before each validation (`polish`).
@@ -64,7 +65,7 @@ class StreamCallback(Callback):
             raise UserError(f"the stream counts the steps of one optimizer; this module has {len(trainer.optimizers)}")
         assert trainer.model is not None
         self._sampler.follow(trainer.optimizers[0])
-        self._parts = StepParts(trainer.model, trainer.optimizers[0], self._wire, self._compare_every)
+        self._parts = StepParts(trainer.model, trainer.optimizers[0], self._sampler, self._wire, self._compare_every)
         self._counted = self._sampler.steps
         # A checkpoint counts the batches of a rank, which are others on another number of ranks. One that was written
         # at the end of a batch has not counted that one as completed, and the loop adds it later.

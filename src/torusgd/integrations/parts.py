@@ -1,4 +1,4 @@
-"""What the callbacks of all libraries do: exact sums, comparison of ranks, precise batch norm."""
+"""What the callbacks of all libraries do: exact sums, rates, comparison of ranks, precise batch norm."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,23 +7,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.sampler import BatchSizeSchedule, StreamSampler
 from ..gradients.ddp_hook import Wire, ddp_hook
 from ..step.polish import polish
 from .replicas import Replicas
 
 
 class StepParts:
-    """Puts the sums into a DistributedDataParallel model, and compares the ranks as steps are counted.
+    """Puts the sums into a DistributedDataParallel model, the rates of a schedule into the optimizer, compares ranks.
 
     A model that isn't in DistributedDataParallel, as of a run on one rank, has nothing to sum. Running statistics of
     batch norm are not compared: DistributedDataParallel has each rank change its own.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, wire: Wire | None, compare_every: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, sampler: StreamSampler, wire: Wire | None, compare_every: int
+    ) -> None:
         if wire is not None and isinstance(model, DistributedDataParallel):
             ddp_hook(model, wire=wire)
         # Accelerate's optimizers hold torch's.
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(sampler.batches, BatchSizeSchedule):
+            sampler.batches.follow(optimizer, sampler)
         self._replicas = (
             Replicas(model, optimizer, every=compare_every, ignore=("*running_mean", "*running_var"))
             if compare_every

@@ -13,7 +13,7 @@ except ImportError as error:
         "torusgd.integrations.transformers needs transformers: pip install 'transformers[torch]'"
     ) from error
 
-from ..data.sampler import StreamSampler
+from ..data.sampler import BatchSizeSchedule, StreamSampler
 from ..errors import UserError
 from ..gradients.ddp_hook import Wire
 from .parts import StepParts, precise_batch_norm
@@ -29,6 +29,8 @@ class StreamTrainer(Trainer):
     global step; skipping batches (`ignore_data_skip`) is switched off, for the stream begins where it should.
 
     Args:
+        schedule: Batches in place of that product, and rates that multiply those of the arguments' scheduler; it needs
+            `max_steps`. The micro-batches grow with it, so that the first one is the arguments' at best.
         wire: `exact` sums gradients over ranks in fixed point; `float16`, `bfloat16` halve the bytes (`ddp_hook`).
         compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
         calibration: Gives this rank's batches for precise batch norm before each evaluation (`polish`): the model's
@@ -40,13 +42,19 @@ class StreamTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
+        schedule: BatchSizeSchedule | None = None,
         wire: Wire | None = None,
         compare_every: int = 0,
         calibration: Callable[[], Iterable[Inputs]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if schedule is not None and self.args.max_steps <= 0:
+            raise UserError(
+                "schedule: epochs have no fixed number of steps with it; give TrainingArguments(max_steps=...)"
+            )
         self.args.ignore_data_skip = True
+        self._schedule = schedule
         self._wire, self._compare_every, self._calibration = wire, compare_every, calibration
         self.stream: StreamSampler | None = None
         self.add_callback(_Follow(self))
@@ -60,7 +68,7 @@ class StreamTrainer(Trainer):
             raise UserError("train_dataset: the stream needs a dataset with a length, not an iterable one") from None
         self.stream = StreamSampler(
             length,
-            options.per_device_train_batch_size * lists,
+            self._schedule or options.per_device_train_batch_size * lists,
             seed=options.seed if options.data_seed is None else options.data_seed,
             micro_batches=lists,
         )
@@ -83,7 +91,8 @@ class StreamTrainer(Trainer):
 
     def parts(self) -> StepParts:
         """What follows the steps of the model as it trains, wrapped."""
-        return StepParts(self.model_wrapped, self.optimizer, self._wire, self._compare_every)
+        assert self.stream is not None
+        return StepParts(self.model_wrapped, self.optimizer, self.stream, self._wire, self._compare_every)
 
 
 class _Follow(TrainerCallback):

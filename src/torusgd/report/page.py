@@ -7,6 +7,7 @@ from ..errors import needs
 from ..plan.timeline import PARTS
 from ..text import NONE, count, duration, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts
+from .logs import Log, log_charts
 from .read_run import RunRecord
 from .tables import (
     Row,
@@ -56,6 +57,16 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
         commands=[(run.name, command_of(run)) for run in runs],
         box=_BOX,
     )  # fmt: skip
+
+
+def log_page(logs: Sequence[Log]) -> str:
+    """Logs of other trainers as a page of HTML."""
+    names = [log.name for log in logs]
+    return (
+        _environment()
+        .get_template("logs.html")
+        .render(title=" beside ".join(names), names=names, charts=log_charts(logs), box=_BOX)
+    )
 
 
 def plan_page(plan: Mapping[str, Any], command: str) -> str:

@@ -24,7 +24,7 @@ from ..step.drift import DriftWatch, steps_between
 from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
-from ..step.noise_scale import NoiseScale
+from ..step.noise_scale import NoiseWatch
 from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
 from ..step.step import TrainStep
@@ -182,7 +182,7 @@ def _watches_of(
     # A column block's gradient is that of several virtual workers, and local steps hand over changes of weights.
     if workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
         norm, precision, to_host = state.update.gradient_norm, state.precision, clock.monitor.to_host
-        yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
+        yield NoiseWatch(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
 
 
 def _gpu_form(job: Job, world: Group) -> "GpuForm | None":

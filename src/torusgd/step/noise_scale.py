@@ -27,7 +27,27 @@ EVERY = 10
 DECAY = 0.9
 
 
-class NoiseScale(StepWatch):
+class NoiseEstimate:
+    """Averages of S and |G|^2 over measurements; both begin with 0, which cancels in their ratio."""
+
+    # A single step's estimates scatter widely, and a ratio of means can be trusted better than a mean of ratios.
+    def __init__(self, noise: float = 0.0, signal: float = 0.0) -> None:
+        self.noise, self.signal = noise, signal
+
+    def add(self, small: float, mean: float, images: int, batch: int) -> None:
+        """Takes the mean squared norm of gradients over `images`, and the squared norm of that over the `batch`."""
+        noise = (small - mean) / (1 / images - 1 / batch)
+        signal = (batch * mean - images * small) / (batch - images)
+        self.noise = DECAY * self.noise + (1 - DECAY) * noise
+        self.signal = DECAY * self.signal + (1 - DECAY) * signal
+
+    @property
+    def value(self) -> float | None:
+        """Images; None if nothing has been measured, or the noise hides the gradient."""
+        return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
+
+
+class NoiseWatch(StepWatch):
     """Measures the noise scale every EVERY steps; every rank has one.
 
     There are two `workers` of a step at least. `mean_norm` gives the norm of the step's mean gradient, and every rank
@@ -50,9 +70,7 @@ class NoiseScale(StepWatch):
         self._workers, self._device, self._allreduce = workers, device, allreduce
         self._ends = {span.stop_step for span in schedule.spans}
         self._mean_norm, self._loss_scale = mean_norm, loss_scale
-        # Of S and of |G|^2; both begin with 0, which cancels in their ratio. A single step's estimates scatter widely,
-        # and a ratio of means can be trusted better than a mean of ratios.
-        self._averages = (0.0, 0.0)
+        self._estimate = NoiseEstimate()
         # float32 [], by virtual worker of this rank and slot.
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._sent = torch.zeros(0, dtype=torch.int64)
@@ -105,17 +123,12 @@ class NoiseScale(StepWatch):
             return
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
         mean = self._mean_norm() ** 2
-        images, batch = view.step.images_per_worker, view.step.batch
-        noise = (small - mean) / (1 / images - 1 / batch)
-        signal = (batch * mean - images * small) / (batch - images)
-        before = self._averages
-        self._averages = DECAY * before[0] + (1 - DECAY) * noise, DECAY * before[1] + (1 - DECAY) * signal
+        self._estimate.add(small, mean, view.step.images_per_worker, view.step.batch)
 
     @property
     def value(self) -> float | None:
         """Images; None if nothing has been measured, or the noise hides the gradient."""
-        noise, signal = self._averages
-        return noise / signal if noise > 0 and signal > 0 else None
+        return self._estimate.value
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         found: dict[str, Any] = {}
@@ -131,8 +144,7 @@ class NoiseScale(StepWatch):
         return found
 
     def state(self) -> Mapping[str, Tensor]:
-        return {"averages": torch.tensor(self._averages, dtype=torch.float64)}
+        return {"averages": torch.tensor([self._estimate.noise, self._estimate.signal], dtype=torch.float64)}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        noise, signal = tensors["averages"].tolist() if "averages" in tensors else (0.0, 0.0)
-        self._averages = noise, signal
+        self._estimate = NoiseEstimate(*(tensors["averages"].tolist() if "averages" in tensors else ()))
