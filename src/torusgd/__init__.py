@@ -13,7 +13,7 @@ _HOMES = {
     "BatchSizeSchedule": "data.sampler",
     "GradientAudit": "integrations.gradient_audit",
     "Lars": "optim",
-    "NoiseScale": "integrations.noise_scale",
+    "NoiseScale": "integrations.gradient_noise",
     "Recipe": "recipe.schema",
     "Replicas": "integrations.replicas",
     "Schedule": "recipe.schedule",
