@@ -44,6 +44,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")  # the test holds the store
     try:
         dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.barrier()  # who ends before another has connected fails that one's init_process_group
         answers.put((rank, function(*arguments), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))
