@@ -1,11 +1,13 @@
 """What `torusgd verify` finds in a run that somebody has changed, and that it finds nothing in one that nobody has."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.data.buckets import bucket
+from tests.polling import until
 from tests.run.runs import command, run_here, sets, train
 from torch import Tensor
 
@@ -440,6 +443,26 @@ def test_ranks_of_their_own_compute_it(run: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "steps 2:4  equal" in done.stdout
+
+
+def test_a_stop_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        command("verify", run, "--all", "--workers", "1"), env=environment, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: list(tmp_path.glob("torusgd-verify-*/run/recipe.yaml")), "steps are computed")
+    process.terminate()
+    assert (process.communicate(timeout=240)[1], process.returncode) == ("torusgd: stopped by SIGTERM\n", 143)
+    assert not list(tmp_path.glob("torusgd-verify-*"))
+
+
+def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tempfile.gettempdir()}/torusgd-verify-1/run")
+
+    monkeypatch.setattr(verification, "write_checkpoint", full)
+    code, _, errors = run_cli("verify", run, "--steps", "2:4")
+    assert (code, f"TMPDIR names another folder than {tempfile.gettempdir()}" in errors) == (2, True), errors
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("portable", marks=pytest.mark.slow)])

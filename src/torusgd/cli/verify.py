@@ -70,7 +70,9 @@ def verify(
             claims, runtime, data, init, lambda: _wanted(claims, steps, sample, seed, final, whole)
         )
     except (RunError, OSError) as error:  # which say nothing of the run that is checked
-        raise UserError(f"{run}: could not be checked: {error}") from error
+        scratch = tempfile.gettempdir()
+        remedy = f"; TMPDIR names another folder than {scratch} to compute in" if scratch in str(error) else ""
+        raise UserError(f"{run}: could not be checked: {error}{remedy}") from error
     raise typer.Exit(_show(claims, found, computed, json_file))
 
 

@@ -147,7 +147,7 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain
             if failure.is_loss and stop():  # ranks end at their own pace after a stop, and lose each other
-                return _stopped(stop.signal, folder)
+                return _stopped(stop.signal, job)
             again = restarts.pause(failure, last_checkpoint(folder))
             if again is None and failure.is_loss:
                 raise RunError(
@@ -161,10 +161,10 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
             goes_on = f"all ranks start again{after} from {last_checkpoint(folder)}"
             warn(f"{failure.text}; {goes_on} (restart {restarts.in_vain} of {MAX_RESTARTS})")
         except Stopped as broken:
-            return _stopped(broken.number, folder)
+            return _stopped(broken.number, job)
         else:
             number = next((result.signal for result in results if result.signal), 0)
-            return _stopped(stop.signal or number, folder) if number else results[0]
+            return _stopped(stop.signal or number, job) if number else results[0]
         finally:
             _show_cursor()
 
@@ -184,9 +184,10 @@ def _requested_ranks(requests: RunRequests, job: Job, quorum: Quorum) -> int | N
     return max(quorum.fewest, quorum.wanted, min(workers, quorum.most or workers))
 
 
-def _stopped(number: int, folder: RunDir) -> RunResult:
-    who = "torusgd stop" if stop_is_requested(folder.path) else signal.Signals(number).name
-    warn(f"stopped by {who}; the same command goes on from {last_checkpoint(folder)}")
+def _stopped(number: int, job: Job) -> RunResult:
+    who = "torusgd stop" if stop_is_requested(job.out) else signal.Signals(number).name
+    if job.expected is None:  # steps that are verified begin anew in another folder
+        warn(f"stopped by {who}; the same command goes on from {last_checkpoint(RunDir(job.out))}")
     return RunResult(signal=number)
 
 
