@@ -148,8 +148,8 @@ class Recorder:
         """Whether rank 0 wants a record after so many steps, of which all but the last are done or under way."""
         if not self._is_first or steps >= self._steps:
             return False
-        # This one, and the run's last, for which there must be time left.
-        cost = self._spent + 2 * self._cost
+        # This one, and the run's last, for which there must be time left, even if the machine is busier then.
+        cost = self._spent + 3 * self._cost
         return steps - self._last_step >= self._steps / MOST and cost <= FRACTION * (time.monotonic() - self._began)
 
     def _record(self, state: RunState, tensors: StepState, line: StateLine) -> StateLine:
