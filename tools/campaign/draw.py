@@ -1,115 +1,220 @@
-"""The runs of a seed: a covering array of all pairs of values, shuffled values beyond it, and what each run must do."""
+"""The runs of a seed: all pairs of values that go together, each pair that does not, and rows at random beyond them."""
 
 import random
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import combinations
 from typing import Any, NamedTuple
 
-from allpairspy import AllPairs
-
+from torusgd.errors import UserError
 from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Recipe
 
-EVENTS = ("none", "kill", "forkserver", "freeze", "stop", "resize")
-"""what happens to a run: SIGKILL of a rank or of the fork server, SIGSTOP of a rank, SIGTERM and a resume, new ranks"""
+STEPS = 16
+BASE = ("stages.0.until=9st", "evaluate.every=6st", "polish={images: 200}", "data.train_images=400",
+        "data.eval_images=120", "target_top1=null")  # fmt: skip
+"""changes of the recipe `digits` that all runs have, so that both stages are in the few steps"""
 RUNTIME: dict[str, tuple[Any, ...]] = {
     "workers": (2, 3, 4),
-    "allreduce": ("native", "ring", "direct", "halving-doubling", "auto"),
-    "streams": (1, 2),
-    "buckets": ("auto", "0.05", "cubic"),
-    "update": ("replicated", "sharded"),
-    "model_parallel": ("1", "auto", "2"),
-    "weights_first": (False, True),
+    "allreduce": ("native", "ring", "direct", "halving-doubling", "torus", "auto"),
+    "grid": (None, "2x2"),
+    "streams": (None, 2),
+    "buckets": (None, 0.05, "cubic"),
+    "update": (None, "sharded"),
+    "model_parallel": (None, 2, "auto"),
+    "weights_first": (None, True),
     "checkpoint_every": ("1ep", "5st"),
-    "keep_checkpoints": (2, 1),
+    "checkpoint_minutes": (None, 0.005),
+    "keep_checkpoints": (None, 1),
     "verify_every": (None, "8st"),
-    "audit": (0.0, 0.3, 1.0),
+    "audit": (None, 0.3, 1.0),
     "shares": (None, "even", "speed"),
-    "work_stealing": (False, True),
-    "loader_processes": (0, 1, 2),
-    "mixed": (False, True),
+    "work_stealing": (None, True),
+    "loader_processes": (None, 1, 2),
+    "mixed": (None, True),
     "drift_every": (None, 0, 3),
+    "cuda_graphs": (None, True),
+    "cuda_streams": (None, 2),
+    "track": (None, "[tensorboard]"),
 }
-"""values of the runtime options; None: the option is left out"""
-RECIPE: dict[str, tuple[Any, ...]] = {
-    "optimizer": ("lars", "sgd", "adamw", "lamb"),
-    "clip_grad_norm": (None, "1.0"),
-    "model.freeze": (None, "['*bias']"),
-    "model.batch_norm_workers": (None, "each"),
-    "column_blocks": (None, "2"),
-    "precision": (None, "bfloat16", "portable"),
-    "reduction": (None, "float32"),
-    "synchrony": (None, "{form: local, local_steps: 2}", "{form: backup, backups: 2, delays: lognormal}"),
-    "polish": (None, "null", "{images: 100}", "{steps: 2}"),
-    "average": (None, "{half_life: 5st}"),
-    "evaluate.every": (None, "4st"),
-    "evaluate.flip": (None, "true"),
-    "data.augment.mixup": (None, "0.2"),
-    "data.augment.flip": (None, "alternating"),
-    "label_smoothing": (None, "0.0"),
-    "memory_format": (None, "channels_last"),
-}
-"""values of the recipe's keys; None: as in digits"""
-_OPTIMIZERS = {
-    "lars": {},
-    "sgd": {"optimizer": "{name: sgd}", "rate.lr": "0.1"},
-    "adamw": {"optimizer": "{name: adamw}", "rate.lr": "0.001"},
-    "lamb": {"optimizer": "{name: lamb}", "rate.lr": "0.001"},
-}
-AXES = {**RUNTIME, **RECIPE, "event": EVENTS}
-NO_AXIS = {
-    "device": "there is no GPU", "cuda_graphs": "there is no GPU", "cuda_streams": "there is no GPU",
-    "ranks_per_gpu": "there is no GPU", "workers_range": "--workers MIN:MAX gives it", "software": "plans only",
-    "grid": "fits one number of ranks", "profile": "a file of torusgd tune", "track": "needs other packages",
-    "node_memory": "under torchrun only", "checkpoint_minutes": "minutes", "timeout": "the same in all runs",
-    "start_timeout": "seconds of a start",
+"""values of the runtime options; None: left out"""
+NO_OPTION = {
+    "device": "no GPU", "ranks_per_gpu": "no GPU", "workers_range": "the event join gives it", "software": "plans",
+    "profile": "a file of torusgd tune", "node_memory": "torchrun", "timeout": "4 s in all runs",
+    "start_timeout": "for starts that hang",
 }  # fmt: skip
-"""runtime options that no run draws, and why"""
+RECIPE: dict[str, tuple[str, ...]] = {
+    "seed": ("", "seed=7"),
+    "images": ("", "data.train_images=301;data.eval_images=97", "data.resize=10;data.image_size=10"),
+    "pixels": ("", "data.pixels=portable"),
+    "crop": ("", "data.augment.crop=none;data.augment.shift=0",
+             "data.augment.crop=resized;data.augment.shift=0;data.augment.area=[0.5, 1.0];"
+             "data.augment.aspect=[0.8, 1.25]"),
+    "flip": ("", "data.augment.flip=0.5", "data.augment.flip=alternating"),
+    "pictures": ("", "data.augment.rotation=0.2;data.augment.distortion=0.2", "data.augment.policy=trivialaugment",
+                 "data.augment.policy=randaugment;data.augment.operations=1;data.augment.magnitude=5",
+                 "data.augment.brightness=0.2;data.augment.contrast=1.2;data.augment.noise=0.1;"
+                 "data.augment.by_channel=true"),
+    "erase": ("", "data.augment.erase=0.3"),
+    "mix": ("", "data.augment.mixup=0.2", "data.augment.cutmix=0.5"),
+    "repeats": ("", "data.augment.repeats=2"),
+    "norm": ("", "model.batch_norm_momentum=0.3", "model.batch_norm_workers=each"),
+    "freeze": ("", "model.freeze=['*bias']"),
+    "virtual_workers": ("", "virtual_workers=7"),
+    "stages": ("", "stages.0.augment=false", "stages.0.extra_pass=true", "stages.1.lr=linear"),
+    "rate": ("", "rate.warmup=null", "rate.decay={shape: cosine, floor: 0.1}",
+             "rate.decay={shape: step, milestones: [5st], factor: 0.5}"),
+    "noise_scale": ("", "noise_scale.exact=true"),
+    "optimizer": ("", "optimizer={name: sgd, nesterov: true, weight_decay: 0.0001, no_decay: []};rate.lr=0.1",
+                  "optimizer={name: adamw, beta2: 0.99, layer_decay: 0.9};rate.lr=0.001;stages.1.momentum=null",
+                  "optimizer={name: lamb, no_trust: []};rate.lr=0.001;stages.1.momentum=null",
+                  "optimizer.variant=fujitsu;optimizer.bias_rate=2.0;optimizer.head_lr=2.0",
+                  "optimizer.variant=larc-clip;optimizer.eps=0;optimizer.ramp_weight_decay=true"),
+    "clip_grad_norm": ("", "clip_grad_norm=1.0"),
+    "average": ("", "average={half_life: 5st}", "average={half_life: 3st, every: 2}"),
+    "loss": ("", "loss=binary-cross-entropy", "label_smoothing=0.0"),
+    "precision": ("", "precision=bfloat16", "precision=portable", "precision=float16;loss_scale.growth_interval=4"),
+    "memory_format": ("", "memory_format=channels_last", "memory_format=contiguous"),
+    "reduction": ("", "reduction=float32", "reduction=bfloat16"),
+    "float32_norms": ("", "float32_norms=true"),
+    "threads": ("", "threads=2"),
+    "synchrony": ("", "synchrony={form: local, local_steps: 2}", "synchrony={form: stale, staleness: 1}",
+                  "synchrony={form: backup, backups: 2, delays: lognormal}",
+                  "synchrony={form: cutoff, threshold: 1.5, delays: lognormal}"),
+    "evaluate": ("", "evaluate.every=4st;evaluate.first=2st", "evaluate.flip=true;evaluate.images_per_chunk=37"),
+    "column_blocks": ("", "column_blocks=2"),
+    "target_top1": ("", "target_top1=0.05"),
+    "polish": ("", "polish=null", "polish={steps: 2}", "polish={images: 100, images_per_batch: 30}"),
+}  # fmt: skip
+"""changes of the recipe's keys, several apart by semicolons; the first value is no change"""
+NO_KEY = {
+    "name": "a name", "description": "a text", "arithmetic": "has one value", "data.source": "is digits",
+    "data.options": "of digits: none", "data.decoder": "digits are not decoded", "data.classes": "those of digits",
+    "data.channels": "those of digits", "data.mean": "of digits", "data.std": "of digits",
+    "data.max_replaced": "no image is broken", "model.name": "digits-net", "model.options": "of digits-net", "compile": "takes a minute a run",
+}  # fmt: skip
+"""keys that no run changes"""
+EVENTS = ("none", "kill", "forkserver", "loader", "tracker", "freeze", "pause", "slow disk", "stop", "resize", "join")
+AXES: dict[str, tuple[Any, ...]] = {**RUNTIME, **RECIPE}
+Row = dict[str, Any]
+"""a value of each axis"""
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+PLAIN: Row = {axis: values[0] for axis, values in AXES.items()}
 
 
 class Draw(NamedTuple):
     """One run."""
 
     index: int
-    values: dict[str, Any]  # by axis
+    row: Row
+    event: str
 
     @property
-    def changes(self) -> list[str]:
-        """Arguments of --set."""
-        chosen = {key: self.values[key] for key in RECIPE if key != "optimizer" and self.values[key] is not None}
-        return [f"{key}={value}" for key, value in (_OPTIMIZERS[self.values["optimizer"]] | chosen).items()]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Runtime options that are given, the short liveness limit among them."""
-        given = {key: self.values[key] for key in RUNTIME if self.values[key] is not None}
-        return {key: value for key, value in given.items() if value is not False} | {"timeout": 10}
-
     def refusal(self) -> list[str]:
-        """The lines with which the table of compatibility refuses the run; empty if it must end with the weights."""
-        try:
-            recipe = load_recipe("digits", self.changes)[0]
-        except Exception as error:
-            return [str(error)]
-        options = RuntimeOptions.model_validate({k: v for k, v in self.options.items() if k != "workers"})
-        return refusals(Setup(recipe, options, ranks=self.values["workers"]))
+        """The lines with which it may be refused; none: it must end with the weights of the plain run."""
+        return refused(self.row, self.event == "join")
+
+
+def recipe_changes(row: Row) -> list[str]:
+    """What `--set` gets for the recipe."""
+    return [*BASE, *(change for axis in RECIPE for change in row[axis].split(";") if change)]
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    """The runtime options that are given, beside the number of ranks."""
+    given = {key: row[key] for key in RUNTIME if key != "workers" and row[key] is not None}
+    return given | {"timeout": 4}
+
+
+@lru_cache(maxsize=None)
+def _load(changes: tuple[str, ...]) -> "tuple[Recipe, Any] | str":
+    try:
+        return load_recipe("digits", [*changes])
+    except UserError as error:
+        return str(error)
+
+
+def refused(row: Row, listens: bool = False) -> list[str]:
+    """The lines of the project's own table for a row; empty: it must run."""
+    recipe = _load(tuple(recipe_changes(row)))
+    both = _load((*BASE, *(f"runtime.{key}={value}" for key, value in options_of(row).items())))
+    for found in (recipe, both):
+        if isinstance(found, str):
+            return [found]
+    assert not isinstance(recipe, str) and not isinstance(both, str)
+    options = both[1]
+    if listens:
+        options = options.model_copy(update={"workers_range": (3, 4)})
+    found = refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
+    grid = row["grid"] is not None and (row["workers"] != 4 or row["allreduce"] not in ("torus", "hierarchical"))
+    # What algorithms refuse stands with them, and not in the table.
+    return found + ["grid"] * grid + ["streams"] * (row["streams"] is not None and row["allreduce"] == "native")
+
+
+def pairs(row: Mapping[str, Any]) -> set[Pair]:
+    return set(combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+
+
+def covering(rng: random.Random) -> Iterator[Row]:
+    """Rows with every pair of values in one that runs, and each pair that is refused alone in one that is refused.
+
+    The greedy method of AETG (Cohen et al. 1997, "The AETG system", section 4): a row begins with a pair that is left,
+    and takes axis after axis the value with the most pairs that are left, here among those that are not refused.
+    """
+    alone = {(axis, value) for axis in AXES for value in AXES[axis] if _way({axis: value}) is None}
+    yield from (PLAIN | dict([one]) for one in sorted(alone, key=repr))
+    left = {
+        ((a, x), (b, y))
+        for a, b in combinations(sorted(AXES), 2) for x in AXES[a] for y in AXES[b]
+        if (a, x) not in alone and (b, y) not in alone
+    }  # fmt: skip
+    for pair in sorted(left, key=lambda each: (rng.random(), repr(each))):
+        if pair not in left:
+            continue
+        fixed = _way(dict(pair))
+        left.discard(pair)
+        if fixed is None:
+            yield PLAIN | dict(pair)
+            continue
+        row = PLAIN | fixed
+        for axis in rng.sample(sorted(set(AXES) - set(fixed)), len(AXES) - len(fixed)):
+            news = {value: sum(_pair((axis, value), item) in left for item in fixed.items()) for value in AXES[axis]}
+            for value in sorted(AXES[axis], key=lambda v: (-news[v], rng.random())):
+                if (axis, value) not in alone and not refused(row | {axis: value}):
+                    row[axis] = fixed[axis] = value
+                    break
+        left -= pairs(row)
+        yield row
+
+
+def _way(wanted: Row) -> Row | None:
+    """Values with which some others run, such as an all-reduce for a grid; None: they are refused in all ways."""
+    ways = ({"workers": n, "allreduce": a, "column_blocks": c} | wanted for n in (2, 4) for a in ("native", "torus")
+            for c in RECIPE["column_blocks"])  # fmt: skip
+    return next((way for way in [wanted, *ways] if not refused(PLAIN | way)), None)
+
+
+def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> Pair:
+    return (one, other) if one[0] < other[0] else (other, one)
 
 
 def draws(seed: int, count: int) -> list[Draw]:
-    """The first runs of a seed: every pair of values, in an order of their own, then values at random."""
+    """The first runs of a seed: the covering rows, then rows with one of their recipes and other options and events."""
     rng = random.Random(seed)
-    # Half of the runs have no event, in which all the others share equally: an array alone would have them all alike.
-    axes = {key: rng.sample(values, len(values)) for key, values in AXES.items()}
-    rows = [dict(zip(axes, row, strict=True)) for row in AllPairs(list(axes.values()))]
+    rows = [*covering(rng)]
+    good = [row for row in rows if not refused(row)]
     while len(rows) < count:
-        # Mostly defaults, so that most of these runs are not refused.
-        row = {key: values[0] if rng.random() < 0.75 else rng.choice(values) for key, values in AXES.items()}
-        row["workers"] = rng.choice(RUNTIME["workers"])
-        row["event"] = rng.choice(EVENTS[1:]) if rng.random() < 0.6 else "none"
+        row = dict(rng.choice(good))
+        for axis in RUNTIME:
+            value = rng.choice(AXES[axis]) if rng.random() < 0.4 else row[axis]
+            if not refused(row | {axis: value}):
+                row[axis] = value
         rows.append(row)
-    return [Draw(index, row) for index, row in enumerate(rows[:count])]
-
-
-def pairs(values: dict[str, Any]) -> set[tuple[str, str]]:
-    """The pairs of values in a run, each value with its axis."""
-    words = sorted(f"{key}={value}" for key, value in values.items())
-    return {(a, b) for i, a in enumerate(words) for b in words[i + 1 :]}
+    found = []
+    for index, row in enumerate(rows):
+        event = rng.choice(EVENTS[1:]) if not refused(row) and rng.random() < 0.7 else "none"
+        if event == "join" and refused(row, listens=True):
+            event = "kill"
+        found.append(Draw(index, row, event))
+    return found

@@ -243,6 +243,13 @@ def _close(processes: list[_Process]) -> None:
         process.join()
 
 
+def _received(pipe: Connection) -> Any:
+    """The next message; None also if the rank that would send it has ended."""
+    with suppress(EOFError, OSError):
+        return pipe.recv()
+    return None
+
+
 def _serve(pipe: Connection, memory: str, open_: Open) -> None:
     """Makes batches until the rank sends None."""
     hold_back()  # a Ctrl-C reaches all processes of a terminal, and the rank may need another batch before it ends
@@ -255,7 +262,7 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
     shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
     pipeline: Pipeline | None = None
     made: _Made | Exception
-    while (wanted := pipe.recv()) is not None:
+    while (wanted := _received(pipe)) is not None:
         try:
             # Opened with the first batch, so that an error reaches the rank as that of a batch does.
             pipeline = pipeline or open_(shared.array)
@@ -268,4 +275,5 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
         except Exception as error:
             made = RunError(f"a process that makes batches: {type(error).__name__}: {error}")
             made.add_note(traceback.format_exc())
-        pipe.send((made, [lines.get().getMessage() for _ in range(lines.qsize())]))
+        with suppress(OSError):  # the rank has ended meanwhile, and the next message is None
+            pipe.send((made, [lines.get().getMessage() for _ in range(lines.qsize())]))
