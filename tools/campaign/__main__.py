@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .draw import EVENTS, Draw, draws, pairs, refused
-from .play import Player
+from .play import LIMIT, Player
 
 GOOD = ("same", "refused", "ends well")
 RUNS_OF_A_PROCESS = 40
@@ -82,7 +82,7 @@ def _lost(folder: Path, code: int) -> dict[str, Any]:
         raise SystemExit(f"the campaign can't play: exit code {code}")
     text = hang.read_text() if hang.exists() else (folder / "log").read_text()[-6000:]
     verdict = "HANG" if hang.exists() else f"THE LAUNCHER ENDED with code {code}"
-    return {**json.loads(now.read_text()), "struck": True, "verdict": verdict, "log": text, "seconds": 120.0}
+    return {**json.loads(now.read_text()), "struck": True, "verdict": verdict, "log": text, "seconds": LIMIT}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -101,7 +101,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for event in EVENTS:
         mine = [row for row in rows if row["event"] == event]
         ends = Counter(row["verdict"] for row in mine)
-        counts = [len(mine), sum(row["struck"] for row in mine), *(ends[each] for each in ("same", "ends well", "refused"))]
+        counts = [
+            len(mine),
+            sum(row["struck"] for row in mine),
+            *(ends[each] for each in ("same", "ends well", "refused")),
+        ]
         lines.append(f"| {event} | {' | '.join(map(str, counts))} | {len(mine) - sum(counts[2:])} |")
     covered = set().union(*(pairs(row["row"]) for row in rows if not refused(row["row"])))
     return "\n".join([*lines, f"{len(rows)} runs, {len(covered)} pairs of values in runs that were not refused"])

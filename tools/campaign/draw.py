@@ -11,9 +11,10 @@ from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Recipe
 
-STEPS = 16
-BASE = ("stages.0.until=9st", "evaluate.every=6st", "polish={images: 200}", "data.train_images=400",
-        "data.eval_images=120", "target_top1=null")  # fmt: skip
+STEPS = 10
+BASE = ("virtual_workers=6", "stages.0.until=6st", "stages.0.images_per_worker=2", "stages.1.images_per_worker=3",
+        "evaluate.every=4st", "evaluate.images_per_chunk=20", "polish={images: 40}", "data.train_images=100",
+        "data.eval_images=40", "target_top1=null")  # fmt: skip
 """changes of the recipe `digits` that all runs have, so that both stages are in the few steps"""
 RUNTIME: dict[str, tuple[Any, ...]] = {
     "workers": (2, 3, 4),
@@ -46,7 +47,7 @@ NO_OPTION = {
 }  # fmt: skip
 RECIPE: dict[str, tuple[str, ...]] = {
     "seed": ("", "seed=7"),
-    "images": ("", "data.train_images=301;data.eval_images=97", "data.resize=10;data.image_size=10"),
+    "images": ("", "data.train_images=91;data.eval_images=37", "data.resize=10;data.image_size=10"),
     "pixels": ("", "data.pixels=portable"),
     "crop": ("", "data.augment.crop=none;data.augment.shift=0",
              "data.augment.crop=resized;data.augment.shift=0;data.augment.area=[0.5, 1.0];"
@@ -82,10 +83,10 @@ RECIPE: dict[str, tuple[str, ...]] = {
     "synchrony": ("", "synchrony={form: local, local_steps: 2}", "synchrony={form: stale, staleness: 1}",
                   "synchrony={form: backup, backups: 2, delays: lognormal}",
                   "synchrony={form: cutoff, threshold: 1.5, delays: lognormal}"),
-    "evaluate": ("", "evaluate.every=4st;evaluate.first=2st", "evaluate.flip=true;evaluate.images_per_chunk=37"),
+    "evaluate": ("", "evaluate.every=4st;evaluate.first=2st", "evaluate.flip=true;evaluate.images_per_chunk=17"),
     "column_blocks": ("", "column_blocks=2"),
     "target_top1": ("", "target_top1=0.05"),
-    "polish": ("", "polish=null", "polish={steps: 2}", "polish={images: 100, images_per_batch: 30}"),
+    "polish": ("", "polish=null", "polish={steps: 2}", "polish={images: 50, images_per_batch: 15}"),
 }  # fmt: skip
 """changes of the recipe's keys, several apart by semicolons; the first value is no change"""
 NO_KEY = {
@@ -142,7 +143,8 @@ def refused(row: Row, listens: bool = False) -> list[str]:
     for found in (recipe, both):
         if isinstance(found, str):
             return [found]
-    assert not isinstance(recipe, str) and not isinstance(both, str)
+    assert isinstance(recipe, tuple)
+    assert isinstance(both, tuple)
     options = both[1]
     if listens:
         options = options.model_copy(update={"workers_range": (3, 4)})

@@ -1,4 +1,4 @@
-"""Imported by the process that ranks are forked from: stacks on a signal, and a disk that is slow while a file says so."""
+"""Imported by the process that ranks are forked from: stacks on a signal, and a disk that a file makes slow."""
 
 import faulthandler
 import os

@@ -27,8 +27,8 @@ from torusgd.signals import Stopped, raise_on_stop
 from .draw import STEPS, Draw, Row, options_of, recipe_changes
 from .in_rank import FOLDER
 
-LIMIT = 120.0
-"""seconds of one command, after which it hangs: this process ends, with all stacks in the file `hang`"""
+LIMIT = 60.0
+"""seconds of a command without a new line, after which it hangs: this process ends, with all stacks in the file `hang`"""
 
 
 class Player:
@@ -147,8 +147,13 @@ class Player:
             sys.stdout.flush()
 
     def _end_late(self, done: threading.Event) -> None:
-        if done.wait(LIMIT):
-            return
+        size, last = -1, time.monotonic()
+        while time.monotonic() - last < LIMIT:
+            if done.wait(1.0):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                found = self._size() + (self._run / "events.jsonl").stat().st_size
+                size, last = found, last if found == size else time.monotonic()
         for process in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
@@ -167,7 +172,10 @@ class Player:
             while not over.wait(0.05):
                 if found := re.search(r"torusgd join (\S+)", self._text(at)):
                     words = [sys.executable, "-m", "torusgd", "join", found[1], "--token-file", str(self._token)]
-                    row["joiner"], row["struck"] = subprocess.Popen([*words, "--workers", "2"], start_new_session=True), True
+                    row["joiner"], row["struck"] = (
+                        subprocess.Popen([*words, "--workers", "2"], start_new_session=True),
+                        True,
+                    )
                     return
             return
         while not (events.exists() and events.stat().st_size) and not over.wait(0.02):

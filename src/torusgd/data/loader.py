@@ -197,31 +197,48 @@ class _Process:
     """The rank's side of one process."""
 
     def __init__(self, open_: Open) -> None:
-        self._file = file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)
-        self.memory = SharedMemory(file)
+        self._open = open_
+        self._file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)
+        self.memory = SharedMemory(self._file)
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         self._pipe, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its, f"/proc/{os.getpid()}/fd/{file}", open_))
+        self._process = context.Process(target=_serve, args=(its, f"/proc/{os.getpid()}/fd/{self._file}", self._open))
         self._process.start()
         its.close()
 
     def make(self, wanted: tuple[Any, ...]) -> _Made:
-        """A batch that the process makes from the arguments of `Pipeline.training_batch`."""
+        """A batch that the process, or one in its place, makes from the arguments of `Pipeline.training_batch`."""
         try:
-            self._pipe.send(wanted)
-            made, lines = self._pipe.recv()
+            made, lines = self._exchange(wanted)
         except (EOFError, OSError):
-            self._process.join()
-            end = how_it_ended(self._process.exitcode or 0)
-            raise RunError(
-                f"a process that makes batches {end}; fewer runtime.loader_processes take less memory"
-            ) from None
+            # A second end at the same batch has the same reason, most likely too little memory.
+            log.warning("%s, and another one takes its place", self._end())
+            try:
+                with held_back():
+                    self._start()
+                made, lines = self._exchange(wanted)
+            except (EOFError, OSError):
+                end = self._end()
+                raise RunError(f"{end} twice in a row; fewer runtime.loader_processes take less memory") from None
         for line in lines:
             log.warning("%s", line)
         if isinstance(made, Exception):
             raise made
         assert isinstance(made, _Made)
         return made
+
+    def _exchange(self, wanted: tuple[Any, ...]) -> Any:
+        self._pipe.send(wanted)
+        return self._pipe.recv()
+
+    def _end(self) -> str:
+        """How the process has ended, whose pipe is closed."""
+        self._pipe.close()
+        self._process.join()
+        return f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
 
     def request_end(self) -> None:
         # By a message: another child of this process may hold an end of the pipe, which then never closes.

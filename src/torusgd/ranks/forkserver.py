@@ -37,9 +37,15 @@ def start_forkserver() -> None:
         ) from None
 
 
-def forkserver_has_ended() -> bool:
-    """Whether somebody has ended it, and so its ranks; the next start of a rank starts it anew."""
-    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+def forkserver_process() -> int:
+    """The number of the process from which the last rank was forked; 0: there is none."""
+    return multiprocessing.forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
+
+
+def forkserver_has_ended(server: int) -> bool:
+    """Whether somebody has ended a fork server, and so its ranks; the next start of a rank starts it anew."""
+    if server != forkserver_process():  # another rank has been started since
+        return True
     # Without reaping it, which is multiprocessing's business. Its pipes close a moment before its end is known.
     until, how = time.monotonic() + _END_SECONDS, os.WEXITED | os.WNOHANG | os.WNOWAIT
     while not (has_ended := os.waitid(os.P_PID, server, how) is not None) and time.monotonic() < until:

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..comm import store_keys as keys
 from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
+from ..errors import retry
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import Generations, Released
@@ -73,9 +74,13 @@ class RankSpec:
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:
-    process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
-    process.start()
-    return process
+    def start() -> BaseProcess:
+        process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
+        process.start()
+        return process
+
+    # If somebody ends the fork server at this moment the next call starts it anew.
+    return retry(start, (0.1, 1.0), lambda error: isinstance(error, EOFError | ConnectionError | FileNotFoundError))
 
 
 def serve_store() -> TCPStore:

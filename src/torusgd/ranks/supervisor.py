@@ -22,7 +22,7 @@ from ..comm.base import LateRank
 from ..signals import held_back, how_it_ended
 from ..text import named
 from .failures import Failure, FailureChannel, FailureKind, cause_of
-from .forkserver import forkserver_has_ended, start_forkserver
+from .forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from .generations import Generations
 from .gpus import free_local_rank
 from .join import JoinedNode, Listener, RemoteRank
@@ -68,6 +68,8 @@ class RankEntry:
     local: int = 0
     """number among the ranks that run on its machine"""
     runs: bool = True
+    server: int = 0
+    """the fork server's process, without which its end can't be told"""
 
     @property
     def node(self) -> JoinedNode | None:
@@ -218,7 +220,7 @@ class Supervisor:
             part is Part.JOINS, interface, local,
         )  # fmt: skip
         with held_back():  # else a signal could come between the two
-            self._table[number] = RankEntry(number, start_rank(spec), part, local)
+            self._table[number] = RankEntry(number, start_rank(spec), part, local, server=forkserver_process())
         return number
 
     def _in(self, part: Part) -> list[int]:
@@ -436,7 +438,7 @@ def _exit_of(rank: RankEntry) -> Exit:
     code = rank.process.exitcode or 0
     if isinstance(rank.process, RemoteRank):
         return Exit(rank.number, code, rank.process.why, is_remote=True)
-    is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended()
+    is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended(rank.server)
     how = "ended with the fork server" if is_orphan else how_it_ended(code)
     return Exit(rank.number, code, how, is_orphan=is_orphan)
 
