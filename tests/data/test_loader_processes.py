@@ -15,7 +15,7 @@ import torch
 from tests.data.pictures import folder_data, write_folder
 from tests.messages import refused
 from tests.polling import until
-from torusgd.data import Batch, Pipeline, StreamOrder, open_sources
+from torusgd.data import Batch, Pipeline, StreamOrder, loader, open_sources
 from torusgd.data.file_lists import make_here
 from torusgd.data.loader import Loader, LoaderProcesses, Share, open_pipeline
 from torusgd.data.to_device import BytePipeline
@@ -102,14 +102,27 @@ def test_what_is_wrong_reaches_the_rank(tmp_path: Path, closing: list[LoaderProc
     assert len(its.training_batch(*FIRST, True).images) == 6  # it goes on
 
 
-def test_a_killed_process_is_one_line(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
+def test_a_killed_process_is_replaced_and_a_second_end_is_one_line(
+    tmp_path: Path, closing: list[LoaderProcesses], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(active_children())
     _, its = processes(closing, folder_data(), write_folder(tmp_path))
     its.training_batch(*FIRST, True)
     (process,) = set(active_children()) - before
     os.kill(process.pid or 0, signal.SIGTERM)  # held back: the rank may want another batch before it stops
     assert len(its.training_batch(*FIRST, True).images) == 6
+    wanted = its.training_batch(*FIRST, True).images
     os.kill(process.pid or 0, signal.SIGKILL)
+    assert its.training_batch(*FIRST, True).images.equal(wanted)
+    # One that ends at each batch, as for want of memory, is not replaced for ever.
+    exchange = loader._Process._exchange
+
+    def end_first(process: Any, wanted: Any) -> Any:
+        process._process.kill()
+        process._process.join()
+        return exchange(process, wanted)
+
+    monkeypatch.setattr(loader._Process, "_exchange", end_first)
     with refused("a loader process that was killed", kind=RunError, TMP=tmp_path):
         its.training_batch(*FIRST, True)
 

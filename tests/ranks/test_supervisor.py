@@ -23,6 +23,7 @@ from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
+from torusgd.ranks.forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.rank import RankFunction
 from torusgd.ranks.supervisor import RankFailed, Supervisor
@@ -156,6 +157,12 @@ def test_a_fork_server_that_is_ended_is_named_and_the_next_attempt_starts_anothe
     failure = attempts.failure(end_the_fork_server)
     assert failure.kind is FailureKind.RANK_LOST
     assert "rank 1 ended with the fork server" in failure.text
+    # Also once another has taken its place, as when a rank is started between the ends of two others.
+    server = forkserver_process()
+    start_forkserver()
+    assert forkserver_process() != server
+    assert forkserver_has_ended(server)
+    assert not forkserver_has_ended(forkserver_process())
     assert [result[3] for result in attempts.results(be_well)] == [2.0, 2.0]
 
 

@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import UserError
 from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Recipe
 
 STEPS = 10
-BASE = ("virtual_workers=6", "stages.0.until=6st", "stages.0.images_per_worker=2", "stages.1.images_per_worker=3",
+BASE = ("virtual_workers=6", "stages.0.until=6st", "stages.0.images_per_worker=2", "stages.1.images_per_worker=4",
         "evaluate.every=4st", "evaluate.images_per_chunk=20", "polish={images: 40}", "data.train_images=100",
         "data.eval_images=40", "target_top1=null")  # fmt: skip
 """changes of the recipe `digits` that all runs have, so that both stages are in the few steps"""
@@ -93,7 +94,8 @@ NO_KEY = {
     "name": "a name", "description": "a text", "arithmetic": "has one value", "data.source": "is digits",
     "data.options": "of digits: none", "data.decoder": "digits are not decoded", "data.classes": "those of digits",
     "data.channels": "those of digits", "data.mean": "of digits", "data.std": "of digits",
-    "data.max_replaced": "no image is broken", "model.name": "digits-net", "model.options": "of digits-net", "compile": "takes a minute a run",
+    "data.max_replaced": "no image is broken", "model.name": "digits-net", "model.options": "of digits-net", 
+    "compile": "takes a minute a run",
 }  # fmt: skip
 """keys that no run changes"""
 EVENTS = ("none", "kill", "forkserver", "loader", "tracker", "freeze", "pause", "slow disk", "stop", "resize", "join")
@@ -128,7 +130,7 @@ def options_of(row: Row) -> dict[str, Any]:
     return given | {"timeout": 4}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(changes: tuple[str, ...]) -> "tuple[Recipe, Any] | str":
     try:
         return load_recipe("digits", [*changes])
@@ -145,13 +147,20 @@ def refused(row: Row, listens: bool = False) -> list[str]:
             return [found]
     assert isinstance(recipe, tuple)
     assert isinstance(both, tuple)
-    options = both[1]
+    # What a recipe's runtime block gives for another number of ranks is left out, with a line that says so.
+    options = both[1].without(both[1].unfit(row["workers"]))
     if listens:
         options = options.model_copy(update={"workers_range": (3, 4)})
-    found = refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
-    grid = row["grid"] is not None and (row["workers"] != 4 or row["allreduce"] not in ("torus", "hierarchical"))
-    # What algorithms refuse stands with them, and not in the table.
-    return found + ["grid"] * grid + ["streams"] * (row["streams"] is not None and row["allreduce"] == "native")
+    try:
+        if options.allreduce not in ("native", "auto"):
+            parse_algorithm(options.allreduce, row["workers"], options.grid_size)
+    except UserError as error:
+        return [str(error)]
+    lines = refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
+    # These stand where connections are made, and not in the table.
+    is_plain = options.allreduce in ("native", "auto")
+    lines += ["grid "] * (is_plain and options.grid is not None)
+    return lines + ["streams "] * (options.allreduce == "native" and options.streams > 1)
 
 
 def pairs(row: Mapping[str, Any]) -> set[Pair]:

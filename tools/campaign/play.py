@@ -28,7 +28,7 @@ from .draw import STEPS, Draw, Row, options_of, recipe_changes
 from .in_rank import FOLDER
 
 LIMIT = 60.0
-"""seconds of a command without a new line, after which it hangs: this process ends, with all stacks in the file `hang`"""
+"""seconds of a command without a new line, after which it hangs: this process ends, all stacks in the file `hang`"""
 
 
 class Player:
@@ -64,10 +64,15 @@ class Player:
         return row | {"verdict": verdict, "seconds": round(time.monotonic() - started, 1)}
 
     def _refused(self, draw: Draw) -> str:
+        shutil.rmtree(self._run, ignore_errors=True)  # else it could be refused for the run that is there
         at = self._size()
         code = self._command(self._words(draw.row))
-        lines = [line for line in self._text(at).splitlines() if line]
-        return "refused" if code == 2 and len(lines) == 1 else f"REFUSED with code {code} and {len(lines)} lines"
+        # Of options that are for another number of ranks a line says that they are left out.
+        lines = [line for line in self._text(at).splitlines() if line and " left out " not in line]
+        if code != 2 or len(lines) != 1:
+            return f"REFUSED with code {code} and {len(lines)} lines"
+        is_expected = any(line.partition(" ")[0] in lines[0] for line in draw.refusal)
+        return "refused" if is_expected else "REFUSED for another reason"
 
     def _same(self, draw: Draw, rng: random.Random, row: dict[str, Any]) -> str:
         event, code = draw.event, 0

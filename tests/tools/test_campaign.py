@@ -1,0 +1,69 @@
+"""The campaign of combinations draws every option and key, and its verdicts tell right weights from wrong ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.campaign import __main__ as campaign
+from tools.campaign import draw
+from tools.campaign.draw import AXES, BASE, NO_KEY, NO_OPTION, PLAIN, RECIPE, RUNTIME, Draw, refused
+
+from torusgd.recipe.reference import _rows
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Recipe
+
+
+def test_every_runtime_option_is_drawn_or_has_a_reason() -> None:
+    assert not RUNTIME.keys() & NO_OPTION.keys()
+    assert RUNTIME.keys() | NO_OPTION.keys() == RuntimeOptions.model_fields.keys()
+
+
+def test_every_group_of_keys_is_drawn_or_has_a_reason() -> None:
+    changed = [*BASE, *(change for values in RECIPE.values() for value in values for change in value.split(";"))]
+    heads = {change.partition("=")[0].split(".")[0] for change in changed if change}
+    assert {key.split(".")[0] for key, *_ in _rows(Recipe)} <= heads | NO_KEY.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({}, ""), ({"model_parallel": 2}, "model_parallel = 2"), ({"streams": 2}, "streams"), ({"grid": "2x2"}, ""),
+     ({"grid": "2x2", "workers": 4}, "grid"), ({"streams": 2, "allreduce": "ring"}, "")],
+)  # fmt: skip
+def test_the_table_says_which_runs_are_refused(change: dict[str, Any], words: str) -> None:
+    lines = refused(PLAIN | change)
+    assert bool(lines) == bool(words)
+    assert all(words in line for line in lines[:1])
+
+
+def test_each_pair_of_values_is_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = {axis: AXES[axis] for axis in ("workers", "allreduce", "streams", "audit", "reduction", "mixed")}
+    monkeypatch.setattr(draw, "AXES", axes)
+    rows = [each.row for each in draw.draws(3, 1)]
+    covered = set().union(*(draw.pairs({axis: row[axis] for axis in axes}) for row in rows))
+    wanted = {draw._pair((a, x), (b, y)) for a in axes for b in axes if a < b for x in axes[a] for y in axes[b]}
+    assert covered >= wanted
+    assert len(rows) < len(wanted) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_is_played_once_and_other_weights_are_found(tmp_path: Path) -> None:
+    results = tmp_path / "r.jsonl"
+    row = PLAIN | {"audit": 1.0}
+    runs = [Draw(0, row, "loader"), Draw(1, row | {"model_parallel": 2}, "none"), Draw(2, row, "kill")]
+    drawn = results.with_suffix(".draws-0-3")
+    drawn.write_text("".join(json.dumps(each) + "\n" for each in runs[:2]))
+    words = [sys.executable, "-m", "tools.campaign", str(results), "--runs", "3"]
+    assert subprocess.run(words, timeout=120, check=False).returncode == 0
+    played = campaign.read(results)
+    assert [row["verdict"] for row in played] == ["same", "refused"]
+    # A second call plays what is new alone, and compares with the weights that are known.
+    results.write_text(
+        "".join(json.dumps(row | {"plain": "0" * 64} if "plain" in row else row) + "\n" for row in played)
+    )
+    drawn.write_text("".join(json.dumps(each) + "\n" for each in runs))
+    assert subprocess.run(words, timeout=120, check=False).returncode == 1
+    assert [row["verdict"][:5] for row in campaign.read(results)] == ["same", "refus", "WRONG"]
