@@ -1,4 +1,5 @@
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.comm.gloo_world import start_forkserver
 from tests.data.pictures import folder_data, write_folder
 from tests.messages import refused
 from tests.polling import until
@@ -34,6 +36,12 @@ def closing() -> Iterator[list[LoaderProcesses]]:
     yield started
     for each in started:
         each.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver() -> None:
+    """As in a run: what a process imports after its fork starts threads that don't hold signals back."""
+    start_forkserver()
 
 
 def processes(
@@ -100,6 +108,15 @@ def test_what_is_wrong_reaches_the_rank(tmp_path: Path, closing: list[LoaderProc
     with refused("a loader process with a defect", kind=RunError, NUMPYS=re.compile("index .*")):
         its.training_batch(np.array([10**6]), np.zeros(1, dtype=np.int64), True)
     assert len(its.training_batch(*FIRST, True).images) == 6  # it goes on
+
+
+def test_a_process_whose_rank_has_ended_ends_without_a_word() -> None:
+    context = multiprocessing.get_context("forkserver")
+    _, its = context.Pipe()
+    process = context.Process(target=loader._serve, args=(its, "/proc/self/fd/9999", None))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_killed_process_is_replaced_and_a_second_end_is_one_line(

@@ -109,7 +109,7 @@ PLAIN: Row = {axis: values[0] for axis, values in AXES.items()}
 class Draw(NamedTuple):
     """One run."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     row: Row
     event: str
 
@@ -156,11 +156,7 @@ def refused(row: Row, listens: bool = False) -> list[str]:
             parse_algorithm(options.allreduce, row["workers"], options.grid_size)
     except UserError as error:
         return [str(error)]
-    lines = refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
-    # These stand where connections are made, and not in the table.
-    is_plain = options.allreduce in ("native", "auto")
-    lines += ["grid "] * (is_plain and options.grid is not None)
-    return lines + ["streams "] * (options.allreduce == "native" and options.streams > 1)
+    return refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
 
 
 def pairs(row: Mapping[str, Any]) -> set[Pair]:

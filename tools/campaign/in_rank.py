@@ -20,4 +20,4 @@ def _slow_fsync(file: int) -> None:
 
 if _folder:
     faulthandler.register(signal.SIGUSR2, file=open(f"{_folder}/stacks", "a"), all_threads=True)  # noqa: SIM115
-    os.fsync = _slow_fsync
+    os.fsync = _slow_fsync  # type: ignore[assignment]

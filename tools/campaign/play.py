@@ -38,6 +38,7 @@ class Player:
         self.plain, self._run, self._log, self._stacks = plain, folder / "run", folder / "log", folder / "stacks"
         self._slow, self._token, self._folder = folder / "slow", folder / "token", folder
         os.environ[FOLDER] = str(folder)
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin, of more ranks than cores, take most of the time
         forkserver.PRELOAD = (*forkserver.PRELOAD, "tools.campaign.in_rank")  # type: ignore[assignment]
         # What ranks print goes where this process printed when their fork server began.
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -60,7 +61,7 @@ class Player:
         if "Traceback" in text:
             verdict = f"TRACEBACK, {verdict}"
         if verdict not in ("same", "refused", "ends well"):
-            row["log"] = text[-6000:]
+            row["log"] = text[max(text.find("Traceback") - 500, 0) :][:3000] + " ... " + text[-3000:]
         return row | {"verdict": verdict, "seconds": round(time.monotonic() - started, 1)}
 
     def _refused(self, draw: Draw) -> str:

@@ -276,7 +276,10 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
     handler = QueueHandler(lines)
     handler.setLevel(logging.WARNING)
     logging.getLogger("torusgd").addHandler(handler)
-    shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
+    try:
+        shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:  # the rank has ended meanwhile
+        return
     pipeline: Pipeline | None = None
     made: _Made | Exception
     while (wanted := _received(pipe)) is not None:

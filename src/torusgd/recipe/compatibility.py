@@ -184,6 +184,11 @@ UNEVEN = Part("", "a number of ranks that does not divide `virtual_workers`",
               lambda s: s.ranks is not None and s.recipe.virtual_workers % s.ranks > 0)  # fmt: skip
 ON_CPU = Part("device", "`device: cpu`", lambda s: s.device == "cpu")
 ON_GPU = Part("device", "`device: cuda`", lambda s: s.device == "cuda")
+GRID = Part("grid", "`grid`", lambda s: s.options.grid is not None)
+NO_GRID = Part("", "`allreduce` other than torus or hierarchical",
+               lambda s: s.options.allreduce.partition(":")[0] not in ("torus", "hierarchical"))  # fmt: skip
+STREAMS = Part("streams", "`streams` above 1", lambda s: s.options.streams > 1)
+NATIVE = Part("", "`allreduce: native`", lambda s: s.options.allreduce == "native")
 SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sharded")
 MODEL_PARALLEL = Part(
     "model_parallel", "`model_parallel` above 1", lambda s: s.options.model_parallel not in (1, "auto")
@@ -246,6 +251,8 @@ _FIXED_RANKS = (
 )
 RUN_RULES = (
     Rule(WORKERS, TOO_MANY, _TOO_MANY, "use at most {0.recipe.virtual_workers}"),
+    Rule(GRID, NO_GRID, "has a meaning for torus and hierarchical, not for {0.options.allreduce}", "leave it out"),
+    Rule(STREAMS, NATIVE, "the backend's own all-reduce has one", "choose another, such as auto"),
     Rule(SIMULATED, TRAINED, "is simulated only", "give the recipe to torusgd simulate, or choose another form"),
     Rule(BY_CLOCKS, ON_GPU, "clocks close steps on CPUs only", "use --device cpu, or synchrony.delays without clocks"),
     Rule(LOCAL, FLOAT16, "copies have no loss scale", "use precision: bfloat16 or float32"),
