@@ -55,6 +55,8 @@ BROKEN: list[list[str]] = [
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [
     ([], {"ranks": 1000}),
+    (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
+    (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}),
     (["synchrony={form: stale, staleness: 2}"], {}),
     ([CUTOFF], GPU),
     ([LOCAL, "precision=float16"], {}),
@@ -123,6 +125,10 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
     ("name", "words"),
     [
         ("audit with one rank", ["--audit", 0.5, "--workers", 1]),
+        (
+            "grid with allreduce other than torus or hierarchical",
+            ["--grid", "1x2", "--allreduce", "ring", "--workers", 2],
+        ),
         ("workers with fewer virtual_workers", ["--workers", 1000]),
         ("work_stealing: true with update: sharded", ["--work-stealing", "--update", "sharded", "--workers", 2]),
         ("--workers MIN:MAX with update: sharded", ["--update", "sharded", "--workers", "1:4"]),
