@@ -39,6 +39,7 @@ from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Quorum, Supervisor
+from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
@@ -337,7 +338,7 @@ def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost()
         ({"allreduce": "ring"}, 3, ("ring", None), ""),
         ({"allreduce": "torus", "grid": "2x2"}, 3, ("torus", None), "grid 2x2 does not fit 3 ranks"),
         ({"allreduce": "halving-doubling"}, 3, ("halving-doubling", None), ""),
-        ({"allreduce": "auto"}, 3, ("native", None), "allreduce auto gives way to native"),
+        ({"allreduce": "auto", "streams": 2}, 3, ("native", None), "allreduce auto gives way to native"),
         ({"allreduce": "auto"}, 1, ("auto", None), ""),
     ],
 )
@@ -346,6 +347,7 @@ def test_options_that_do_not_fit_fewer_ranks_give_way_with_a_line(
 ) -> None:
     options, told = fitting(RuntimeOptions(**given), ranks)
     assert (options.allreduce, options.grid) == taken
+    assert not refusals(Setup(load_recipe("digits").recipe, options, ranks=ranks))
     assert told.startswith(line)
     assert bool(told) == bool(line)
 

@@ -96,12 +96,12 @@ def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
     >>> line
     'grid 2x2 does not fit 3 ranks: allreduce torus goes on without it'
     """
-    name = options.allreduce
+    name, native = options.allreduce, {"allreduce": "native", "grid": None, "streams": 1}
     if name == "native" or ranks == 1:
         return options, ""
     if name == "auto":
         line = f"allreduce auto gives way to native: it was measured with other ranks than these {ranks}"
-        return options.model_copy(update={"allreduce": "native"}), line
+        return options.model_copy(update=native), line
     for grid in dict.fromkeys((options.grid_size, None)):
         try:
             parse_algorithm(name, ranks, grid)
@@ -112,4 +112,4 @@ def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
         line = f"grid {options.grid} does not fit {ranks} ranks: allreduce {name} goes on without it"
         return options.model_copy(update={"grid": None}), line
     line = f"allreduce {name} gives way to native: it does not fit {ranks} ranks"
-    return options.model_copy(update={"allreduce": "native", "grid": None}), line
+    return options.model_copy(update=native), line
