@@ -3,8 +3,6 @@
 import contextlib
 import faulthandler
 import json
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import random
 import re
@@ -188,11 +186,11 @@ class Player:
             pass
         if over.wait(delay):
             return
-        server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        server = forkserver.forkserver_process()
         ranks = _children(server)
         victims = {
             "forkserver": [server], "stop": [os.getpid()],
-            "tracker": [multiprocessing.resource_tracker._resource_tracker._pid],  # type: ignore[attr-defined]
+            "tracker": [each for each in _children(os.getpid()) if "resource_tracker" in _command_line(each)],
             "loader": [each for rank in ranks for below in _children(rank) for each in (below, *_children(below))],
         }.get(event, ranks)  # fmt: skip
         if not victims:
@@ -227,6 +225,12 @@ def _children(process: int | None) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     return []
+
+
+def _command_line(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
 
 
 def _descendants(process: int) -> list[int]:
