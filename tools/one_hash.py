@@ -1,7 +1,7 @@
 """The table of settings under which 20 steps of `digits-portable` have one hash: python -m tools.one_hash [--control]
 
 Each line of Markdown is a way to divide the work, a machine that this one can be, an interpreter, or something that
-happens to ranks. `--python PATH` adds an interpreter with torusgd and other versions of torch and numpy, `--only WORD`
+happens to ranks. `--python PATH` adds an interpreter with torusgd and other versions of torch and numpy, `--only REGEX`
 leaves lines out, `--control` gives the settings that change kernels to `digits` in float32, which must have several
 hashes. The exit code is 1 if a line fails.
 """
@@ -19,10 +19,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.run.test_portable import MACHINES, WAYS
+from tests.run.runs import sets
+from tests.run.test_portable import FAR, MACHINES, WAYS
 from tools.weights_hashes import CaseError, Command, check_summary, last_step, ranks, summary, train, wait_for_step
 
 GOLDEN = "4d65b2fceacfd0bead0989cf586ccd15a80cba7b98ed820cce826099b336af7c"
+JOINED = "0a6bcab03dcc284e7ee1a01d1a8d727b52fa4f037ab2d1ba7f8ced4ecc7765e9"
+"""after 100 steps: a rank that joins takes some seconds to start"""
+COLUMNS = "338d965049c80ea66e020f634749530ce75ad8cca7418731d9a5b97b77011bb8"
+"""with `column_blocks: 2`, another recipe"""
+EXPECTED = {
+    "columns, 1 worker": COLUMNS,
+    "columns, 2 workers": COLUMNS,
+    "100 steps, 1 worker": JOINED,
+    "a rank joins 2": JOINED,
+}
 STEPS = ["digits-portable", "--max-steps", "20"]
 VERSIONS = "import platform, torch, numpy; print(platform.python_version(), torch.__version__, numpy.__version__)"
 METHOD = """
@@ -56,7 +67,7 @@ def lose(out: Path, *words: str) -> str:
 
 def join(out: Path) -> str:
     """To two ranks comes a third by `torusgd join`."""
-    command = train(out, *STEPS, "--workers", "2", "--listen", "127.0.0.1:0")
+    command = train(out, *STEPS, "--max-steps", "100", "--workers", "2", "--listen", "127.0.0.1:0")
     address = command.wait_for("it listens", lambda: re.search(r"127\.0\.0\.1:[1-9]\d*", command.log.read_text()))[0]
     wait_for_step(command, out, 2)
     Command(out.with_suffix(".join"), "join", address, "--workers", "1", "--token-file", out / ".join-token").end()
@@ -116,7 +127,19 @@ def rows(pythons: list[str], control: bool) -> dict[str, Callable[[Path], str]]:
         found[f"products by {method}"] = partial(
             run, words=[], environment=alone, program=[sys.executable, "-c", METHOD % method]
         )
-    return found | {"a rank of 3 killed": lose, "a rank joins 2": join, "3 stopped, 2 go on": resume}
+    blocks = sets("column_blocks=2")
+    return found | {
+        "columns, 1 worker": partial(run, words=["--workers", "1", *blocks], environment={}, program=program),
+        "columns, 2 workers": partial(
+            run, words=["--workers", "2", "--model-parallel", "2", *blocks], environment=FAR, program=program
+        ),
+        "100 steps, 1 worker": partial(
+            run, words=["--workers", "1", "--max-steps", "100"], environment={}, program=program
+        ),
+        "a rank of 3 killed": lose,
+        "a rank joins 2": join,
+        "3 stopped, 2 go on": resume,
+    }
 
 
 def main() -> None:
@@ -125,8 +148,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--control", action="store_true")
     args = parser.parse_args()
-    chosen = {name: row for name, row in rows(args.python, args.control).items() if args.only in name}
-    hashes = set[str]()
+    chosen = {name: row for name, row in rows(args.python, args.control).items() if re.search(args.only, name)}
+    hashes, wrong = set[str](), False
 
     def measured(name: str, folder: Path) -> str:
         try:
@@ -138,9 +161,10 @@ def main() -> None:
         folders = [Path(folder).resolve() / str(number) for number in range(len(chosen))]
         for name, found in zip(chosen, pool.map(measured, chosen, folders), strict=True):
             hashes.add(found)
+            wrong |= "FAILED" in found or (not args.control and found != EXPECTED.get(name, GOLDEN))
             print(f"| {name} | {found if 'FAILED' in found else found[:8]} |", flush=True)
     print(f"{len(chosen)} settings, {len(hashes)} hashes")
-    if any("FAILED" in found for found in hashes) or (not args.control and hashes != {GOLDEN}):
+    if wrong:
         sys.exit(1)
     if args.control and len(hashes) < 2:
         sys.exit("float32 has one hash: the table would prove nothing")

@@ -1,11 +1,13 @@
 """Runs by portable arithmetic: one hash on any machine, and nothing of a run beside its rules."""
 
+import base64
 import json
 import os
 import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from tests.messages import refused
-from tests.run.runs import command, run_here, sets
+from tests.run.runs import TINY, command, run_here, sets
 from torusgd.arithmetic import portable
 from torusgd.arithmetic.mode import PortableMode
+from torusgd.data import decoder_check
 from torusgd.errors import RunError
 
 STEPS = 6
@@ -144,6 +147,60 @@ def test_the_golden_hash_by_every_method(tmp_path: Path, method: str) -> None:
     with portable([method]):
         found, _ = run_here(tmp_path, "data.eval_images=60", recipe="digits-portable", tiny=False, max_steps=STEPS)
     assert found["weights_sha256"] == GOLDEN
+
+
+# Other data than digits.
+
+IMAGES = "channels: 3, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]"
+SOURCES = {
+    "folder": [
+        f"data={{source: folder, image_size: 16, resize: 20, pixels: portable, {IMAGES}, augment: {{crop: resized, "
+        "flip: 0.5, policy: trivialaugment, erase: 0.3, mixup: 0.3, cutmix: 2.0}}",
+    ],
+    "synthetic": [
+        f"data={{source: synthetic, train_images: 48, eval_images: 20, image_size: 12, classes: 4, {IMAGES}, "
+        "augment: {crop: shift, shift: 1, rotation: 0.2, distortion: 0.1, brightness: 0.1, contrast: 1.2}}",
+    ],
+    "frames": [
+        "data={source: frames, train_images: 48, eval_images: 20, classes: 9, image_size: [11, 39], channels: 1, "
+        "mean: [0.5], std: [0.2]}",
+        "model={name: cd-dnn, options: {hidden: 2, width: 32}}",
+    ],
+}  # fmt: skip
+GOLDEN_OF_SOURCES = {
+    "folder": "a0e1378e7dc206983d22029632afae2816dfd9c216d5fde39f9892b1c07aab2c",
+    "synthetic": "a98130dcde99a38758cac8d4287b03770291aeb1e27d0960501d3160c6ecf0b7",
+    "frames": "270e8a097e1bcccc991d0f5f711f71ca2973aaa709efb0eb243612abb8dc71f2",
+}
+
+
+def write_pictures(root: Path) -> Path:
+    """The decoders' built-in set, JPEGs and PNGs of 14 kinds, as a folder of two classes."""
+    pictures = json.loads(files("torusgd.data").joinpath(decoder_check.SET).read_text())
+    for number, (name, (data, _)) in enumerate(pictures.items()):
+        for split in ("train", "val"):
+            folder = root / split / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number}.{name.split()[0].lower()}").write_bytes(base64.b64decode(data))
+    return root
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_runs_on_other_data_have_a_hash_too(tmp_path: Path, source: str) -> None:
+    data = write_pictures(tmp_path / "pictures") if source == "folder" else None
+    found, _ = run_here(tmp_path / "run", "precision=portable", *SOURCES[source], max_steps=3, data=data)
+    assert found["weights_sha256"] == GOLDEN_OF_SOURCES[source]
+    assert found["conditions"] == {"arithmetic": 1, **({"decoder_set": 1} if source == "folder" else {})}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_other_machines_have_the_hash_of_other_data(tmp_path: Path, source: str) -> None:
+    words = ["--max-steps", "3", "--workers", "2", *sets(*TINY, "precision=portable", *SOURCES[source])]
+    if source == "folder":
+        words += ["--data", str(write_pictures(tmp_path / "pictures"))]
+    elsewhere = FAR | {"NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3", "JSIMD_FORCENONE": "1"}
+    assert trained(tmp_path / "run", *words, recipe="digits", **elsewhere) == GOLDEN_OF_SOURCES[source]
 
 
 # One hash over ways to divide the work, and over what one machine can show of others.

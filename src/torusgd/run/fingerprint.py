@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Group
+from ..data import decoder_check
 from ..data.registry import PICTURES, data_sha256
 from ..data.types import Source
 from ..errors import UserError
@@ -49,9 +50,11 @@ _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
 def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     """Of this process, once `runtime.prepare_process` has prepared it; plain JSON, recorded with a run."""
-    # Portable arithmetic has the same bits under all conditions but another version of itself.
+    # Portable arithmetic has the same bits under all conditions but another version of itself, and decoders that give
+    # the pixels of the built-in set are one and the same.
     if recipe.precision == "portable":
-        return {"arithmetic": recipe.arithmetic}
+        decoders = {"decoder_set": decoder_check.VERSION} if recipe.data.pixels == "portable" else {}
+        return {"arithmetic": recipe.arithmetic, **decoders}
     return {
         **machine(device),
         **_decoders(recipe),
