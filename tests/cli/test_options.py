@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import torch
 import typer
 import yaml
 from tests.messages import refused
 from tests.plan.measured import measured_run, network
+from typer.main import get_command
 
+from torusgd.cli import COMMANDS, app, doctor
+from torusgd.cli.help import EXAMPLES, GROUPS
 from torusgd.cli.options import RuntimeFlags, expand
 from torusgd.comm.algorithms import OTHER_PROGRAMS, SCHEDULED
 from torusgd.recipe.load import recipe_source
 from torusgd.recipe.runtime_options import STEPS, RuntimeOptions, flags_of
 
 Run = Callable[..., tuple[int, str, str]]
-COMMANDS = (
-    "train", "status", "stop", "resize", "replay", "eval", "polish", "plan", "rehearse", "simulate", "recipes", "tune",
-    "bench allreduce", "data fetch", "data info",
-)  # fmt: skip
 PANELS = {
     "train": {"Recipe", "Data", "Runtime", "Network", "Output"},
     "eval": {"Recipe", "Data", "Runtime", "Output"},
@@ -68,11 +68,14 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def help_of(run_cli: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> str:
-    monkeypatch.setenv("COLUMNS", "200")
+def help_of(run_cli: Run, command: str) -> str:
     code, out, _ = run_cli(*command.split(), "--help")
     assert code == 0
     return out
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"-\s+", "-", " ".join(text.split()))
 
 
 def test_help_comes_without_torch_and_pydantic() -> None:
@@ -86,20 +89,68 @@ def test_help_comes_without_torch_and_pydantic() -> None:
     assert done.stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_every_option_in_its_panel(command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = help_of(run_cli, monkeypatch, command)
-    found = set(re.findall(r"^╭─ ([A-Z].*?) ─", text, re.MULTILINE))
-    assert found >= PANELS.get(command, set())
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_help_begins_with_an_example_that_the_command_takes_and_fits_80_columns(command: str, run_cli: Run) -> None:
+    text = help_of(run_cli, command)
+    first, *lines = text.splitlines()
+    assert first == f"Example: torusgd {EXAMPLES[command]}"
+    assert max(map(len, lines)) <= 80
+    found: Any = get_command(app())
+    for word in command.split():
+        found = found.commands[word]
+    words = EXAMPLES[command].split()[len(command.split()) :]
+    if hasattr(found, "commands"):  # of a group: the example of one of its commands
+        assert f"{command} {words[0]}" in EXAMPLES
+    else:
+        found.make_context(command, words)
     if command in PANELS:  # nothing but --help is left over
-        left_over = re.search(r"^╭─ Options ─.*?╰", text, re.MULTILINE | re.DOTALL)
-        options = re.findall(r"--[a-z-]+", left_over[0]) if left_over else []
-        assert set(options) <= {"--help", "--seconds", "--mistakes"}
+        options = text.partition("\nOptions:\n")[2]
+        assert {f"{panel}:" for panel in PANELS[command]} <= set(lines)
+        assert set(re.findall(r"--[a-z-]+", options)) <= {"--help", "--seconds", "--mistakes", "--verified", "--json"}
+
+
+def test_every_command_is_listed_in_a_group_and_none_at_all_shows_them(run_cli: Run) -> None:
+    code, out, _ = run_cli()
+    assert (code, out) == (2, run_cli("--help")[1])
+    names = [name for group in GROUPS.values() for name in group]
+    assert sorted(names) == sorted(COMMANDS.keys() - {"scale"})
+    assert [line.strip(":") for line in out.splitlines() if line.endswith(":")] == [*GROUPS, "Options"]
+    assert re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE) == names
+
+
+def test_doctor_says_what_works_here_and_what_to_install(run_cli: Run) -> None:
+    code, out, _ = run_cli("doctor")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert code == 0
+    assert list(lines) == [
+        "torusgd", "machine", "device", "ranks", "memory", "portable", "pictures", "extras", "missing", "fit"
+    ]  # fmt: skip
+    assert torch.__version__ in lines["torusgd"]
+    assert "float64" in lines["portable"]
+    assert "digits" in lines["extras"].split(", ")
+
+
+def test_doctor_ends_with_1_where_ranks_have_no_shared_memory(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LEAST_SHARED", 1 << 60)
+    code, out, _ = run_cli("doctor")
+    assert code == 1
+    assert re.search(r"^memory    NO: /dev/shm has .*--shm-size", out, re.MULTILINE)
+    assert out.endswith("not fit to train: memory\n")
+
+
+def test_a_shell_completes_commands_and_their_options() -> None:
+    script = "from torusgd.__main__ import main; main()"
+    asked = {"_TORUSGD_COMPLETE": "complete_bash", "COMP_WORDS": "torusgd verify --fi", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv = ['torusgd']; {script}"],
+        check=False, capture_output=True, text=True, timeout=240, env={**os.environ, **asked},
+    )  # fmt: skip
+    assert done.stdout.split() == ["--final"]
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "rehearse", "bench allreduce"])
-def test_names_of_algorithms_come_from_the_table(command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = help_of(run_cli, monkeypatch, command)
+def test_names_of_algorithms_come_from_the_table(command: str, run_cli: Run) -> None:
+    text = help_of(run_cli, command)
     others = () if command == "bench allreduce" else OTHER_PROGRAMS
     assert {name for name in ("native", "auto", *SCHEDULED, *others) if name not in text} == set()
 
@@ -110,14 +161,12 @@ def test_commands_that_plan_have_a_flag_of_each_option_that_changes_a_plan() -> 
 
 
 @pytest.mark.parametrize("command", [*STEPS, "bench allreduce", "tune", "eval", "polish", "report", "verify"])
-def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(
-    command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = re.sub(r"[\s│]+", " ", help_of(run_cli, monkeypatch, command))
+def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(command: str, run_cli: Run) -> None:
+    text = _joined(help_of(run_cli, command))
     for name, field in RuntimeOptions.model_fields.items():
         flag, names = flags_of(name)
         has_it = flag is not None and command in flag.commands
-        assert (" ".join(str(field.description).split()) in text) == has_it
+        assert (_joined(str(field.description)) in text) == has_it
         assert not has_it or all(f" {each}" in text or f",{each}" in text for each in names)
 
 

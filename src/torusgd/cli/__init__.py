@@ -17,7 +17,8 @@ from ..errors import RunError, UserError, end, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
-from . import bench, control, data, eval, export, plan, rehearse, simulate, train, verify
+from . import bench, control, data, doctor, eval, export, plan, rehearse, simulate, train, verify
+from .help import Command, Group
 from .options import expand
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -35,7 +36,7 @@ COMMANDS: Commands = {
     "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
     "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": data.recipes,
-    "tune": bench.tune, "bench": BENCH, "data": DATA,
+    "tune": bench.tune, "bench": BENCH, "data": DATA, "doctor": doctor.doctor,
 }  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
 HIDDEN = {"scale"}  # earlier names
@@ -44,19 +45,19 @@ HIDDEN = {"scale"}  # earlier names
 def app(words: Container[str] = COMMANDS) -> typer.Typer:
     """The command line, with the options of the commands that are among the words."""
     # The others have only the line that `torusgd --help` shows, so that it takes no seconds.
-    found = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    found = typer.Typer(cls=Group, rich_markup_mode=None, pretty_exceptions_enable=False)
     found.callback(help=ABOUT)(common)
     for name, command in COMMANDS.items():
         if name not in words:
             text = command.__doc__ if callable(command) else HELP[name]
-            found.command(name, help=text, hidden=name in HIDDEN)(lambda: None)
+            found.command(name, cls=Command, help=text, hidden=name in HIDDEN)(lambda: None)
         elif callable(command):
-            found.command(name, hidden=name in HIDDEN)(expand(command, name))
+            found.command(name, cls=Command, hidden=name in HIDDEN)(expand(command, name))
         else:
-            group = typer.Typer(help=HELP[name], no_args_is_help=True)
+            group = typer.Typer(cls=Group, help=HELP[name])
             for inner, each in command.items():
                 assert callable(each)
-                group.command(inner)(expand(each, f"{name} {inner}"))
+                group.command(inner, cls=Command)(expand(each, f"{name} {inner}"))
             found.add_typer(group, name=name)
     return found
 
@@ -93,14 +94,14 @@ def main() -> None:
             _check_word(word)
         adopt_step()
         # Typer would end the process itself, before the line for schedulers is written.
-        code = app(sys.argv[1:])(standalone_mode=False) or 0
+        # A shell that completes a line hands the line over by its variables.
+        words = [*sys.argv[1:], *os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()]
+        code = app(words)(standalone_mode=False) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
         write_exit(code, "stopped; a checkpoint is written" if code else "done")
         sys.exit(code)
     except _UsageError as error:
-        if not error.format_message():  # no command was given: typer has printed the help
-            sys.exit(2)
         end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
     except UserError as error:
         end(2, str(error))

@@ -1,0 +1,173 @@
+"""`torusgd doctor`: what works on this machine, and what to install for the rest."""
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING
+
+import typer
+
+from ..errors import RunError, UserError, in_one_line
+from ..text import byte_size, listed, plural
+from .output import console
+
+if TYPE_CHECKING:
+    from ..comm.groups import Group
+
+_SHARED = "/dev/shm"
+LEAST_SHARED = 1 << 28
+"""bytes that batches of two ranks and their loader processes take"""
+
+
+class _Unfit(Exception):
+    """What a run can't do without is missing here; the message says what, and the remedy."""
+
+
+def doctor() -> None:
+    """Print what works on this machine, and what to install for the rest.
+
+    Exit code 0: recipes can be trained here. 1: they can't, and a line says why.
+    """
+    from ..ranks.forkserver import start_forkserver
+
+    start_forkserver()
+    checks = {
+        "torusgd": _versions, "machine": _machine, "device": _device, "ranks": _ranks, "memory": _memory,
+        "portable": _portable, "pictures": _pictures, "extras": _extras, "missing": _missing,
+    }  # fmt: skip
+    terminal, unfit = console(), []
+    for name, check in checks.items():
+        try:
+            text = check()
+        except _Unfit as error:
+            unfit.append(name)
+            text = f"NO: {error}"
+        terminal.print(f"{name:9} {text}", markup=False)
+    terminal.print(
+        f"not fit to train: {listed(unfit)}" if unfit else "fit to train: torusgd train digits --workers 2",
+        markup=False,
+    )
+    raise typer.Exit(1 if unfit else 0)
+
+
+def _versions() -> str:
+    import numpy as np
+    import torch
+
+    return (
+        f"{version('torusgd')} on Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
+    )
+
+
+def _machine() -> str:
+    import torch
+
+    from ..run.fingerprint import machine
+
+    found = machine(torch.device("cpu"))
+    return f"{found['cpu']}, {plural(len(os.sched_getaffinity(0)), 'core')}, torch's kernels for {found['isa']}"
+
+
+def _device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU that this torch can use; training is on the CPU, over Gloo"
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    # Take this half of the line out on the day on which a GPU has run.
+    return f"{plural(torch.cuda.device_count(), 'GPU')}: {listed(sorted(names))}; no GPU has run torusgd yet"
+
+
+def _ranks() -> str:
+    from ..recipe.runtime_options import RuntimeOptions
+    from .bench import on_ranks
+
+    try:
+        seconds = on_ranks(RuntimeOptions(workers=2), _sum_on_rank)
+    except (RunError, UserError, OSError) as error:
+        raise _Unfit(f"two ranks on this machine can't sum: {in_one_line(error)}; look at lo and at hosts") from error
+    return f"two ranks sum 4 KiB over loopback in {1e3 * seconds:.2g} ms"
+
+
+def _sum_on_rank(world: "Group") -> float:
+    from ..comm.tuning.bench import bench_allreduce
+
+    return float(bench_allreduce([4096], ["native"], repetitions=7, group=world)[0].median_s)
+
+
+def _memory() -> str:
+    import resource
+
+    found = []
+    with suppress(OSError):
+        free = shutil.disk_usage(_SHARED).free
+        if free < LEAST_SHARED:
+            raise _Unfit(
+                f"{_SHARED} has {byte_size(free)}, ranks hand batches over there; give it {byte_size(LEAST_SHARED)} "
+                "(docker: --shm-size)"
+            )
+        found.append(f"{byte_size(free)} free in {_SHARED}")
+    found.append(f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} open files")
+    return ", ".join(found)
+
+
+def _portable() -> str:
+    import torch
+
+    from ..arithmetic.methods import METHODS, multiply, order_of_preference
+
+    device = torch.device("cpu")
+    torch.set_num_threads(1)  # as in a run
+    exact = []
+    for name in order_of_preference(device, 1):
+        operand = METHODS[name].prepare(torch.arange(-2048.0, 2048.0).view(64, 64))
+        with suppress(Exception):
+            multiply(METHODS[name], operand, operand)
+            exact.append(name)
+    if not exact:
+        return "no product of this machine is exact: precision portable can't run here"
+    return f"exact products by {listed(exact)}, the fastest first"
+
+
+def _pictures() -> str:
+    from ..data.decoder_check import others
+
+    try:
+        wrong = [name for is_jpeg in (True, False) for name in others(is_jpeg)]
+    except UserError as error:
+        return f"{error}"
+    same = "with the pixels that portable recipes ask for" if not wrong else f"portable recipes refuse {listed(wrong)}"
+    return f"JPEG and PNG are decoded, {same}"
+
+
+def _of_extras(is_there: Callable[[str], bool]) -> list[str]:
+    """The extras of the package, by whether all that they name is there."""
+    found: dict[str, list[str]] = {}
+    for line in requires("torusgd") or []:
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
+        if match and match[1] != "torusgd":  # as in `all`, which names the others
+            found.setdefault(match[2], []).append(match[1])
+    return sorted(extra for extra, packages in found.items() if all(map(is_there, packages)))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def _extras() -> str:
+    return listed(_of_extras(_is_installed)) or "none is installed"
+
+
+def _missing() -> str:
+    missing = sorted(set(_of_extras(lambda _: True)) - set(_of_extras(_is_installed)))
+    if not missing:
+        return "nothing"
+    return f"{listed(missing)}; {sys.executable} -m pip install 'torusgd[{missing[0]}]' from the clone or the wheel"
