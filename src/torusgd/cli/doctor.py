@@ -5,7 +5,6 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
@@ -38,7 +37,7 @@ def doctor() -> None:
     start_forkserver()
     checks = {
         "torusgd": _versions, "machine": _machine, "device": _device, "ranks": _ranks, "memory": _memory,
-        "portable": _portable, "pictures": _pictures, "extras": _extras, "missing": _missing,
+        "portable": _portable, "pictures": _pictures, "extras": _installed, "missing": _missing,
     }  # fmt: skip
     terminal, unfit = console(), []
     for name, check in checks.items():
@@ -145,29 +144,27 @@ def _pictures() -> str:
     return f"JPEG and PNG are decoded, {same}"
 
 
-def _of_extras(is_there: Callable[[str], bool]) -> list[str]:
-    """The extras of the package, by whether all that they name is there."""
+def _extras() -> dict[str, list[str]]:
+    """The packages of each extra that aren't installed."""
     found: dict[str, list[str]] = {}
     for line in requires("torusgd") or []:
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
         if match and match[1] != "torusgd":  # as in `all`, which names the others
-            found.setdefault(match[2], []).append(match[1])
-    return sorted(extra for extra, packages in found.items() if all(map(is_there, packages)))
+            lacking = found.setdefault(match[2], [])
+            try:
+                version(match[1])
+            except PackageNotFoundError:
+                lacking.append(match[1])
+    return dict(sorted(found.items()))
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
-
-
-def _extras() -> str:
-    return listed(_of_extras(_is_installed)) or "none is installed"
+def _installed() -> str:
+    return listed(extra for extra, lacking in _extras().items() if not lacking) or "none"
 
 
 def _missing() -> str:
-    missing = sorted(set(_of_extras(lambda _: True)) - set(_of_extras(_is_installed)))
-    if not missing:
-        return "nothing"
-    return f"{listed(missing)}; {sys.executable} -m pip install 'torusgd[{missing[0]}]' from the clone or the wheel"
+    found = {extra: lacking for extra, lacking in _extras().items() if lacking}
+    if not found:
+        return "none"
+    packages = " ".join(next(iter(found.values())))
+    return f"{listed(found)}; the first comes by {sys.executable} -m pip install {packages}"
