@@ -274,3 +274,30 @@ def test_the_design_point_of_a_record(plan, tmp_path: Path) -> None:
     assert found["design"]["layers"][-3]["groups"] == 2
     assert found["design"]["steps"]["links twice as fast"] > found["design"]["steps"]["as it is"]
     assert "<svg" in page.read_text()
+    assert "knee ends at" in page.read_text()
+
+
+ODD = """
+name: odd
+source: mine
+backend: gloo
+device: {name: Toy, peak: {float32: 1}, memory_bandwidth: 1, memory: 1}
+devices_per_node: 2
+inside: {alpha: 1e6, bandwidth: 1}
+between: {alpha: 1e6, bandwidth: 1}
+"""
+
+
+def test_the_design_point_of_an_odd_machine(plan, mistake, tmp_path: Path) -> None:
+    """The slowest machine, as many devices as there can be, and one; the names of layers stay whole."""
+    odd = tmp_path / "odd.yaml"
+    odd.write_text(ODD)
+    small = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--design", "--cluster")
+    assert "pays most" in plan(*small, odd, "--devices", 16)[0]
+    odd.write_text(ODD.replace("bandwidth: 1}", "bandwidth: 1e-300}"))
+    mistake("plan", *small, odd, "--devices", 16, TMP=tmp_path)
+    most = plan(*small, "cori", "--devices", 2**20)[1]["design"]
+    assert "twice the devices" not in most["steps"]
+    out, alone = plan(*small, "cori", "--devices", 1)
+    assert alone["design"]["efficiency"] == 1
+    assert "blocks.1.downsample.0" in out

@@ -106,7 +106,10 @@ def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Fore
         for each in found.layers
     ]  # fmt: skip
     headings = ("layer", "GFLOP an image", "MB sent", "FLOP a byte", "parallel", "groups", "late, ms")
-    console.print(table(headings, rows, left=[0, 4], bold=[names.index(critical.name)]))
+    layers = table(headings, rows, left=[0, 4], bold=[names.index(critical.name)])
+    for column in (layers.columns[0], layers.columns[4]):
+        column.no_wrap = True  # on a narrow screen other headings fold
+    console.print(layers)
     console.print(
         f"critical: {critical.name}; of a step {1e3 * found.bubble:.2f} ms wait for weights and "
         f"{1e3 * found.exchange:.2f} ms for activations beside {1e3 * found.compute:.2f} ms of compute: efficiency "
@@ -124,7 +127,12 @@ def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Fore
     now, changes = steps[0][1], steps[1:]
     rate = now.images_per_second
     lines = [
-        (name, f"{each.images_per_second:,.0f}", change(each.images_per_second / rate - 1), duration(each.run.seconds))
+        (
+            name,
+            f"{each.images_per_second:,.0f}",
+            change(each.images_per_second / rate - 1 if rate else None),
+            duration(each.run.seconds),
+        )
         for name, each in steps
     ]
     console.print(table(("planned", "images/s", "", "time to train"), lines, left=[0]))

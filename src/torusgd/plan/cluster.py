@@ -27,25 +27,28 @@ from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Sect
 D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
 Grid = Annotated[tuple[Count, Count], Field(strict=False)]
+# Bytes or FLOP a second, and seconds, of any machine: beyond them a plan's figures would overflow.
+Rate = Annotated[float, Field(ge=1, le=1e30)]
+Latency = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Device(Section):
     """One processor that trains: a GPU, or a CPU node or socket."""
 
     name: str
-    peak: Annotated[dict[Precision, Positive], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
-    memory_bandwidth: Positive  # bytes/s
+    peak: Annotated[dict[Precision, Rate], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
+    memory_bandwidth: Rate  # bytes/s
     memory: Positive | None = None  # bytes; null: not limited
 
 
 class Link(Section):
     """A network in alpha-beta terms."""
 
-    alpha: NotNegative  # seconds a message takes before its first byte arrives, the library's own part included
-    bandwidth: Positive
+    alpha: Latency  # seconds a message takes before its first byte arrives, the library's own part included
+    bandwidth: Rate
     """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that payload gets
-    stream: Positive | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
+    stream: Rate | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
 
 
 class Cluster(Section):

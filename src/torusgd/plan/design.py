@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..recipe.section import MOST_RANKS
 from ..tensor_parallel.volume import best_groups, hybrid_volume
 from .cluster import Cluster, Link, Software
 from .forecast import Forecast, Workload, forecast
@@ -176,11 +177,12 @@ def next_steps(
 
     stages = workload.stages
     twice = tuple(replace(s, images=2 * s.images, spare=2 * s.spare, steps=math.ceil(s.steps / 2)) for s in stages)
+    more = [("twice the devices", plan(workload, cluster, 2 * devices))] if 2 * devices <= MOST_RANKS else []
     return [
         ("as it is", plan(workload, cluster, devices)),
         ("links twice as fast", plan(workload, links(bandwidth=2.0), devices)),
         ("half the latency", plan(workload, links(alpha=0.5), devices)),
-        ("twice the devices", plan(workload, cluster, 2 * devices)),
+        *more,
         ("twice the batch", plan(replace(workload, stages=twice), cluster, devices)),
     ]
 

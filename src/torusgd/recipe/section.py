@@ -22,7 +22,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Ranks = Annotated[int, Field(ge=1, le=2**20)]
+MOST_RANKS = 2**20
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Options = dict[str, bool | int | float | str]
 """keyword arguments of a source or a network"""
 Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]

@@ -207,8 +207,11 @@ def stacked_bar(name: str, shares: Mapping[str, float]) -> dict[str, Any]:
     return {"name": name, "segments": segments}
 
 
-def sweep_charts(forecasts: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Images a second, efficiency and time over numbers of devices; of what `torusgd plan --json` has under `sweep`."""
+def sweep_charts(forecasts: Sequence[Mapping[str, Any]], knee: object) -> list[Chart]:
+    """Images a second, efficiency and time over numbers of devices; of what `torusgd plan --json` has under `sweep`.
+
+    A vertical line marks the knee.
+    """
 
     def points(key: str) -> list[tuple[float, float]]:
         return [(f["devices"], f[key]) for f in forecasts if is_number(f.get("devices")) and is_number(f.get(key))]
@@ -216,13 +219,16 @@ def sweep_charts(forecasts: Sequence[Mapping[str, Any]]) -> list[Chart]:
     rates, hours = points("images_per_second"), [(x, y / 60) for x, y in points("seconds")]
     linear = [(x, rates[0][1] * x / rates[0][0]) for x, _ in rates] if rates else []
     bounds = [[(x, y / 60) for x, y in points(key)] for key in ("low", "high")]
+    shares = points("efficiency")
+    at_knee = [(knee, 0.0), (knee, max(y for _, y in shares))] if is_number(knee) and shares else []
     charts = [
         line_chart(
             "images a second", "devices", [Series("predicted", rates, 0), Series("linear", linear, 1, dashed=True)],
             log_x=True, log_y=True,
         ),
         line_chart(
-            "efficiency in %", "devices", [Series("predicted", points("efficiency"), 2)],
+            "efficiency in %", "devices",
+            [Series("predicted", shares, 2), Series("knee", at_knee, 1, dashed=True)],
             log_x=True, percent=True, floor=True,
         ),
         line_chart(

@@ -77,7 +77,7 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
         title=plan["title"],
         plan=plan,
         tiles=_plan_tiles(plan),
-        charts=sweep_charts(curve),
+        charts=sweep_charts(curve, plan.get("knee")),
         bars=_stage_bars(stages),
         steps=_step_table(stages),
         heads=[head for _, head, _ in columns],
