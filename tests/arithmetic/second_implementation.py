@@ -52,6 +52,7 @@ class Arithmetic:
     tail_from: float = 5.0
     root_2: float = 1.4142135623730951
     draw_word: int = 23
+    gamma: tuple[float, float, float] = (1 / 3, 9.0, 0.5)
     golden: int = 0x9E3779B97F4A7C15
     mix1: int = 0xBF58476D1CE4E5B9
     mix2: int = 0x94D049BB133111EB
@@ -118,11 +119,15 @@ class Arithmetic:
 
     # Functions
 
-    def exp(self, x: Array) -> Array:
-        t = np.clip(x.astype(f64) * self.log2_e, -1000, 1000)
+    def exp64(self, x: Array) -> Array:
+        """float64, of float64."""
+        t = np.clip(x * self.log2_e, -1000, 1000)
         n = np.rint(t)
         fraction = t - n
-        return np.ldexp(horner(fraction, self.exp2) * fraction + 1.0, n.astype(np.int64)).astype(f32)
+        return np.ldexp(horner(fraction, self.exp2) * fraction + 1.0, n.astype(np.int64))
+
+    def exp(self, x: Array) -> Array:
+        return self.exp64(x.astype(f64)).astype(f32)
 
     def log64(self, x: Array) -> Array:
         bits = np.ascontiguousarray(x, f64).view(np.int64)
@@ -177,13 +182,40 @@ class Arithmetic:
 
     def normal(self, twister: np.random.RandomState, shape: tuple[int, ...], std: float) -> Array:
         v = (self.draws(twister, shape) + 2.0**-54) * 2 - 1
-        w = -self.log64((1 - v) * (v + 1))
-        tail = horner(np.sqrt(w) - 3, self.tail)
-        return (np.where(w < self.tail_from, horner(w - 2.5, self.centre), tail) * v * self.root_2 * std).astype(f32)
+        return (self.erfinv(v) * self.root_2 * std).astype(f32)
 
     def dropped(self, twister: np.random.RandomState, shape: tuple[int, ...], share: float) -> Array:
         """The factors of dropout."""
         return (self.draws(twister, shape) < 1 - share).astype(f32) / f32(1 - share)
+
+    def erfinv(self, v: Array) -> Array:
+        """float64."""
+        w = -self.log64((1 - v) * (v + 1))
+        return np.where(w < self.tail_from, horner(w - 2.5, self.centre), horner(np.sqrt(w) - 3, self.tail)) * v
+
+    def beta(self, alpha: float, *words: int) -> float:
+        """A draw of Beta(alpha, alpha)."""
+        first, second = (self._log_gamma(alpha, *words, number) for number in (0, 1))
+        return float(1 / (1 + self.exp64(np.array(second - first))))
+
+    def _log_gamma(self, alpha: float, *words: int) -> float:
+        third, nine, half = self.gamma
+
+        def draw(*more: int) -> float:
+            return (float(self.keyed_hash(self.draw_word, *words, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
+
+        d = (alpha if alpha >= 1 else alpha + 1) - third
+        c, attempt, is_taken, v = 1 / math.sqrt(nine * d), 0, False, 0.0
+        while not is_taken:
+            attempt += 1
+            z = float(self.erfinv(np.array([2 * draw(attempt, 0) - 1]))[0]) * self.root_2
+            root = 1 + c * z
+            v = root * root * root
+            is_taken = v > 0 and self._log(draw(attempt, 1)) < half * z * z + d - d * v + d * self._log(v)
+        return self._log(d * v) + (0.0 if alpha >= 1 else self._log(draw(0, 2)) / alpha)
+
+    def _log(self, x: float) -> float:
+        return float(self.log64(np.array([x]))[0])
 
     # Exact sums
 

@@ -30,6 +30,7 @@ class Numbers:
     dropout: int = 3
     split: int = 6
     initial: int = 7
+    mix: int = 17
     held_out: int = 360
     headroom: float = 8.0
     most: int = 2**31 - 1
@@ -163,12 +164,20 @@ class Pass:
         out, self.saved[norm], self.statistics[norm] = self.a.batch_norm(out, weight, bias)
         return out
 
-    def backward(self, labels: Array, factors: Array, smoothing: float) -> None:
-        """Fills `gradients` from the loss of the classifier behind the mean over pixels and dropout."""
+    def backward(self, labels: Array, factors: Array, smoothing: float, shares: Array | None) -> None:
+        """Fills `gradients` from the loss of the classifier behind the mean over pixels and dropout.
+
+        With mixup each image's own label has the weight of `shares`, and the label of its partner the rest.
+        """
         a, w = self.a, self.w
         features = a.mean(self.x2, (2, 3)) * factors
         logits = a.matmul(features, w["fc.weight"].T) + w["fc.bias"]
-        g = self._loss_gradient(logits, labels, smoothing)
+        if shares is None:
+            g = self._loss_gradient(logits, labels, smoothing, None)
+        else:
+            each = f32(1) / f32(len(labels))
+            own = self._loss_gradient(logits, labels, smoothing, each * shares)
+            g = own + self._loss_gradient(logits, labels[::-1], smoothing, each * (f32(1) - shares))
         self.gradients["fc.weight"] = a.matmul(g.T, features)
         self.gradients["fc.bias"] = a.gridsum(g, (0,)).astype(f32)
         g = (a.matmul(g, w["fc.weight"]) * factors)[:, :, None, None] / f32(self.x2[0, 0].size)
@@ -180,12 +189,15 @@ class Pass:
         g = behind_relu(g + self._layer_gradient("blocks.0.conv1", inner), self.x0)
         self._layer_gradient("conv1", g)
 
-    def _loss_gradient(self, logits: Array, labels: Array, smoothing: float) -> Array:
+    def _loss_gradient(self, logits: Array, labels: Array, smoothing: float, weights: Array | None) -> Array:
+        """Of the mean over images, or of their sum with weights."""
         a, n = self.a, f32(len(labels))
         d = logits - logits.max(1, keepdims=True)
         y = (d.astype(f64) - a.log64(a.gridsum(a.exp(d), (1,)))[:, None]).astype(f32)
-        g = np.full_like(y, -(f32(smoothing / CLASSES) / n))
-        g[np.arange(len(y)), labels] += -f32(1 - smoothing) / n
+        shares = [f32(smoothing / CLASSES), f32(1 - smoothing)]
+        flat, peak = (share / n if weights is None else share * weights for share in shares)
+        g = np.zeros_like(y) - np.reshape(flat, (-1, 1))
+        g[np.arange(len(y)), labels] += -peak
         return g - a.exp(y) * a.gridsum(g, (1,)).astype(f32)[:, None]
 
     def _layer_gradient(self, name: str, g: Array) -> Array:
@@ -245,17 +257,17 @@ class Training:
     def _passes(self) -> list[Pass]:
         step, recipe, passes = self.schedule[self.steps], self.recipe, []
         for worker in range(recipe["virtual_workers"]):
-            indices, images = self._images(step.start + worker * step.images, step.images)
+            indices, images, mixed = self._images(step.start + worker * step.images, step.images)
             seed = int(self.a.keyed_hash(self.numbers.dropout, recipe["seed"], self.steps, worker)) >> 1
             share = recipe["model"]["options"]["dropout"]
             factors = self.a.dropped(self.a.twister(seed), (step.images, 32), share)
             found = Pass(self.a, self.w, images)
-            found.backward(self.labels[indices], factors, recipe["label_smoothing"])
+            found.backward(self.labels[indices], factors, recipe["label_smoothing"], mixed)
             passes.append(found)
         return passes
 
-    def _images(self, start: int, count: int) -> tuple[Array, Array]:
-        """Indices and normalised images at positions of the stream."""
+    def _images(self, start: int, count: int) -> tuple[Array, Array, Array | None]:
+        """Of positions of the stream indices, normalised images, and by mixup the weight of each one's own pixels."""
         numbers, seed, shift = self.numbers, self.recipe["seed"], self.recipe["data"]["augment"]["shift"]
         epochs, places = np.divmod(np.arange(start, start + count), len(self.labels))
         indices = np.array([self._permutation(int(e))[p] for e, p in zip(epochs, places, strict=True)])
@@ -264,7 +276,27 @@ class Training:
         ]).astype(np.int64)  # fmt: skip
         padded = np.pad(self.pixels[indices], ((0, 0), (0, 0), (shift, shift), (shift, shift)))
         rows = [image[:, down : down + 8, right : right + 8] for image, down, right in zip(padded, *moves, strict=True)]
-        return indices, self._normalised(np.stack(rows))
+        images, alpha = self._normalised(np.stack(rows)), self.recipe["data"]["augment"].get("mixup", 0.0)
+        if not alpha:
+            return indices, images, None
+        shares = np.array([self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)]).astype(
+            f32
+        )
+        own = shares.reshape(-1, 1, 1, 1)
+        return indices, images * own + images[::-1] * (f32(1) - own), shares
+
+    def _share(self, alpha: float, epoch: int, index: int) -> float:
+        words, power = (self.numbers.mix, self.recipe["seed"], epoch, index), round(1 / alpha)
+        if alpha > 1 or abs(power - 1 / alpha) > 1e-9:
+            return self.a.beta(alpha, *words)
+        draws = self.a.uniform(*words, np.arange(3, 67))
+        if alpha == 1:
+            return float(draws[0])
+        for u, v in draws.reshape(-1, 2).tolist():
+            x, y = math.prod([u] * power), math.prod([v] * power)
+            if 0 < x + y <= 1:
+                return x / (x + y)
+        return 0.5
 
     def _permutation(self, epoch: int) -> Array:
         if epoch not in self.orders:

@@ -92,6 +92,18 @@ def test_running_statistics_are_the_same_by_both(tmp_path: Path) -> None:
     assert by_the_package(tmp_path, 3, *changes) == by_numpy(3, *changes)
 
 
+@pytest.mark.parametrize("alpha", [0.05, 0.2, 0.8, 1, 2.5, 10])
+def test_mixed_images_have_the_same_weights_by_both(tmp_path: Path, alpha: float) -> None:
+    changes = (*SHORT, f"data.augment={{crop: shift, shift: 1, mixup: {alpha}}}")
+    assert by_the_package(tmp_path, 2, *changes) == by_numpy(2, *changes) != by_numpy(2, *SHORT)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.8, 1.0, 1.7, 10.0])
+def test_a_beta_draw_is_the_same_by_both(alpha: float) -> None:
+    found = [draws.beta(alpha, 17, 0, epoch, 5) for epoch in range(300)]
+    assert found == [Arithmetic().beta(alpha, 17, 0, epoch, 5) for epoch in range(300)]
+
+
 # Constants: the document's, NumPy's and the package's are one, and any other one changes the weights.
 
 DOCUMENT = (ROOT / "docs/methods/portable-arithmetic.md").read_text()
@@ -141,6 +153,8 @@ MUTANTS: dict[str, tuple[str, Any]] = {
     "root_half_bits": ("root_half_bits", Arithmetic().root_half_bits + 2**50),
     "tail_from": ("tail_from", 4.9),
     "root_2": ("root_2", Arithmetic().root_2 * (1 + 1e-7)),
+    **{f"gamma {n}": ("gamma", tuple(x * 1.1 if n == m else x for m, x in enumerate(Arithmetic().gamma)))
+       for n in range(3)},
     **{word: (word, getattr(Arithmetic(), word) + 1) for word in ("draw_word", "golden", "mix1", "mix2")},
     **{f"of_{what}": (f"of_{what}", ALL) for what in ("image", "output_channel", "input_channel",
                                                       "gradient_channel", "pixel_channel")},
@@ -148,7 +162,8 @@ MUTANTS: dict[str, tuple[str, Any]] = {
     "of_column": ("of_column", (0, 1)),
     **{f"{name} {n}": (name, bent(getattr(Arithmetic(), name), n))
        for name in ("exp2", "atanh", "centre", "tail") for n in range(len(getattr(Arithmetic(), name)))},
-    **{word: (word, getattr(Numbers(), word) + 100) for word in ("order", "augment", "dropout", "split", "initial")},
+    **{word: (word, getattr(Numbers(), word) + 100)
+       for word in ("order", "augment", "dropout", "split", "initial", "mix")},
     "held_out": ("held_out", 300),
     "headroom": ("headroom", 4.0),
     "most": ("most", 2**30),
@@ -164,8 +179,19 @@ def test_every_number_of_numpys_has_a_mutant() -> None:
 
 
 def steps_for(mutant: str) -> int:
-    """At first no layer with more than one block has a gradient."""
-    return 8 if mutant == "block" else 2
+    """At first no layer with more than one block has a gradient; of two steps no draw of a Beta is refused."""
+    return 8 if mutant in ("block", "gamma 2") else 2
+
+
+def changes_for(mutant: str) -> tuple[str, ...]:
+    """What makes a run take a number."""
+    if mutant == "narrow":
+        return ("polish=null",)
+    return (
+        ("data.augment={crop: shift, shift: 1, mixup: 0.8}",)
+        if mutant in ("gamma 0", "gamma 1", "gamma 2", "mix")
+        else ()
+    )
 
 
 @cache
@@ -176,7 +202,7 @@ def unchanged(steps: int, *changes: str) -> str:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
     name, value = MUTANTS[mutant]
-    plain, changes = Numbers(), ("polish=null",) if name == "narrow" else ()
+    plain, changes = Numbers(), changes_for(mutant)
     if name in {each.name for each in fields(Arithmetic)}:
         numbers = replace(plain, arithmetic=replace(plain.arithmetic, **{name: value}))
     else:

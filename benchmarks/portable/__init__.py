@@ -1,0 +1,1 @@
+"""Portable arithmetic: its errors, what it costs, and the networks that it takes."""
