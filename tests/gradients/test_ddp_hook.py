@@ -328,11 +328,22 @@ def refused() -> list[str]:
         (model(torch.ones(1, 2)).sum() * 1e9).backward()
     except RuntimeError as error:
         said.append(str(error))
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    ddp_hook(model, "ring", "exact")
+    inner: Any = model.module
+    for call in (
+        lambda: ddp_hook(inner, "ring"),
+        lambda: model(torch.ones(1, 2)).square().sum().backward(create_graph=True),
+    ):
+        try:
+            call()
+        except UserError as error:
+            said.append(str(error))
     return said
 
 
 def test_what_exact_does_not_support_is_refused_in_one_line():
-    for mixed, sparse, static, state, again, zeroed, clipped, leap in run_ranks(2, refused):
+    for mixed, sparse, static, state, again, zeroed, clipped, leap, plain, graph in run_ranks(2, refused):
         assert "mixed_precision" in mixed
         assert "sparse" in sparse
         assert "static_graph=True: " in static
@@ -340,6 +351,8 @@ def test_what_exact_does_not_support_is_refused_in_one_line():
         assert "all passes of a step but the last under no_sync()" in again
         assert zeroed == clipped
         assert ".grad was changed between two passes of a step" in zeroed
+        assert plain.endswith("got Linear")
+        assert "create_graph" in graph
         assert "the gradient of weight is a million times" in leap
 
 

@@ -15,13 +15,13 @@ def _audited(wrong: int, fraction: float) -> str:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
 
-    def compute(key: int) -> tuple[torch.Tensor, ...]:
+    def compute(key: int) -> tuple[torch.Tensor | None, ...]:
         generator = torch.Generator().manual_seed(key)
         loss = layer(torch.randn(5, 4, generator=generator)).square().mean()
         found = torch.autograd.grad(loss, list(layer.parameters()))
         if rank == wrong and key > 10:
             found[0][0, 0] = torch.nextafter(found[0][0, 0], torch.tensor(9.0))
-        return found
+        return (*found, None, torch.eye(2).to_sparse())
 
     audit = GradientAudit(compute, fraction=fraction)
     checked = 0

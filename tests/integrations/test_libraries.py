@@ -74,7 +74,7 @@ model, optimizer = Net(), None
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = accelerator.prepare(model, optimizer)
 loader, sampler = stream_loader(accelerator, Numbers(), 12, num_workers=2)
-follow_steps(model, optimizer, sampler, wire="exact", compare_every=2)
+follow_steps(accelerator, model, optimizer, sampler, wire="exact", compare_every=2)
 if os.path.exists(folder + "/state"):
     accelerator.load_state(folder + "/state")
 while sampler.steps < last:

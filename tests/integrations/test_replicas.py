@@ -1,7 +1,6 @@
 """Ranks whose weights, buffers or momentum differ in one bit are named, with the tensor."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -85,18 +84,55 @@ def test_batch_norm_in_ddp_is_explained_and_can_be_left_out() -> None:
     assert run_ranks(2, _of_own_data, ("*running_mean", "*running_var"))[0] == "equal"
 
 
-def _sharded() -> Any:
+def _sharded() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model, copy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), DistributedDataParallel(nn.Linear(4, 4))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    state = ZeroRedundancyOptimizer(copy.parameters(), torch.optim.Adam)
+    said = []
+    for arguments in ((model,), (copy, state), (nn.ReLU(),)):
+        try:
+            Replicas(*arguments).check()
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_sharded_weights_and_state_and_nothing_at_all_are_refused() -> None:
+    for weights, state, nothing in run_ranks(2, _sharded):
+        assert "this model's are sharded" in weights
+        assert "ZeroRedundancyOptimizer divides it among ranks" in state
+        assert "no parameter and no buffer" in nothing
+
+
+def _of_odd_kinds(odd: str) -> str:
+    """A model with sparse and complex buffers, in which one rank differs."""
+    model, is_odd = nn.Linear(2, 2, bias=False), os.environ["RANK"] == "1"
+    torch.nn.init.ones_(model.weight)
+    model.register_buffer("sparse", (torch.eye(3) * (2 if is_odd and odd == "sparse" else 1)).to_sparse())
+    model.register_buffer("view", torch.tensor([1 + 2j, 1 + (3j if is_odd and odd == "view" else 2j)]).conj())
+    optimizer = torch.optim.Adam(model.parameters())
+    if odd != "state" or is_odd:
+        model.weight.grad = torch.zeros(2, 2)
+        optimizer.step()
     try:
-        Replicas(model)
-    except UserError as error:
+        Replicas(model, optimizer).check()
+    except CorruptionError as error:
         return str(error)
-    return ""
+    return "equal"
 
 
-def test_sharded_weights_are_refused() -> None:
-    assert all("sharded" in said for said in run_ranks(2, _sharded))
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ("", "equal"),
+        ("sparse", "no majority says who is right, in sparse"),
+        ("view", "no majority says who is right, in view"),
+        ("state", "exp_avg of weight, exp_avg_sq of weight, step of weight on rank 1 alone"),
+    ],
+)
+def test_tensors_of_any_kind_and_those_of_one_rank_alone_are_named(odd: str, said: str) -> None:
+    assert all(each.endswith(said) for each in run_ranks(2, _of_odd_kinds, odd))

@@ -78,6 +78,10 @@ def ddp_hook(
         raise UserError(f"wire {wire}: unknown; one of {', '.join(_WIRES)}, or None")
     if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
         raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
+    if not isinstance(model, DistributedDataParallel):
+        raise UserError(
+            f"ddp_hook: takes a model in DistributedDataParallel, and before torch.compile; got {type(model).__name__}"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
@@ -267,6 +271,8 @@ class _ExactHook(Hook):
         slot, gradient = self._slots[parameter], parameter.grad
         is_fresh = self._is_fresh[slot]
         assert gradient is not None
+        if gradient.requires_grad:
+            raise UserError("wire exact: not with backward(create_graph=True); take torch.autograd.grad")
         if self._model.static_graph and not self._has_sent and not self._model.require_backward_grad_sync:
             raise UserError(  # in DDP itself an assertion fails
                 "static_graph=True: DistributedDataParallel needs its first pass outside no_sync; leave it out to "

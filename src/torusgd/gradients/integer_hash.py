@@ -52,13 +52,17 @@ class IntegerHash:
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """The hash of the bits of any dense tensor: int64 [], on its device."""
-    values = tensor.detach().contiguous().reshape(-1)
-    if values.element_size() not in (4, 8):
-        octets = values.view(torch.uint8)
-        values = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
-    found = IntegerHash(tensor.device)
-    found.add(0, 0, values)
+    """The hash of the bits of any tensor, of a sparse one those of its indices and values: int64 [], on its device."""
+    found, parts = IntegerHash(tensor.device), [tensor.detach()]
+    if tensor.layout != torch.strided:
+        sparse = parts[0].to_sparse_coo().coalesce()
+        parts = [sparse.indices(), sparse.values()]
+    for slot, part in enumerate(parts):
+        values = part.resolve_conj().contiguous().reshape(-1)
+        if values.element_size() not in (4, 8):
+            octets = values.view(torch.uint8)
+            values = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
+        found.add(slot, 0, values)
     return found.sum
 
 

@@ -11,15 +11,25 @@ from torch.utils.data import DataLoader, Dataset
 
 try:
     from accelerate import Accelerator
-    from accelerate.data_loader import prepare_data_loader
+    from accelerate.data_loader import DataLoaderShard
 except ImportError as error:
     raise ImportError("torusgd.integrations.accelerate: pip install accelerate") from error
 
 from ..data.sampler import StreamSampler
+from ..errors import UserError
 from ..gradients.ddp_hook import Wire
 from .parts import StepParts, precise_batch_norm
 
 __all__ = ["follow_steps", "precise_batch_norm", "stream_loader"]
+
+
+class _StreamLoader(DataLoaderShard):
+    """As `accelerator.prepare` has it for one process: moves batches to the device, marks the last, divides nothing."""
+
+    @property
+    def sampler(self) -> Any:
+        # `skip_first_batches` looks here first, and nothing else: what it makes would begin too far in the stream.
+        raise UserError("the stream goes on after the last step that was trained on: leave skip_first_batches out")
 
 
 def stream_loader(
@@ -52,23 +62,23 @@ def stream_loader(
         micro_batches=accelerator.num_processes * accelerator.gradient_accumulation_steps,
     )
     accelerator.register_for_checkpointing(sampler)
-    # As for one process: it moves batches to the device and marks the last one, and divides nothing.
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_sampler=sampler, **options),
-        accelerator.device,
-        num_processes=1,
-        process_index=0,
-        put_on_device=accelerator.device_placement,
-    )
-    return loader, sampler
+    device = accelerator.device if accelerator.device_placement else None
+    return _StreamLoader(dataset, device, batch_sampler=sampler, **options), sampler
 
 
 def follow_steps(
-    model: nn.Module, optimizer: Any, sampler: StreamSampler, *, wire: Wire | None = None, compare_every: int = 0
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    sampler: StreamSampler,
+    *,
+    wire: Wire | None = None,
+    compare_every: int = 0,
 ) -> None:
-    """Counts the steps of what `accelerator.prepare` returned; every rank calls it once.
+    """Counts the steps of what `accelerator.prepare` returned; every rank calls it once, before `load_state`.
 
     Args:
+        accelerator: Of this rank; what it saves has the scales of exact sums too.
         model: In DistributedDataParallel, if there are several ranks.
         optimizer: The one whose steps train the model.
         sampler: Of the loader.
@@ -76,6 +86,7 @@ def follow_steps(
         compare_every: Steps from one comparison of the ranks' weights to the next; 0: none (`Replicas`).
     """
     parts = StepParts(model, optimizer, sampler, wire, compare_every)
+    accelerator.register_for_checkpointing(parts)
     inner = getattr(optimizer, "optimizer", optimizer)
     sampler.follow(inner)
     inner.register_step_post_hook(lambda *_: parts.step())

@@ -24,6 +24,7 @@ class GradientAudit:
         compute: The gradients of the micro-batch that a key names, such as a position in the stream of a
             `StreamSampler`: any rank can be given any rank's key. It must be a function of key and weights alone
             (dropout seeded by the key) and leave model, buffers and `.grad` as they were; `torch.autograd.grad` does.
+            None stands for a parameter without a gradient.
         fraction: Of the steps, from 0 to 1.
         seed: Decides which.
         device: Of what computes.
@@ -41,7 +42,7 @@ class GradientAudit:
 
     def __init__(
         self,
-        compute: Callable[[int], Iterable[Tensor]],
+        compute: Callable[[int], Iterable[Tensor | None]],
         *,
         fraction: float = 0.01,
         seed: int = 0,
@@ -91,7 +92,8 @@ class GradientAudit:
         )
 
     def _hash(self, key: int) -> int:
-        return sum((2 * index + 1) * int(tensor_hash(grad)) for index, grad in enumerate(self._compute(key))) % 2**62
+        found = [0 if grad is None else int(tensor_hash(grad)) for grad in self._compute(key)]
+        return sum((2 * index + 1) * value for index, value in enumerate(found)) % 2**62
 
     def _gathered(self, row: list[int]) -> list[list[int]]:
         mine = torch.tensor(row, dtype=torch.int64, device=self._ranks.small_device)

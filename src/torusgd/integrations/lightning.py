@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError("torusgd.integrations.lightning: pip install lightning") from error
 
-from ..data.sampler import State, StreamSampler
+from ..data.sampler import StreamSampler
 from ..errors import UserError
 from ..gradients.ddp_hook import Wire
 from .parts import StepParts, precise_batch_norm
@@ -44,6 +44,7 @@ class StreamCallback(Callback):
         self._sampler, self._wire, self._compare_every = sampler, wire, compare_every
         self._calibration = calibration
         self._parts: StepParts | None = None
+        self._sums: dict[str, Any] = {}
         self._counted = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -54,11 +55,12 @@ class StreamCallback(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._sampler.state_dict())
+        return {**self._sampler.state_dict(), "sums": self._sums if self._parts is None else self._parts.state_dict()}
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Before the Trainer makes the loader's iterator, whose workers begin to read at once.
         self._sampler.load_state_dict(state_dict)
+        self._sums = state_dict["sums"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -66,6 +68,7 @@ class StreamCallback(Callback):
         assert trainer.model is not None
         self._sampler.follow(trainer.optimizers[0])
         self._parts = StepParts(trainer.model, trainer.optimizers[0], self._sampler, self._wire, self._compare_every)
+        self._parts.load_state_dict(self._sums)
         self._counted = self._sampler.steps
         # A checkpoint counts the batches of a rank, which are others on another number of ranks. One that was written
         # at the end of a batch has not counted that one as completed, and the loop adds it later.

@@ -23,8 +23,7 @@ class StepParts:
     def __init__(
         self, model: nn.Module, optimizer: Any, sampler: StreamSampler, wire: Wire | None, compare_every: int
     ) -> None:
-        if wire is not None and isinstance(model, DistributedDataParallel):
-            ddp_hook(model, wire=wire)
+        self._hook = ddp_hook(model, wire=wire) if wire and isinstance(model, DistributedDataParallel) else None
         # Accelerate's optimizers hold torch's.
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if isinstance(sampler.batches, BatchSizeSchedule):
@@ -39,6 +38,15 @@ class StepParts:
         """Counts a step of the optimizer."""
         if self._replicas is not None:
             self._replicas.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What exact sums need to go on with the same bits; plain numbers."""
+        return {} if self._hook is None else self._hook.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, on any number of ranks."""
+        if self._hook is not None:
+            self._hook.load_state_dict(state)
 
 
 def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from itertools import chain
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Replicas:
         group: The ranks that hold copies; None: all ranks.
 
     Raises:
-        UserError: The model's weights are sharded.
+        UserError: The model's weights or the optimizer's state are sharded; by `check`, there is nothing to compare.
 
     >>> model = nn.Linear(3, 2)
     >>> replicas = Replicas(model, every=10)
@@ -51,14 +53,20 @@ class Replicas:
     ) -> None:
         if every < 1:
             raise UserError(f"every: at least 1 step from one comparison to the next, got {every}")
-        sharded = next((name for name, tensor in model.named_parameters() if hasattr(tensor, "device_mesh")), None)
-        if sharded is not None or type(model).__name__ == "FullyShardedDataParallel":
+        if any(hasattr(tensor, "device_mesh") for tensor in model.parameters()) or any(
+            type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
+        ):
             raise UserError(
                 "Replicas compares whole copies of the weights, and this model's are sharded over ranks: take it for "
                 "DistributedDataParallel, or give the group of ranks that hold the same shards and a model of theirs"
             )
+        if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
+            raise UserError(
+                f"Replicas compares whole copies of the state, and {type(optimizer).__name__} divides it among ranks: "
+                "give the model alone"
+            )
         self._model, self._optimizer, self._every, self._ignore = model, optimizer, every, tuple(ignore)
-        device = next(model.parameters()).device
+        device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
         self._ranks = group_of(group, device)
         self._steps = 0
 
@@ -73,11 +81,17 @@ class Replicas:
         """Compares now. CorruptionError, on every rank: it names ranks, hosts and tensors."""
         names, hashes = self._hashes()
         whole = (hashes * odd_keys(DRIFT, 2, len(hashes)).to(hashes.device)).sum()
-        row = torch.stack([whole, torch.tensor(len(names), device=whole.device)])
+        row = torch.stack([whole, torch.tensor(crc32("\n".join(names).encode()), device=whole.device)])
         rows = [gathered.tolist() for gathered in self._ranks.all_gather(row)]
-        if len({row[1] for row in rows}) > 1:
-            counts = ", ".join(f"rank {rank}: {row[1]}" for rank, row in zip(self._ranks.ranks, rows, strict=True))
-            raise CorruptionError(f"after {self._steps} steps ranks hold different numbers of tensors ({counts})")
+        other = next((index for index, row in enumerate(rows) if row[1] != rows[0][1]), None)
+        if other is not None:
+            first, second = (set(self._ranks.broadcast_json(names, index)) for index in (0, other))
+            who = ", ".join(
+                f"{self._listed(sorted(held))} on rank {self._ranks.ranks[index]} alone"
+                for index, held in ((0, first - second), (other, second - first))
+                if held
+            )
+            raise CorruptionError(f"after {self._steps} steps ranks hold different tensors: {who}")
         if len({row[0] for row in rows}) == 1:
             return
         columns = list(zip(*(gathered.tolist() for gathered in self._ranks.all_gather(hashes)), strict=True))
@@ -105,6 +119,8 @@ class Replicas:
             for name, tensor in self._tensors()
             if not any(fnmatch(name.removeprefix("module."), pattern) for pattern in self._ignore)
         }
+        if not found:
+            raise UserError("Replicas: the model has no parameter and no buffer that ignore= leaves to compare")
         device = self._ranks.small_device
         return list(found), torch.stack([value.to(device) for value in found.values()])
 

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer with the stream of samples, exact sums, a comparison of ranks and precise batch norm."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader
 
 try:
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import seed_worker
 except ImportError as error:
     raise ImportError(
         "torusgd.integrations.transformers needs transformers: pip install 'transformers[torch]'"
@@ -19,6 +21,8 @@ from ..gradients.ddp_hook import Wire
 from .parts import StepParts, precise_batch_norm
 
 Inputs = Mapping[str, Tensor]
+# of what a checkpoint's trainer_state.json has of the exact sums
+_STATE = "torusgd"
 
 
 class StreamTrainer(Trainer):
@@ -61,6 +65,10 @@ class StreamTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         options = self.args
+        if getattr(options, "train_sampling_strategy", "random") != "random":
+            raise UserError(
+                f"train_sampling_strategy {options.train_sampling_strategy}: the stream has an order of its own"
+            )
         lists = options.world_size * options.gradient_accumulation_steps
         try:
             length = len(self.train_dataset)
@@ -72,11 +80,13 @@ class StreamTrainer(Trainer):
             seed=options.seed if options.data_seed is None else options.data_seed,
             micro_batches=lists,
         )
+        seeded = partial(seed_worker, num_workers=options.dataloader_num_workers, rank=options.process_index)
         # Not by accelerate's `prepare`, which would divide the batches between ranks a second time.
         return DataLoader(
             self.train_dataset,
             batch_sampler=self.stream,
-            collate_fn=self.data_collator,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            worker_init_fn=seeded,
             num_workers=options.dataloader_num_workers,
             pin_memory=options.dataloader_pin_memory,
             persistent_workers=options.dataloader_persistent_workers,
@@ -104,9 +114,12 @@ class _Follow(TrainerCallback):
         assert self._trainer.stream is not None
         self._trainer.stream.seek(state.global_step)
         self._parts = self._trainer.parts()
+        self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._trainer.stream is not None
         assert self._parts is not None
         self._trainer.stream.seek(state.global_step)
         self._parts.step()
+        # Who decides to save does so after this, and no callback is called between.
+        state.stateful_callbacks[_STATE] = self._parts.state_dict()
