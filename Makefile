@@ -3,8 +3,9 @@
 
 PYTHON ?=
 ARGS ?=
+URL ?=
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format docs dist clean
+.PHONY: help demo test test-slow test-all lint format docs dist lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -21,6 +22,9 @@ test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
+test-all: .venv/installed-all ## run the tests with every extra installed, and count what is skipped
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -r s $(ARGS)
+
 lint: .venv/installed-dev ## check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -34,19 +38,30 @@ format: .venv/installed-dev ## mend style
 docs: .venv/installed-docs ## build the documentation as a site, in build/site
 	.venv/bin/mkdocs build --strict $(ARGS)
 
-dist: .venv/installed-dist ## build wheel and sdist, in dist
-	.venv/bin/python -m build $(ARGS)
+# URL is the address of the repository, which the pages of an index link to.
+dist: .venv/installed-dist ## build wheel and sdist in dist, ready to upload: make dist URL=https://...
+	rm -rf dist
+	TORUSGD_URL='$(URL)' .venv/bin/python -m build $(ARGS)
+	.venv/bin/twine check --strict dist/*
+
+lock: .venv/installed-dist ## choose versions anew: uv.lock, with hashes, and constraints.txt from it
+	.venv/bin/uv lock $(ARGS)
+	(sed '/^#/!d' constraints.txt; .venv/bin/uv export --frozen -q --no-hashes --all-extras --all-groups \
+		--no-emit-project --no-annotate --no-header | .venv/bin/uv pip compile -q - --no-deps --no-annotate \
+		--no-header --python-version 3.11.7 --python-platform x86_64-unknown-linux-gnu) > constraints.new
+	mv constraints.new constraints.txt
 
 clean: ## remove .venv and caches, and leave runs/
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
-.venv/installed-demo: EXTRAS = digits
-.venv/installed-dev: EXTRAS = dev,digits,images,report,tensorboard
-.venv/installed-docs: EXTRAS = docs
-.venv/installed-dist: EXTRAS = dist
-.venv/installed-demo .venv/installed-dev .venv/installed-docs .venv/installed-dist: .venv/made pyproject.toml constraints.txt
+.venv/installed-demo: WHAT = -e '.[digits]'
+.venv/installed-dev: WHAT = -e '.[digits,images,tensorboard]' --group dev
+.venv/installed-all: WHAT = -e '.[all,triton]' --group dev --group extras
+.venv/installed-docs: WHAT = -e . --group docs
+.venv/installed-dist: WHAT = --group dist
+.venv/installed-demo .venv/installed-dev .venv/installed-all .venv/installed-docs .venv/installed-dist: .venv/made pyproject.toml constraints.txt
 	@echo "Installing torusgd and the versions in constraints.txt into .venv; PyTorch is large, the rest is small."
-	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(WHAT)
 	@touch $@
 
 # Debian and Ubuntu leave ensurepip out of their Python: without it a virtual environment has no pip.
@@ -62,4 +77,5 @@ clean: ## remove .venv and caches, and leave runs/
 		exit 1; \
 	fi; \
 	$$found -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1,<26'  # for --group
 	@touch $@

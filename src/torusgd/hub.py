@@ -108,7 +108,7 @@ def commit_of(path: Path | None) -> str:
 
 
 def _hub(flag: str) -> Any:
-    with needs(f"{flag}: needs huggingface_hub", "huggingface_hub (the extra hub)"):
+    with needs(f"{flag}: needs huggingface_hub", "huggingface_hub (the extra huggingface)"):
         import huggingface_hub
         from huggingface_hub.utils.tqdm import disable_progress_bars
     if not sys.stderr.isatty():

@@ -17,9 +17,9 @@ _SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has
 _SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
 # Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
-    "s3": "fsspec s3fs (the extra remote)",
+    "s3": "fsspec s3fs (the extra s3)",
     "gs": "gcsfs (the extra gcs)",
-    "hf": "fsspec huggingface_hub (the extras remote and hub)",
+    "hf": "huggingface_hub (the extra huggingface)",
 }
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         scheme = url.partition(":")[0]
-        packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra remote)")
+        packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra web)")
         not_one = as_user_error(f"{url}: no URL of a bucket or a web server", of=ValueError)
         with needs(f"{url}: a package for it is missing", packages), not_one:
             from fsspec.core import url_to_fs

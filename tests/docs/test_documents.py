@@ -208,7 +208,6 @@ def test_the_table_of_extras_has_those_that_users_take() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
     pytest.importorskip("sklearn")
     commands = commands_of(DOCS / "tour.md")
     assert len(commands) > 8

@@ -18,7 +18,6 @@ from torusgd.report.page import log_page, run_page
 from torusgd.report.read_run import read_run
 from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table, training_table
 
-pytest.importorskip("jinja2")
 EVIL = "<script>alert(1)</script>"
 
 

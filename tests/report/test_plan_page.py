@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from tests.report.test_page import EVIL, Tags
 
-pytest.importorskip("jinja2")
-
 
 @pytest.mark.parametrize(
     ("asked", "shown"),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,6 @@ def build(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
     wheel, sdist = build(tmp_path)
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
@@ -65,7 +66,32 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     run(torusgd, "report", "nowhere", cwd=tmp_path, code=2)
 
 
-EXTRAS = "digits,images,report,remote,hf,hub,tensorboard"
+def test_the_versions_with_hashes_are_those_that_pip_is_given() -> None:
+    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    found = {(each["name"], each.get("version")) for each in locked}  # several of one name, each for its Pythons
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(pinned) > 100
+    for line in pinned:
+        assert tuple(line.split("==")) in found, line
+    files = [file for each in locked for file in each.get("wheels", [])]
+    assert all(file["hash"].startswith("sha256:") for file in files)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_address_of_the_repository_makes_the_links_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("twine")
+    monkeypatch.setenv("TORUSGD_URL", "https://example.org/torusgd/")
+    wheel, sdist = build(tmp_path)
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read("torusgd-0.1.0.dist-info/METADATA").decode()
+    assert "Project-URL: Issues, https://example.org/torusgd/issues" in metadata
+
+
+EXTRAS = "digits,images,s3,parquet,huggingface,tensorboard"
 """those that any index has and that take no GB"""
 
 

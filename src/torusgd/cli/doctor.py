@@ -149,7 +149,7 @@ def _extras() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in requires("torusgd") or []:
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
-        if match and match[1] != "torusgd":  # as in `all`, which names the others
+        if match and match[2] != "all":  # of all the others
             lacking = found.setdefault(match[2], [])
             try:
                 version(match[1])

@@ -94,11 +94,10 @@ def report(
 ) -> None:
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.logs import read_log
-    from ..report.page import check_jinja, log_page, run_page
+    from ..report.page import log_page, run_page
     from ..report.read_run import read_run, read_verified
     from ..rundir.run_view import local_run
 
-    check_jinja()
     check_writable("--out", out)
     if all(run.is_file() for run in runs):
         if mistakes or data is not None or verified:

@@ -98,9 +98,6 @@ class Wanted:
             check_plot(self.plot)
             check_writable("--plot", self.plot)
         if self.report is not None:
-            from ..report.page import check_jinja
-
-            check_jinja()
             check_writable("--report", self.report)
         at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
         for flag, is_given in at_its_batch.items():

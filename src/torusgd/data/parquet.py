@@ -182,7 +182,7 @@ def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str
 
 
 def _open(path: Path) -> _File:
-    with needs("data.source: parquet needs pyarrow", "pyarrow (the extra hf)"):
+    with needs("data.source: parquet needs pyarrow", "pyarrow (the extra parquet)"):
         import pyarrow as pa
         import pyarrow.parquet as pq
     with as_user_error(f"{path}: no whole table", of=(OSError, ValueError)):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import needs
 from ..plan.timeline import PARTS
 from ..text import NONE, count, duration, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
     from .mistakes import Mistakes
-
-
-def check_jinja() -> None:
-    """UserError if jinja2, which sets the page, is missing."""
-    with needs("a report needs jinja2", "jinja2 (the extra report)"):
-        import jinja2  # noqa: F401
 
 
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
@@ -93,7 +86,6 @@ _BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, 
 
 
 def _environment() -> "Environment":
-    check_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     # The page's policy forbids scripts, and every value is escaped, so that a class, a folder or an error message of a
