@@ -3,15 +3,20 @@
     python -m tools.campaign RESULTS.jsonl [--seed 0] [--runs 1500]  # goes on where it was stopped
     python -m tools.campaign RESULTS.jsonl --table                   # the table of docs/reliability.md
 
-Each run is a line of JSON, by its seed and index. Processes that play runs are begun anew after a hang, and every 40.
+Each run is a line of JSON, by its seed and index. Processes that play runs are begun anew after a hang, and every 100.
+`--processes 2` plays two at a time, and `--seconds 150` begins none after that: the same command goes on with the rest.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from .draw import EVENTS, Draw, draws, pairs, refused
 from .play import LIMIT, Player
 
 GOOD = ("same", "refused", "ends well")
-RUNS_OF_A_PROCESS = 40
+RUNS_OF_A_PROCESS = 100
 
 
 def main() -> int:
@@ -29,52 +34,72 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=1500)
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", type=int, nargs="*", help="play these runs alone, again")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table:
         print(table(read(arguments.results)))
         return 0
-    drawn = arguments.results.with_suffix(f".draws-{arguments.seed}-{arguments.runs}")
-    if not drawn.exists():
-        drawn.write_text("".join(json.dumps(draw) + "\n" for draw in draws(arguments.seed, arguments.runs)))
-    runs = [Draw(*json.loads(line)) for line in drawn.read_text().splitlines()]
-    if arguments.play is not None:
-        play(arguments, runs)
+    if arguments.play is None:
+        with ThreadPoolExecutor(arguments.processes) as pool:
+            until = time.time() + arguments.seconds
+            list(pool.map(partial(keep_playing, arguments, drawn(arguments), until), range(arguments.processes)))
+    else:
+        play(arguments, drawn(arguments))
         return 0
-    while left(arguments, runs):
+    return 1 if any(row["verdict"] not in GOOD for row in read(arguments.results)) else 0
+
+
+def drawn(arguments: argparse.Namespace) -> list[Draw]:
+    """The runs of a seed, from the file beside the results."""
+    path = arguments.results.with_suffix(f".draws-{arguments.seed}-{arguments.runs}")
+    if not path.exists():
+        path.write_text("".join(json.dumps(draw) + "\n" for draw in draws(arguments.seed, arguments.runs)))
+    return [Draw(*json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def keep_playing(arguments: argparse.Namespace, runs: list[Draw], until: float, part: int) -> None:
+    """Plays what is left of a part of the runs, in one process after the other."""
+    while time.time() < until and left(arguments, runs, part):
         with tempfile.TemporaryDirectory(prefix="c") as folder:
-            code = subprocess.run(
-                [sys.executable, "-m", "tools.campaign", *sys.argv[1:], "--play", folder], check=False
-            ).returncode
+            words = ["--play", folder, "--part", str(part), "--until", str(until)]
+            command = [sys.executable, "-m", "tools.campaign", *sys.argv[1:], *words]
+            code = subprocess.run(command, check=False).returncode
             if code and (line := _lost(Path(folder), code)):
                 add(arguments.results, line)
         if arguments.only is not None:
             break
-    return 1 if any(row["verdict"] not in GOOD for row in read(arguments.results)) else 0
 
 
-def left(arguments: argparse.Namespace, runs: list[Draw]) -> list[Draw]:
-    """The runs that are not in the results yet."""
+def left(arguments: argparse.Namespace, runs: list[Draw], part: int) -> list[Draw]:
+    """The runs of a part that are not in the results yet."""
     if arguments.only is not None:
-        return [runs[index] for index in arguments.only]
+        mine = [runs[index] for index in arguments.only]
+        return mine[part :: arguments.processes]
     done = {row["index"] for row in read(arguments.results) if row["seed"] == arguments.seed}
-    return [draw for draw in runs if draw.index not in done]
+    return [draw for draw in runs[part :: arguments.processes] if draw.index not in done]
 
 
 def play(arguments: argparse.Namespace, runs: list[Draw]) -> None:
     """Plays some of the runs in this process."""
     plain = {row["recipe"]: row["plain"] for row in read(arguments.results) if "plain" in row}
     player = Player(arguments.play, dict(plain))
-    for draw in left(arguments, runs)[:RUNS_OF_A_PROCESS]:
-        (arguments.play / "now").write_text(json.dumps({"seed": arguments.seed, "index": draw.index, "row": draw.row,
-                                                        "event": draw.event}))  # fmt: skip
-        row = player.play(draw)
-        found = set(player.plain) - set(plain)
-        for recipe in found:
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    for draw in left(arguments, runs, arguments.part)[:RUNS_OF_A_PROCESS]:
+        if time.time() > arguments.until:
+            break
+        begun = {"seed": arguments.seed, "commit": commit, "index": draw.index, "row": draw.row, "event": draw.event}
+        (arguments.play / "now").write_text(json.dumps(begun))
+        row = begun | player.play(draw)
+        for recipe in set(player.plain) - set(plain):
             plain[recipe] = player.plain[recipe]
             row |= {"recipe": recipe, "plain": plain[recipe]}
-        add(arguments.results, {"seed": arguments.seed, **row})
+        add(arguments.results, row)
 
 
 def _lost(folder: Path, code: int) -> dict[str, Any]:

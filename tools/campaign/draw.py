@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import UserError
-from torusgd.recipe.compatibility import Setup, refusals
+from torusgd.recipe.compatibility import Setup, fixed_ranks, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Recipe
 
@@ -140,11 +140,17 @@ def _load(changes: tuple[str, ...]) -> "tuple[Recipe, Any] | str":
 
 def refused(row: Row, listens: bool = False) -> list[str]:
     """The lines of the project's own table for a row; empty: it must run."""
+    setup = _setup(row, listens)
+    return [setup] if isinstance(setup, str) else refusals(setup)
+
+
+def _setup(row: Row, listens: bool = False) -> Setup | str:
+    """What the table takes; a line if the recipe, or one option by itself, is refused."""
     recipe = _load(tuple(recipe_changes(row)))
     both = _load((*BASE, *(f"runtime.{key}={value}" for key, value in options_of(row).items())))
     for found in (recipe, both):
         if isinstance(found, str):
-            return [found]
+            return found
     assert isinstance(recipe, tuple)
     assert isinstance(both, tuple)
     # What a recipe's runtime block gives for another number of ranks is left out, with a line that says so.
@@ -155,8 +161,8 @@ def refused(row: Row, listens: bool = False) -> list[str]:
         if options.allreduce not in ("native", "auto"):
             parse_algorithm(options.allreduce, row["workers"], options.grid_size)
     except UserError as error:
-        return [str(error)]
-    return refusals(Setup(recipe[0], options, "cpu", row["workers"], listens=listens))
+        return str(error)
+    return Setup(recipe[0], options, "cpu", row["workers"], listens=listens)
 
 
 def pairs(row: Mapping[str, Any]) -> set[Pair]:
@@ -217,11 +223,20 @@ def draws(seed: int, count: int) -> list[Draw]:
             value = rng.choice(AXES[axis]) if rng.random() < 0.4 else row[axis]
             if not refused(row | {axis: value}):
                 row[axis] = value
+        # Each process that makes batches imports torch, which takes longer than all that is tried here.
+        if rng.random() < 0.8:
+            row["loader_processes"] = None
         rows.append(row)
-    found = []
-    for index, row in enumerate(rows):
-        event = rng.choice(EVENTS[1:]) if not refused(row) and rng.random() < 0.7 else "none"
-        if event == "join" and refused(row, listens=True):
-            event = "kill"
-        found.append(Draw(index, row, event))
-    return found
+    return [Draw(index, row, _event(row, rng)) for index, row in enumerate(rows)]
+
+
+def _event(row: Row, rng: random.Random) -> str:
+    """One that can strike a row."""
+    if refused(row) or rng.random() >= 0.75:
+        return "none"
+    event = "loader" if row["loader_processes"] and rng.random() < 0.4 else rng.choice(EVENTS[1:])
+    setup = _setup(row)
+    assert isinstance(setup, Setup)
+    if (event == "loader" and not row["loader_processes"]) or (event == "resize" and fixed_ranks(setup)):
+        return "kill"
+    return "stop" if event == "join" and refused(row, listens=True) else event

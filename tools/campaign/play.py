@@ -23,10 +23,17 @@ from torusgd.rundir.run_view import WORKERS, write_request
 from torusgd.signals import Stopped, raise_on_stop
 
 from .draw import STEPS, Draw, Row, options_of, recipe_changes
-from .in_rank import FOLDER
 
+FOLDER = "TORUSGD_CAMPAIGN"  # as in in_rank.py, which imports torch; here it would only make the start later
 LIMIT = 60.0
 """seconds of a command without a new line, after which it hangs: this process ends, all stacks in the file `hang`"""
+BUSY_LIMIT = 300.0
+"""the same while its processes compute, on a machine that has other work too"""
+MOMENTS = (*(("any", step) for step in range(1, STEPS + 1)), ("images", 5), ("train", 7), ("audit", 3), ("evaluate", 4),
+           ("checkpoint", 5), ("evaluate", STEPS), ("checkpoint", STEPS), ("polish", STEPS))  # fmt: skip
+"""phase and step of a rank at which an event strikes, or at the first later progress"""
+LASTING = {"resize": 0.2, "join": 0.5}
+"""seconds that each unit of work takes until such an event has had its effect; with all others it has one at once"""
 
 
 class Player:
@@ -35,6 +42,7 @@ class Player:
     def __init__(self, folder: Path, plain: dict[str, str]) -> None:
         self.plain, self._run, self._log, self._stacks = plain, folder / "run", folder / "log", folder / "stacks"
         self._slow, self._token, self._folder = folder / "slow", folder / "token", folder
+        self._moment, self._reached = folder / "moment", folder / "reached"
         os.environ[FOLDER] = str(folder)
         os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin, of more ranks than cores, take most of the time
         forkserver.PRELOAD = (*forkserver.PRELOAD, "tools.campaign.in_rank")  # type: ignore[assignment]
@@ -47,7 +55,7 @@ class Player:
 
     def play(self, draw: Draw) -> dict[str, Any]:
         """A row of the results."""
-        started, rng = time.monotonic(), random.Random(draw.index)
+        started, rng, worked = time.monotonic(), random.Random(draw.index), _cpu_seconds(os.getpid())
         row: dict[str, Any] = {"index": draw.index, "event": draw.event, "struck": False, "row": draw.row}
         refusal, at = draw.refusal, self._size()
         try:
@@ -60,7 +68,8 @@ class Player:
             verdict = f"TRACEBACK, {verdict}"
         if verdict not in ("same", "refused", "ends well"):
             row["log"] = text[max(text.find("Traceback") - 500, 0) :][:3000] + " ... " + text[-3000:]
-        return row | {"verdict": verdict, "seconds": round(time.monotonic() - started, 1)}
+        seconds = {"seconds": time.monotonic() - started, "cpu_seconds": _cpu_seconds(os.getpid()) - worked}
+        return row | {"verdict": verdict} | {name: round(value, 1) for name, value in seconds.items()}
 
     def _refused(self, draw: Draw) -> str:
         shutil.rmtree(self._run, ignore_errors=True)  # else it could be refused for the run that is there
@@ -83,8 +92,10 @@ class Player:
         over = threading.Event()
         if event == "join":
             words = [*words, "--workers", "3:4", "--listen", "127.0.0.1:0", "--token-file", str(self._token)]
+        row["moment"] = moment = rng.choice(MOMENTS) if event not in LASTING else ("any", 1)
         striker = threading.Thread(target=self._strike, args=(event, rng, over, row, self._size()))
         if event != "none":
+            self._moment.write_text(json.dumps([*moment, LASTING.get(event, 0.1)]))
             striker.start()
         try:
             code = self._command(words)
@@ -92,7 +103,8 @@ class Player:
             over.set()
             if event != "none":
                 striker.join()
-            self._slow.unlink(missing_ok=True)
+            for path in (self._slow, self._moment, self._reached):
+                path.unlink(missing_ok=True)
             joiner = row.pop("joiner", None)
             if joiner is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,13 +163,16 @@ class Player:
             sys.stdout.flush()
 
     def _end_late(self, done: threading.Event) -> None:
-        size, last = -1, time.monotonic()
-        while time.monotonic() - last < LIMIT:
+        size, last, worked = -1, time.monotonic(), 0.0
+        while (waited := time.monotonic() - last) < BUSY_LIMIT:
             if done.wait(1.0):
                 return
             with contextlib.suppress(FileNotFoundError):
                 found = self._size() + (self._run / "events.jsonl").stat().st_size
-                size, last = found, last if found == size else time.monotonic()
+                if found != size:
+                    size, last, worked = found, time.monotonic(), _cpu_seconds(os.getpid())
+            if waited > LIMIT and _cpu_seconds(os.getpid()) - worked < 0.05 * waited:
+                break
         for process in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
@@ -171,21 +186,24 @@ class Player:
         os._exit(70)
 
     def _strike(self, event: str, rng: random.Random, over: threading.Event, row: dict[str, Any], at: int) -> None:
-        events, delay = self._run / "events.jsonl", rng.uniform(0.0, 1.2)
+        while not self._reached.exists():
+            if over.wait(0.01):
+                return
+        over.wait(rng.uniform(0.0, 0.1))
         if event == "join":
-            while not over.wait(0.05):
-                if found := re.search(r"torusgd join (\S+)", self._text(at)):
-                    words = [sys.executable, "-m", "torusgd", "join", found[1], "--token-file", str(self._token)]
-                    row["joiner"], row["struck"] = (
-                        subprocess.Popen([*words, "--workers", "2"], start_new_session=True),
-                        True,
-                    )
-                    return
-            return
-        while not (events.exists() and events.stat().st_size) and not over.wait(0.02):
-            pass
-        if over.wait(delay):
-            return
+            found = re.search(r"torusgd join (\S+)", self._text(at))
+            assert found is not None
+            words = [sys.executable, "-m", "torusgd", "join", found[1], "--token-file", str(self._token)]
+            row["joiner"] = subprocess.Popen([*words, "--workers", "2"], start_new_session=True)
+        else:
+            self._strike_once(event, rng, row)
+        # Until it has had an effect, at most as long as a machine takes that joins.
+        until = time.monotonic() + 60.0
+        while event in LASTING and time.monotonic() < until and not row["struck"] and not over.wait(0.05):
+            row["struck"] = re.search(r"^rank.* (joins?|leaves?);", self._text(at), re.M) is not None
+        self._moment.unlink(missing_ok=True)
+
+    def _strike_once(self, event: str, rng: random.Random, row: dict[str, Any]) -> None:
         server = forkserver.forkserver_process()
         ranks = _children(server)
         victims = {
@@ -195,18 +213,20 @@ class Player:
         }.get(event, ranks)  # fmt: skip
         if not victims:
             return
-        victim, row["struck"] = rng.choice(victims), True
+        victim, row["struck"] = rng.choice(victims), event not in LASTING
         with contextlib.suppress(ProcessLookupError):
             if event == "resize":
-                write_request(self._run / WORKERS, str(rng.choice([1, 2, 3, 4])))
+                write_request(
+                    self._run / WORKERS, str(rng.choice([n for n in range(1, 5) if n != row["row"]["workers"]]))
+                )
             elif event == "slow disk":
                 self._slow.touch()
             elif event == "pause":
                 for _ in range(4):
                     os.kill(victim, signal.SIGSTOP)
-                    over.wait(0.3)
+                    time.sleep(0.1)
                     os.kill(victim, signal.SIGCONT)
-                    over.wait(0.1)
+                    time.sleep(0.02)
             else:
                 number = {"freeze": signal.SIGSTOP, "stop": signal.SIGTERM}.get(event, signal.SIGKILL)
                 os.kill(victim, number)
@@ -219,6 +239,15 @@ class Player:
         with self._log.open("rb") as file:
             file.seek(at)
             return file.read().decode(errors="replace")
+
+
+def _cpu_seconds(process: int) -> float:
+    """Of a process, those below it, and those of them that have ended and were waited for."""
+    fields = []
+    for each in (process, *_descendants(process)):
+        with contextlib.suppress(OSError):
+            fields += Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:15]
+    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
 
 
 def _children(process: int | None) -> list[int]:

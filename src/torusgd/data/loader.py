@@ -141,7 +141,7 @@ class LoaderProcesses:
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
         self._pipeline = pipeline
         # The launcher's preload: with it the fork server leaves nothing in the temporary folder.
-        multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
+        multiprocessing.set_forkserver_preload([__name__, "torusgd.ranks.forkserver_preload"])
         with held_back():
             self._all = [_Process(open_) for _ in range(count)]
         self._idle: SimpleQueue[_Process] = SimpleQueue()
