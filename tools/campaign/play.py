@@ -31,7 +31,7 @@ BUSY_LIMIT = 300.0
 """the same while its processes compute, on a machine that has other work too"""
 MOMENTS = (*(("any", step) for step in range(1, STEPS + 1)), ("images", 5), ("train", 7), ("audit", 3), ("evaluate", 4),
            ("checkpoint", 5), ("evaluate", STEPS), ("checkpoint", STEPS), ("polish", STEPS))  # fmt: skip
-"""phase and step of a rank at which an event strikes, or at the first later progress"""
+"""phase and step of a rank at which an event strikes, or at the first progress in a later step"""
 LASTING = {"resize": 0.2, "join": 0.5}
 """seconds that each unit of work takes until such an event has had its effect; with all others it has one at once"""
 
@@ -92,7 +92,7 @@ class Player:
         over = threading.Event()
         if event == "join":
             words = [*words, "--workers", "3:4", "--listen", "127.0.0.1:0", "--token-file", str(self._token)]
-        row["moment"] = moment = rng.choice(MOMENTS) if event not in LASTING else ("any", 1)
+        row["moment"] = moment = rng.choice(MOMENTS) if event not in LASTING else ("any", 0)
         striker = threading.Thread(target=self._strike, args=(event, rng, over, row, self._size()))
         if event != "none":
             self._moment.write_text(json.dumps([*moment, LASTING.get(event, 0.1)]))
@@ -200,7 +200,7 @@ class Player:
         # Until it has had an effect, at most as long as a machine takes that joins.
         until = time.monotonic() + 60.0
         while event in LASTING and time.monotonic() < until and not row["struck"] and not over.wait(0.05):
-            row["struck"] = re.search(r"^rank.* (joins?|leaves?);", self._text(at), re.M) is not None
+            row["struck"] = re.search(r"\branks? .*(joins?|leaves?);", self._text(at)) is not None
         self._moment.unlink(missing_ok=True)
 
     def _strike_once(self, event: str, rng: random.Random, row: dict[str, Any]) -> None:

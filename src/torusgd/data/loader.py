@@ -140,7 +140,7 @@ class LoaderProcesses:
         if not hasattr(os, "memfd_create"):
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
         self._pipeline = pipeline
-        # The launcher's preload: with it the fork server leaves nothing in the temporary folder.
+        # torch, once for all of them; and the launcher's preload, with which nothing is left in the temporary folder.
         multiprocessing.set_forkserver_preload([__name__, "torusgd.ranks.forkserver_preload"])
         with held_back():
             self._all = [_Process(open_) for _ in range(count)]
