@@ -16,7 +16,7 @@ U64 = npt.NDArray[np.uint64]
 
 # The first word of every key chain, so that two uses of the same numbers never share their draws.
 ORDER, AUGMENT, DROPOUT, SUBSTITUTE, SYNTHETIC, SPLIT, INIT, FRAMES, DATA_SAMPLE, AUDIT, DRIFT = range(1, 12)
-DELAY, BARRIER, CUTOFF, PEER, ERASE, MIX, POLICY, ALTERNATE, NOISE = range(12, 21)
+DELAY, BARRIER, CUTOFF, PEER, ERASE, MIX, POLICY, ALTERNATE, NOISE, VALIDATION = range(12, 22)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -9,6 +9,7 @@ from tests.data.own import Stripes
 from tests.data.pictures import folder_data, write_folder
 from tests.messages import refused
 from torusgd.data import ArraySource, RegionSource, Source, open_sources
+from torusgd.data.registry import data_sha256
 from torusgd.data.synthetic import SEQUENCE, walk
 from torusgd.recipe.data_schema import Data
 
@@ -165,6 +166,29 @@ def test_a_part_of_a_folder_still_decodes_regions(tmp_path: Path) -> None:
     assert len(train) == 5
 
 
+@pytest.mark.parametrize("kind", ["arrays", "folder"])
+def test_validation_images_are_training_images_by_key_that_are_not_trained_on(kind: str, tmp_path: Path) -> None:
+    path = write_folder(tmp_path) if kind == "folder" else None
+    changes: dict[str, Any] = {"train_images": 20} if kind == "arrays" else {}
+    make = (lambda **keys: grey("digits", **keys)) if kind == "arrays" else folder_data
+    whole, _ = open_sources(make(**changes), path, 0)
+    train, validation = open_sources(make(**changes, validation_images=3), path, 0)
+    again, same = open_sources(make(**changes, validation_images=3), path, 1)
+    assert (len(train), len(validation)) == (len(whole) - 3, 3)
+    for left, right in ((train, again), (validation, same)):
+        assert data_sha256(left, left) == data_sha256(right, right), "the same for every seed"
+
+    def pixels(source: Source) -> list[bytes]:
+        return [source.read(index).tobytes() + bytes([source.labels[index]]) for index in range(len(source))]
+
+    assert sorted([*pixels(train), *pixels(validation)]) == sorted(pixels(whole))
+    if isinstance(whole, ArraySource):
+        assert isinstance(train, ArraySource)
+        assert np.array_equal(train.read_many(np.array([4, 2]))[0], train.read(4))
+    else:
+        assert isinstance(train, RegionSource)
+
+
 def test_a_source_of_ones_own() -> None:
     data = Data(source="tests.data.own:stripes", options={"count": 12}, image_size=16, resize=18)
     train, held_out = open_sources(data, None, 0)
@@ -191,6 +215,7 @@ MISTAKES = {
     "classes": grey("digits", classes=11),
     "channels": Data(source="digits", image_size=8),
     "too many images": grey("digits", eval_images=361),
+    "all for validation": grey("digits", validation_images=1437),
     "own, not importable": grey("no_such_module:source"),
     "own, not a source": grey("tests.data.own:incomplete"),
     "own, labels": Data(source="tests.data.own:mislabelled", image_size=8),

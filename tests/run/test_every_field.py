@@ -39,6 +39,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "data.decoder": ([], "data.decoder=nvjpeg"),
     "data.options": ([], "data.options={noise: 0.9}"),
     "data.train_images": ([], "data.train_images=90"),
+    "data.validation_images": ([], "data.validation_images=20"),
     "data.eval_images": ([], "data.eval_images=20"),
     "data.image_size": ([], "data.image_size=10"),
     "data.resize": ([], LARGER),

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -257,7 +257,7 @@ class EncodedImages(ABC):
     Pictures are converted to 3 channels, RGB, or to 1, grey.
     """
 
-    reads_ahead: ClassVar[bool] = False  # whether `expect` makes reading faster
+    reads_ahead: bool = False  # whether `expect` makes reading faster
 
     def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
         self.classes = tuple(classes)

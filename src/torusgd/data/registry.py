@@ -15,16 +15,17 @@ from ..hub import hub_name
 from ..recipe.data_schema import Data
 from ..recipe.load import import_factory, load_recipe, recipe_names
 from ..recipe.section import sides
-from ..rng import DATA_SAMPLE, keyed_integer
+from ..rng import DATA_SAMPLE, VALIDATION, keyed_integer, keyed_permutation
 from ..storage import url_of
 from .arrays import open_digits, open_mnist, open_numpy
 from .decode import EncodedImages, Undecodable
 from .file_lists import Once, make_here
 from .parquet import SUFFIXES, TableImages, check_memory, open_tables
 from .pictures import open_csv, open_folder, open_folders
+from .subset import subset
 from .synthetic import Frames, Synthetic
 from .tar import open_shards
-from .types import ArraySource, CorruptImage, Int64, RegionSource, Source
+from .types import ArraySource, CorruptImage, Int64, Source
 
 Pair = tuple[Source, Source]  # training and held-out images
 _SAMPLE = 200  # pictures whose size `describe` reads
@@ -128,7 +129,11 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         _check(source, word, data)
     if pair[0].classes != pair[1].classes:
         raise UserError(f"data.source: {name} has other classes in training than in held-out images")
-    return _first(pair[0], data.train_images, "train_images"), _first(pair[1], data.eval_images, "eval_images")
+    train, held_out = (
+        _first(pair[0], data.train_images, "train_images"),
+        _first(pair[1], data.eval_images, "eval_images"),
+    )
+    return (train, held_out) if data.validation_images is None else _validation(train, data.validation_images)
 
 
 def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
@@ -170,29 +175,21 @@ def _check(source: Source, word: str, data: Data) -> None:
         )
 
 
-class First:
-    """The first `count` images of a source that is not `EncodedImages`."""
-
-    def __init__(self, source: Source, count: int) -> None:
-        self.classes = source.classes
-        self.labels = source.labels[:count]
-        self.read = source.read
-        # Only what the source has, since `isinstance` of a protocol looks for the attributes.
-        if isinstance(source, ArraySource):
-            self.shape, self.read_many = source.shape, source.read_many
-        if isinstance(source, RegionSource):
-            self.read_region = source.read_region
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
 def _first(source: Source, count: int | None, key: str) -> Source:
     if count is None or count == len(source):
         return source
     if count > len(source):
         raise UserError(f"data.{key}: the recipe wants {count} images, the source has {len(source)}")
-    return source.first(count) if isinstance(source, EncodedImages) else First(source, count)
+    return source.first(count) if isinstance(source, EncodedImages) else subset(source, np.arange(count))
+
+
+def _validation(train: Source, count: int) -> Pair:
+    """The images to train on, and `count` others by which choices are made."""
+    if count >= len(train):
+        raise UserError(f"data.validation_images: {count} of {len(train)} training images leave none to train on")
+    # By the number of images alone, so that arms and seeds that are compared are so on the same images.
+    drawn = keyed_permutation(len(train), VALIDATION, 0)
+    return subset(train, np.sort(drawn[count:])), subset(train, np.sort(drawn[:count]))
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:

@@ -199,7 +199,9 @@ def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
     """Training images, held-out images (1 in 25, as in ImageNet, if no number is known) and classes."""
     data = recipe.data
     if data.train_images is not None and data.classes is not None:
-        return data.train_images, data.eval_images or round(data.train_images / 25), data.classes
+        validation = data.validation_images or 0
+        held_out = validation or data.eval_images or round(data.train_images / 25)
+        return data.train_images - validation, held_out, data.classes
     try:
         train, held_out = open_sources(data, path, recipe.seed)
     except UserError as error:

@@ -90,6 +90,9 @@ class Data(Section):
     """number of training images, the first ones; null: all that the source has"""
     eval_images: Count | None = None
     """held-out images; null: all"""
+    validation_images: Count | None = None
+    """so many training images, the same for every seed, are not trained on and are classified in place of the held-out
+    ones, for choices to be made by them"""
     image_size: Sides
     """pixels a side after cropping, or [height, width]"""
     resize: Count | None = None
@@ -116,6 +119,8 @@ class Data(Section):
                 raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
         if self.resize is not None and self.resize < max(sides(self.image_size)):
             raise ValueError(f"resize: must be at least image_size, {max(sides(self.image_size))}")
+        if (self.validation_images or 0) >= (self.train_images or math.inf):
+            raise ValueError("validation_images: must leave some of train_images to train on")
         if self.augment.crop == "random" and self.resize is None:
             raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
         return self
