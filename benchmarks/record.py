@@ -49,13 +49,21 @@ def runs(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _conditions() -> dict[str, Any]:
+def commit() -> str:
+    """The commit that runs, with + if files have changed since."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True, check=False).stdout.strip()
 
+    # Results are added while a campaign runs, and change nothing that is run.
+    changed = git("status", "--porcelain", "-uno", "--", str(RESULTS.parents[1]), f":!{RESULTS}")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def _conditions() -> dict[str, Any]:
     models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else ""),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.processor()}",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy")}},

@@ -1,158 +1,216 @@
-"""What each technique brings here: on against off, all else equal, three seeds each, on a part of Fashion-MNIST.
+"""What each technique brings: on against off, all else equal, paired seeds, at the full size of Fashion-MNIST.
 
-    python -m benchmarks accuracy proof --data data/fashion-mnist --out runs/proof [--only EMA]
+    python -m benchmarks accuracy proof --data data/fashion-mnist --out runs/proof [--run MINUTES]
 
-Each claim stands in CLAIMS before its first run, with the difference of the mean top-1 that it expects, and the table
-says whether it held. A run is a proxy of at most 90 seconds on two cores. Its accuracy is kept in RESULTS under its
-recipe's hash: a baseline that several claims share runs once, and the same command goes on where it was ended.
+shows the plan and, with `--run`, goes on with it for so many minutes: the next training in the order of the table,
+from where it was ended. The claims stand in claims.py, with their criteria, before their first run. At most BUDGET
+core-hours are spent; what is left then is not resolved. Results are lines of benchmarks/results/proof-runs.jsonl, and
+each look at the held-out images is one of proof-held-out.jsonl; `python -m benchmarks.tables` writes docs/proof.md's
+tables from them.
 
     python -m benchmarks accuracy proof --messages
 
 prints You et al.'s table of messages and volume by the size of the batch, which is computed and takes no run.
 """
 
-import json
 import math
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Annotated
 
 import typer
 from typer import Option
 
 from torusgd.plan.model_cost import known_cost
-from torusgd.recipe.load import load_recipe
 
-from ..record import sample
+from .claims import CLAIMS, HELD, OPEN, REFUTED, WARM, Criterion, Side, resolved
+from .runs import LEDGER, RUNS, Arm, Key, go_on, has_weights, key_of, look, read
 
-RESULTS = Path(__file__).parents[1] / "results" / "proof.json"
-"""top-1 by the first 12 digits of a recipe's hash"""
-LARGE = (
-    "data.train_images=8192",
-    "stages=[{until: 10ep, images_per_worker: 64}]",
-    "rate.lr=2.0",
-    "rate.warmup.length=2ep",
-    "evaluate.every=null",
-    "polish=null",
-)
-"""`fashion-large` at a batch of 1,024: 80 steps"""
-SMALL = ("data.train_images=8192", "stages=[{until: 8ep, images_per_worker: 64}]", "evaluate.every=null")
-"""`fashion` at a batch of 256: 256 steps"""
-FEW = (*LARGE, "stages=[{until: 5ep, images_per_worker: 64}]", "data.augment.shift=4")
-"""40 steps and strong crops: batch norm's running averages lag"""
-APART = (*FEW, "model.batch_norm_workers=each")
-"""the same where each virtual worker has running averages of its own, and the first one's are evaluated"""
-PLAIN_END = "stages=[{until: 4ep, images_per_worker: 64}, {until: 5ep, images_per_worker: 64, augment: false}]"
-EXTRA_END = "stages=[{until: 4ep, images_per_worker: 64}, {until: 5ep, images_per_worker: 64, extra_pass: true}]"
-SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 5.0e-4}"
-FREE = 0.0
-"""no loss: the difference is not below this many points, with SLACK for chance"""
-SLACK = 0.3
-"""points, chosen: means of three seeds differ by chance by this much and more (docs/proof.md)"""
+BUDGET = 16.0
+"""core-hours of all trainings together"""
+USUAL = 900.0
+"""core-seconds of a training, before the first is done"""
+FAILS = 5.0
+"""points below the best at which a rate fails"""
+Machine = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What a technique is said to bring."""
+class Known:
+    """What the two files hold, by recipe, machine (processor, torch, precision) and seed."""
 
-    technique: str
-    recipe: str
-    shared: tuple[str, ...]
-    on: tuple[str, ...]
-    off: tuple[str, ...]
-    expected: float
-    """points of top-1 that it adds at least; FREE: it costs nothing"""
-    source: str
+    def __init__(self) -> None:
+        self.lines = read(RUNS)
+        self.validation, self.held_out = _by_key(RUNS, "validation"), _by_key(LEDGER, "top1")
 
-    def holds(self, on: Sequence[float], off: Sequence[float]) -> bool:
-        """Whether accuracies (fractions) with and without it bear it out."""
-        least = self.expected - (SLACK if self.expected == FREE else 0.0)
-        return 100 * (mean(on) - mean(off)) >= least
+    def chosen(self, side: Side) -> Arm | None:
+        """The arm of a side: of several the best of seed 0 on one machine's validation images; None: not yet known."""
+        if not side.is_choice():
+            return side.arms[0]
+        for machine in dict.fromkeys(key[2:] for key in self.validation):
+            found = {arm: self.validation.get((arm.sha256, 0, *machine)) for arm in side.arms}
+            if None not in found.values():
+                return max(side.arms, key=lambda arm: found[arm] or 0.0)
+        return None
 
+    def pairs(self, on: Arm | None, off: Arm | None) -> dict[tuple[Machine, int], tuple[float, float]]:
+        """Top-1 in % of both by machine and seed."""
+        if on is None or off is None:
+            return {}
+        sides = [
+            {(key[2:], key[1]): 100 * top1 for key, top1 in self.held_out.items() if key[0] == arm.sha256}
+            for arm in (on, off)
+        ]
+        return {each: (sides[0][each], sides[1][each]) for each in sorted(sides[0].keys() & sides[1].keys())}
 
-CLAIMS = (
-    Claim("LARS", "fashion-large", LARGE, (), (SGD, "rate.lr=0.8"), 2.0, "arXiv 1708.03888, at large batches"),
-    Claim("warm-up", "fashion-large", LARGE, (), ("rate.warmup=null",), 0.5, "arXiv 1706.02677, section 2.2"),
-    Claim(
-        "label smoothing", "fashion-large", LARGE, ("label_smoothing=0.1",), ("label_smoothing=0.0",), FREE,
-        "arXiv 1512.00567",
-    ),
-    Claim(
-        "batch-size control", "fashion-large", LARGE,
-        ("stages=[{until: 5ep, images_per_worker: 64}, "
-         "{until: 10ep, images_per_worker: 128, lr: sqrt, momentum: noise-scale}]",),
-        (), FREE, "arXiv 1811.05233",
-    ),
-    Claim(
-        "Final Polishing, last epochs without augmentation", "fashion-large", FEW,
-        (PLAIN_END,), (), 0.3, "Fujitsu, HPDC 2020",
-    ),
-    Claim("Final Polishing, exact statistics", "fashion-large", FEW, ("polish={}",), (), 0.3, "ours"),
-    Claim("Final Polishing, extra passes", "fashion-large", FEW, ("polish={steps: 30}",), (), 0.3, "Fujitsu's code"),
-    Claim("Final Polishing, passes beside steps", "fashion-large", FEW, (EXTRA_END,), (), 0.3, "Fujitsu's code"),
-    Claim(
-        "averages of all workers", "fashion-large", FEW, (), ("model.batch_norm_workers=each",), FREE,
-        "arXiv 1903.12650",
-    ),
-    Claim(
-        "averages apart: last epochs without augmentation", "fashion-large", APART, (PLAIN_END,), (), 0.3,
-        "Fujitsu, HPDC 2020",
-    ),
-    Claim("averages apart: exact statistics", "fashion-large", APART, ("polish={}",), (), 0.3, "ours"),
-    Claim("averages apart: passes beside steps", "fashion-large", APART, (EXTRA_END,), (), 0.3, "Fujitsu's code"),
-    Claim(
-        "no decay on batch norm", "fashion-large", LARGE, ("optimizer.no_decay=[norm, bias]",),
-        ("optimizer.no_decay=[]",), FREE, "arXiv 1706.02677, section 5.3",
-    ),
-    Claim("exact sums", "fashion-large", LARGE, (), ("reduction=float32",), FREE, "ours"),
-    Claim("float16 wire", "fashion-large", LARGE, ("reduction=float16",), (), FREE, "arXiv 1811.05233"),
-    Claim("averaged weights", "fashion", SMALL, ("average={half_life: 50st}",), (), FREE, "arXiv 1703.01780"),
-    Claim(
-        "alternating mirrors", "fashion", SMALL, ("data.augment.flip=alternating",), (), FREE, "arXiv 2404.00498",
-    ),
-    Claim("evaluation with mirrors", "fashion", SMALL, ("evaluate={every: null, flip: true}",), (), FREE, "FFCV"),
-    Claim(
-        "small images first", "fashion", SMALL,
-        ("stages=[{until: 3ep, images_per_worker: 64, image_size: 20, resize: 20}, "
-         "{until: 8ep, images_per_worker: 64}]",),
-        (), FREE, "fast.ai and DIUx, 2018",
-    ),
-)  # fmt: skip
+    def core_hours(self) -> float:
+        """Of all trainings."""
+        return float(sum(line["core_seconds"] for line in self.lines)) / 3600
 
 
-def overrides(claim: Claim, is_on: bool, seed: int) -> list[str]:
-    """What a run changes of the claim's recipe."""
-    return [*claim.shared, *(claim.on if is_on else claim.off), f"seed={seed}"]
+def _by_key(path: Path, name: str) -> dict[Key, float]:
+    return {key_of(line): float(line[name]) for line in read(path)}
 
 
-def top1(recipe: str, changes: list[str], data: Path, out: Path, workers: int) -> float:
-    """The accuracy of a run, from RESULTS where it has been done; 0 where training can't go on."""
-    name = load_recipe(recipe, changes).recipe.sha256()[:12]
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if name not in known:
-        summary = out / name / "summary.json"
-        words = [sys.executable, "-m", "torusgd", "train", recipe, "--data", str(data), "--out", str(out / name)]
-        sets = [word for change in changes for word in ("--set", change)]
-        done = subprocess.run([*words, "--workers", str(workers), *sets], capture_output=True, text=True, check=False)
-        if done.returncode and not (done.returncode == 1 and "diverged" in done.stderr):
-            raise SystemExit(done.stderr)
-        known[name] = json.loads(summary.read_text())["top1"] if done.returncode == 0 else 0.0
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    return float(known[name])
+def needed(known: Known) -> Iterator[tuple[str, Arm, int, bool]]:
+    """Technique, arm, seed, and whether the held-out images are to be looked at, in the table's order, each once.
+
+    What a choice will be nobody knows before; its first arm stands for it in the plan.
+    """
+    seen = set()
+    for claim in CLAIMS:
+        trials = [(arm, 0, False) for side in (claim.on, claim.off) if side.is_choice() for arm in side.arms]
+        on, off = known.chosen(claim.on), known.chosen(claim.off)
+        there = {seed for _, seed in known.pairs(on, off)}
+        final = [
+            (arm or side.arms[0], seed, arm is not None)
+            for seed in range(claim.seeds)
+            if seed not in there
+            for side, arm in ((claim.on, on), (claim.off, off))
+        ]
+        for arm, seed, is_final in (*trials, *final):
+            if (arm, seed, is_final) not in seen:
+                seen.add((arm, seed, is_final))
+                yield claim.technique, arm, seed, is_final
 
 
-def line(claim: Claim, on: Sequence[float], off: Sequence[float]) -> str:
-    """A row of the table."""
-    told = [f"{100 * mean(each):.2f} ({100 * min(each):.2f} to {100 * max(each):.2f})" for each in (on, off)]
-    expected = "no loss" if claim.expected == FREE else f"+{claim.expected}"
-    verdict = "held" if claim.holds(on, off) else "did not hold"
-    difference = f"{100 * (mean(on) - mean(off)):+.2f}"
-    return f"| {claim.technique} | {told[0]} | {told[1]} | {difference} | {expected}, {claim.source} | {verdict} |"
+def left(known: Known) -> list[tuple[str, Arm, int, bool]]:
+    """What of it is not done on this machine."""
+    found = []
+    for technique, arm, seed, is_final in needed(known):
+        key = arm.key(seed)
+        if key not in known.held_out and (is_final or key not in known.validation):
+            found.append((technique, arm, seed, is_final))
+    return found
+
+
+def show_plan(known: Known) -> None:
+    """A line a technique: trainings to do, and the core-hours after them."""
+    times = defaultdict(list)
+    for line in known.lines:
+        times[line["recipe"]].append(line["core_seconds"])
+    usual = median([median(each) for each in times.values()] or [USUAL])
+    hours, trainings = known.core_hours(), defaultdict(set)
+    for technique, arm, seed, _ in left(known):
+        trainings[technique].add((arm, seed))
+    done = {(key[0], key[1]) for key in known.validation}
+    print(f"{len(known.lines)} trainings done in {hours:.2f} core-hours of {BUDGET:g}; to do:")
+    for technique, each in trainings.items():
+        to_do = [arm for arm, seed in each if (arm.sha256, seed) not in done]
+        hours += sum(median(times.get(arm.sha256, [usual])) for arm in to_do) / 3600
+        print(f"  {technique:55} {len(to_do):3} trainings, {hours:6.2f} core-hours{' (beyond)' * (hours > BUDGET)}")
+
+
+def run(data: Path, out: Path, minutes: float) -> None:
+    """Goes on with the first training that is left, and with the next ones, until the time is up."""
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        known = Known()
+        if known.core_hours() >= BUDGET:
+            print(f"{known.core_hours():.2f} core-hours are spent: what is left stays {OPEN}")
+            return
+        to_do = left(known)
+        if not to_do:
+            print("all is done")
+            return
+        technique, arm, seed, is_final = to_do[0]
+        is_trained = arm.key(seed) in known.validation
+        print(f"{technique}: {' '.join(arm.words(seed))}", flush=True)
+        if is_trained and is_final and has_weights(arm, seed, out):
+            look(arm, seed, data, out)
+        elif not go_on(arm, seed, data, out, (end - time.monotonic()) / 60, has_line=is_trained):
+            return
+
+
+def rows(known: Known) -> Iterator[str]:
+    """A line of the table for each claim."""
+    for claim in CLAIMS:
+        pairs = known.pairs(known.chosen(claim.on), known.chosen(claim.off))
+        differences = [on - off for on, off in pairs.values()]
+        verdict, n = claim.criterion.verdict(differences), len(pairs)
+        if n < claim.seeds:
+            verdict = f"{OPEN}: {n} of {claim.seeds} pairs" if n else f"{OPEN}: not run"
+        columns = zip(*pairs.values(), strict=True)
+        sides = [f"{mean(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in columns] or ["", ""]
+        half = resolved(differences)
+        told = [f"{mean(differences):+.2f}" if pairs else "", f"{half:.2f}" if half < math.inf else ""]
+        machines = ", ".join(sorted({machine[0] for machine, _ in pairs}))
+        cells = [claim.technique, f"{claim.on.name}; {claim.off.name}", *sides, *told, claim.criterion, n, machines]
+        yield f"| {' | '.join(map(str, [*cells, verdict]))} |"
+
+
+def warm_up(known: Known) -> str:
+    """Whether without a warm-up a lower rate fails: FAILS points below the best of all eight arms."""
+    claims = [claim for claim in CLAIMS if claim.fails]
+    arms = {
+        (side is claim.on, scale): side.arms[0]
+        for claim, (scale, _) in zip(claims, WARM, strict=True)
+        for side in (claim.on, claim.off)
+    }
+    means = {}
+    for name, arm in arms.items():
+        values = [on for on, _ in known.pairs(arm, arm).values()]
+        if len(values) < claims[0].seeds:
+            return OPEN
+        means[name] = mean(values)
+    best = arms[max(means, key=lambda name: means[name])]
+    sooner = {True: math.inf, False: math.inf}
+    for (is_warm, scale), arm in arms.items():
+        verdict = Criterion(-FAILS).verdict([each - top for each, top in known.pairs(arm, best).values()])
+        if verdict == OPEN:
+            return OPEN
+        if verdict == REFUTED:
+            sooner[is_warm] = min(sooner[is_warm], scale)
+    return HELD if sooner[False] < sooner[True] else REFUTED
+
+
+def table() -> str:
+    """The proof's table, from the files."""
+    known = Known()
+    names = ("technique", "on; off", "on: mean top-1, % (range)", "off", "difference", "resolved", "criterion", "n")
+    head = (f"| {' | '.join(names)} | machine | verdict |", "|---" * (len(names) + 2) + "|")
+    trials = [line for line in known.lines if key_of(line) not in known.held_out]
+    spent = (
+        f"{len(known.lines)} trainings, {known.core_hours():.2f} core-hours of {BUDGET:g}; {len(known.held_out)} looks "
+        f"at the held-out images, {len(trials)} trainings seen on the validation images alone."
+    )
+    return "\n".join([spent, "", *head, *rows(known), "", f"Without a warm-up a lower rate fails: {warm_up(known)}."])
+
+
+def choices() -> str:
+    """What was chosen by the validation images, from the files."""
+    known, found = Known(), ["| side | rate | top-1 on 5,000 validation images, seed 0, % | |", "|---|---|---|---|"]
+    sides = dict.fromkeys(side for claim in CLAIMS for side in (claim.on, claim.off) if side.is_choice())
+    for side in sides:
+        best = known.chosen(side)
+        for arm in side.arms:
+            for key, top1 in known.validation.items():
+                if key[:2] == (arm.sha256, 0):
+                    rate = next(change for change in reversed(arm.changes) if change.startswith("rate.lr="))
+                    found.append(f"| {side.name} | {rate[8:]} | {100 * top1:.2f} | {'taken' if arm == best else ''} |")
+    return "\n".join(found)
 
 
 def messages() -> None:
@@ -173,27 +231,17 @@ def messages() -> None:
 
 def main(
     data: Annotated[Path, Option(help="folder of Fashion-MNIST")] = Path("data/fashion-mnist"),
+    out: Annotated[Path, Option(help="where trainings go on")] = Path("runs/proof"),
+    minutes: Annotated[float, Option("--run", help="go on with the plan for so many minutes")] = 0.0,
     messages_only: Annotated[bool, Option("--messages", help="only the table that is computed")] = False,
-    out: Path = Path("runs/proof"),
-    seeds: int = 3,
-    workers: int = 2,
-    only: Annotated[str, Option(help="techniques whose name holds this text")] = "",
 ) -> None:
-    """Runs what is not done yet and shows a line a technique."""
+    """Shows the plan, and goes on with it."""
     if messages_only:
         messages()
         return
-    print("| technique | on: mean top-1, % (range) | off | difference | claim | |\n|---|---|---|---|---|---|")
-    for claim in CLAIMS:
-        if only.lower() not in claim.technique.lower():
-            continue
-        found = [
-            [top1(claim.recipe, overrides(claim, is_on, seed), data, out, workers) for seed in range(seeds)]
-            for is_on in (True, False)
-        ]
-        for side, values in zip(("on", "off"), found, strict=True):
-            sample(f"{claim.technique}, {side}, % top-1", [100 * value for value in values])
-        print(line(claim, *found), flush=True)
+    show_plan(Known())
+    if minutes:
+        run(data, out, minutes)
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "target_top1": ([], "target_top1=0.5"),
     "polish.steps": ([], "polish.steps=2"),
     "polish.images": ([], "polish.images=16"),
+    "polish.augment": ([], "polish.augment=true"),
     "polish.images_per_batch": ([], "polish.images_per_batch=6"),
 }
 # Overrides with which a run ends so: no GPU and no JPEGs are here, too many images are torn, unless all may be, the

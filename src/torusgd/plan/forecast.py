@@ -200,8 +200,8 @@ def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
     data = recipe.data
     if data.train_images is not None and data.classes is not None:
         validation = data.validation_images or 0
-        held_out = validation or data.eval_images or round(data.train_images / 25)
-        return data.train_images - validation, held_out, data.classes
+        evaluated = validation or data.eval_images or round(data.train_images / 25)
+        return data.train_images - validation, evaluated, data.classes
     try:
         train, held_out = open_sources(data, path, recipe.seed)
     except UserError as error:

@@ -150,7 +150,7 @@ class Evaluate(Section):
 
 
 class Polish(Section):
-    """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
+    """After training: exact batch-norm statistics over training images, weights frozen."""
 
     steps: Count | None = None
     """null: exact statistics; else the running averages go on for so many steps of forward passes, each virtual worker
@@ -160,3 +160,6 @@ class Polish(Section):
     """number of images, the first ones; null: all"""
     images_per_batch: Count | None = None
     """images of a batch; null: those of a virtual worker in the last stage"""
+    augment: bool = False
+    """true: of images as the first epoch changed them, which mends the running averages' lag and not that they are of
+    other images than the held-out ones"""

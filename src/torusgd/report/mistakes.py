@@ -68,7 +68,7 @@ def find_mistakes(
     worst: list[tuple[float, int, int, int, Tensor]] = []  # a heap: the least wrong one of the worst goes first
     wrong = 0
     chunks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
-    for chunk, batch in zip(chunks, read_ahead(pipeline, chunks, loader_threads(device)), strict=True):
+    for chunk, batch in zip(chunks, read_ahead(pipeline.validation_batch, chunks, loader_threads(device)), strict=True):
         if not len(batch.targets):
             continue
         with arithmetic_of(recipe), precision.autocast():

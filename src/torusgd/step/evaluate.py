@@ -77,7 +77,7 @@ def evaluate(
     reason, kind = "", RunError
     try:
         with precision.autocast():
-            batches = read_ahead(pipeline, chunks, loader_threads(world.device), progress)
+            batches = read_ahead(pipeline.validation_batch, chunks, loader_threads(world.device), progress)
             for batch, size in zip(batches, map(len, chunks), strict=True):
                 if stop_requested():
                     counts[4] += 1
@@ -122,9 +122,12 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def read_ahead(
-    pipeline: Pipeline, chunks: Iterable[Indices], threads: int, progress: Callable[[int], object] = lambda chunk: None
+    prepare: Callable[[Indices], Batch],
+    chunks: Iterable[Indices],
+    threads: int,
+    progress: Callable[[int], object] = lambda chunk: None,
 ) -> Iterator[Batch]:
-    """The validation batches of index chunks, in order, prepared by so many threads while the ones before are used.
+    """The batches of index chunks, in order, prepared by so many threads while the ones before are used.
 
     `progress` is called with the index of each chunk before it is prepared.
     """
@@ -132,7 +135,7 @@ def read_ahead(
         pending: deque[Future[Batch]] = deque()
         for index, chunk in enumerate(chunks):
             progress(index)
-            pending.append(pool.submit(pipeline.validation_batch, chunk))
+            pending.append(pool.submit(prepare, chunk))
             if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:

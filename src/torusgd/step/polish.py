@@ -21,7 +21,7 @@ from ..comm.allreduce import NativeAllReduce
 from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
-from ..data.pipeline import Pipeline
+from ..data.pipeline import Batch, Pipeline
 from ..data.to_device import place
 from ..models.registry import is_frozen
 from ..precision import Precision
@@ -188,8 +188,13 @@ def polish_by_recipe(
     count = min(settings.images or len(pipeline.source), len(pipeline.source))
     size = settings.images_per_batch or recipe.stages[-1].images_per_worker
 
+    def augmented(chunk: Indices) -> Batch:
+        return pipeline.training_batch(chunk, np.zeros_like(chunk), augment=True)
+
+    prepare = augmented if settings.augment else pipeline.validation_batch
+
     def batches(chunks: list[Indices]) -> Iterator[Tensor]:
-        for batch in read_ahead(pipeline, chunks, loader_threads(world.device), progress):
+        for batch in read_ahead(prepare, chunks, loader_threads(world.device), progress):
             yield place(batch, world.device, precision.memory_format)
 
     with precision.autocast():
