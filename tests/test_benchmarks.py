@@ -27,7 +27,6 @@ from benchmarks.tables import DOCS, written
 from torch._C._autograd import DeviceType
 
 from torusgd.data.pipeline import Batch
-from torusgd.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RANK_ALONE = {
@@ -166,32 +165,6 @@ def test_the_step_of_hybrid() -> None:
     step = run_module("benchmarks.rehearse.hybrid")["make_step"](images=2, parallel=1)
     step()
     step()
-
-
-def test_the_claims_of_the_proof_differ_in_their_technique_alone() -> None:
-    script = run_module("benchmarks.accuracy.proof")
-    pairs = []
-    for claim in script["CLAIMS"]:
-        on, off = (
-            load_recipe(claim.recipe, script["overrides"](claim, is_on, 0)).recipe.as_dict() for is_on in (True, False)
-        )
-        assert {key for key in on if on[key] != off[key]} <= {
-            claimed.partition("=")[0].partition(".")[0] for claimed in (*claim.on, *claim.off)
-        }, claim.technique
-        pairs.append((str(on), str(off)))
-    assert all(on != off for on, off in pairs)
-    assert len({on for on, _ in pairs}) > len({off for _, off in pairs}), "baselines are shared"
-
-
-def test_the_verdict_on_a_claim() -> None:
-    script = run_module("benchmarks.accuracy.proof")
-    claim = next(claim for claim in script["CLAIMS"] if claim.technique == "LARS")
-    assert claim.expected == 2.0
-    assert script["line"](claim, [0.90, 0.91], [0.88, 0.88]).endswith("| +2.0, " + claim.source + " | held |")
-    assert script["line"](claim, [0.90, 0.90], [0.89, 0.89]).endswith("did not hold |")
-    free = next(claim for claim in script["CLAIMS"] if claim.expected == script["FREE"])
-    assert free.holds([0.899], [0.90])
-    assert not free.holds([0.89], [0.90])
 
 
 def test_the_section_that_the_gpu_benchmark_writes() -> None:

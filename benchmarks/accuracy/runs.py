@@ -93,13 +93,13 @@ def read(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def go_on(arm: Arm, seed: int, data: Path, out: Path, minutes: float, has_line: bool = False) -> bool:
+def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has_line: bool = False) -> bool:
     """Trains for at most so many minutes, from where an earlier call ended; whether the training is over.
 
     One that has its line already is trained again for its weights, which must be the same.
     """
     run = out / f"{arm.sha256}-{seed}"
-    words = [*arm.words(seed), "--data", str(data), "--out", str(run)]
+    words = [*arm.words(seed), *_from(data), "--out", str(run)]
     words += [] if "--workers" in words else ["--workers", "1"]
     before = _core_seconds()
     process = subprocess.Popen(_torusgd(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -131,13 +131,13 @@ def go_on(arm: Arm, seed: int, data: Path, out: Path, minutes: float, has_line: 
     return True
 
 
-def look(arm: Arm, seed: int, data: Path, out: Path) -> None:
+def look(arm: Arm, seed: int, data: Path | None, out: Path) -> None:
     """Classifies the held-out images by the weights of a training that lie in `out`, and enters that in the ledger."""
     line = next(line for line in read(RUNS) if key_of(line) == arm.key(seed))
     run, found = out / f"{arm.sha256}-{seed}", {"top1": 0.0, "eval_images": None}
     if line["weights"] is not None:
         result = run / "held-out.json"
-        words = ["eval", str(run), "--data", str(data), "--set", "data.validation_images=null", "--json", str(result)]
+        words = ["eval", str(run), *_from(data), "--set", "data.validation_images=null", "--json", str(result)]
         subprocess.run(_torusgd(words), check=True, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     told = {name: line[name] for name in (*KEY, "weights")}
@@ -147,6 +147,10 @@ def look(arm: Arm, seed: int, data: Path, out: Path) -> None:
 def has_weights(arm: Arm, seed: int, out: Path) -> bool:
     """Whether a training's result lies in `out`."""
     return (out / f"{arm.sha256}-{seed}" / "model.safetensors").exists()
+
+
+def _from(data: Path | None) -> list[str]:
+    return [] if data is None else ["--data", str(data)]
 
 
 def _torusgd(words: Sequence[str]) -> list[str]:

@@ -1,0 +1,132 @@
+"""The proof's claims, verdicts, plan, and ledger of looks at the held-out images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.accuracy import proof, runs
+from benchmarks.accuracy.claims import CLAIMS, Claim, Criterion, Side, equal, rates, resolved
+from benchmarks.accuracy.runs import KEY, LEDGER, RUNS, Arm, key_of, read
+
+from torusgd.recipe.load import load_recipe
+
+TINY = Arm(
+    "fashion-large",
+    ("data.source=digits", "data.options={}", "data.image_size=8", "data.augment={}", "model.name=digits-net",
+     "rate.warmup=null", "data.validation_images=50", "evaluate.every=null",
+     "stages=[{until: 2st, images_per_worker: 4}]"),
+)  # fmt: skip
+
+
+def test_every_look_at_the_held_out_images_is_of_a_result_and_the_only_one_of_it() -> None:
+    looks, results = read(LEDGER), {key_of(line): line for line in read(RUNS)}
+    assert len({key_of(line) for line in looks}) == len(looks)
+    assert len(results) == len(read(RUNS))
+    for line in looks:
+        result = results[key_of(line)]
+        assert line["weights"] == result["weights"]
+        assert line["date"] >= result["date"]
+    known = proof.Known()
+    needed = {(arm.sha256, seed) for _, arm, seed, is_final in proof.needed(known) if is_final}
+    counted = {
+        (arm.sha256, seed)
+        for claim in CLAIMS
+        for arm in (known.chosen(claim.on), known.chosen(claim.off))
+        if arm is not None
+        for seed in range(claim.seeds)
+    }
+    assert {(line["recipe"], line["seed"]) for line in looks} <= needed | counted, "not of a trial that was not taken"
+
+
+def test_what_a_claim_compares_differs_and_leaves_the_held_out_images_alone() -> None:
+    for claim in CLAIMS:
+        arms = [*claim.on.arms, *claim.off.arms]
+        assert len({arm.sha256 for arm in claim.on.arms} & {arm.sha256 for arm in claim.off.arms}) == 0, claim.technique
+        for arm in arms:
+            data = load_recipe(arm.recipe, arm.changes).recipe.data
+            assert data.validation_images == 5000
+            assert data.train_images is None, "full size"
+
+
+def test_a_key_is_of_what_is_computed() -> None:
+    assert TINY.sha256 == TINY.but("name=other", "description=other").sha256
+    assert TINY.sha256 != TINY.but("rate.lr=0.7").sha256
+    assert TINY.key(0) != TINY.key(1)
+    assert TINY.key(0) != TINY.but("precision=bfloat16").key(0)
+
+
+def test_verdicts_are_by_the_interval() -> None:
+    assert resolved([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
+    least = Criterion(0.5)
+    assert least.verdict([1.0, 1.1, 0.9]) == "held"
+    assert least.verdict([0.0, 0.1, -0.1]) == "refuted"
+    assert least.verdict([0.0, 1.0, 2.0]) == "not resolved"
+    assert least.verdict([9.0]) == "not resolved", "one pair has no interval"
+    assert equal(0.4).verdict([0.1, -0.1, 0.0]) == "held"
+    assert equal(0.4).verdict([1.1, 0.9, 1.0]) == "refuted"
+    assert equal(0.4).verdict([-1.0, 0.9, 0.0]) == "not resolved"
+    assert Criterion().verdict([0.1, 0.11, 0.12]) == "reported"
+    assert Criterion().verdict([-0.1, 0.1]) == "not resolved"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in (proof, runs):
+        monkeypatch.setattr(module, "RUNS", tmp_path / "runs.jsonl")
+        monkeypatch.setattr(module, "LEDGER", tmp_path / "looks.jsonl")
+    return tmp_path
+
+
+def lines(*entries: tuple[Arm, int, str, dict[str, Any]]) -> str:
+    told = [
+        {**dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)), **more}
+        for arm, seed, machine, more in entries
+    ]
+    return "".join(json.dumps(each) + "\n" for each in told)
+
+
+def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_validation_images(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = rates(TINY, 0.5, 1.0)
+    claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(0.5), "nobody", seeds=2)
+    monkeypatch.setattr(proof, "CLAIMS", (claim,))
+    assert proof.Known().chosen(claim.off) is None
+    (files / "runs.jsonl").write_text(
+        lines(
+            *((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
+        )
+    )
+    known = proof.Known()
+    assert known.chosen(claim.off) == fast
+    assert known.core_hours() == 1.0
+    (files / "looks.jsonl").write_text(
+        lines(
+            (TINY, 0, "a", {"top1": 0.9}),
+            (fast, 0, "a", {"top1": 0.88}),
+            (TINY, 1, "a", {"top1": 0.9}),
+            (fast, 1, "b", {"top1": 0.5}),
+        )
+    )
+    pairs = proof.Known().pairs(TINY, fast)
+    assert pairs == {(("a", "t", "p"), 0): (90.0, 88.0)}
+    (row,) = proof.rows(proof.Known())
+    assert row.endswith("| +2.00 |  | at least +0.5 | 1 | a | not resolved: 1 of 2 pairs |")
+    assert "| off | 1 | 90.00 | taken |" in proof.choices()
+
+
+@pytest.mark.timeout(180)
+def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training, stopped before it began, then trained to its end and looked at."""
+    claim = Claim("x", Side("on", (TINY,)), Side("off", (TINY.but("rate.lr=0.5"),)), Criterion(), "nobody", seeds=1)
+    monkeypatch.setattr(proof, "CLAIMS", (claim,))
+    assert not runs.go_on(TINY, 0, None, files / "out", minutes=0.001)
+    assert len(proof.left(proof.Known())) == 2
+    assert runs.go_on(TINY, 0, None, files / "out", minutes=2)
+    runs.look(TINY, 0, None, files / "out")
+    (result,), (look,) = read(files / "runs.jsonl"), read(files / "looks.jsonl")
+    assert result["images"] == 50
+    assert look["images"] == 360
+    assert result["core_seconds"] > 0
+    assert [arm for _, arm, _, _ in proof.left(proof.Known())] == list(claim.off.arms)
