@@ -1,18 +1,22 @@
-"""Writes docs' tables from the newest run in each file of benchmarks/results.
+"""Writes docs' tables from the files in benchmarks/results.
 
     python -m benchmarks.tables
 
-A table stands between `<!-- benchmarks.tables: NAME -->` and `<!-- end of NAME -->`, where NAME.json is the file.
+A table stands between `<!-- benchmarks.tables: NAME -->` and `<!-- end of NAME -->`. NAME is that of WRITERS, or of a
+file NAME.json, whose newest run is shown.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from .accuracy import proof
 from .record import RESULTS, runs
 
 DOCS = Path(__file__).parents[1] / "docs"
+WRITERS: dict[str, Callable[[], str]] = {"proof": proof.table, "proof-choices": proof.choices}
 _MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -33,15 +37,21 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def made(name: str) -> str:
+    """A table by its name."""
+    return WRITERS[name]() if name in WRITERS else table(runs(RESULTS / f"{name}.json")[-1])
+
+
 def written(text: str) -> str:
-    """A page with each of its tables as the newest run has it."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{table(runs(RESULTS / f'{found[2]}.json')[-1])}\n\n{found[3]}", text)
+    """A page with each of its tables as the results have it."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{made(found[2])}\n\n{found[3]}", text)
 
 
 def main() -> None:
-    """Rewrites the pages."""
+    """Rewrites the pages that differ."""
     for page in DOCS.rglob("*.md"):
-        page.write_text(written(page.read_text()))
+        if (text := written(page.read_text())) != page.read_text():
+            page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ def ending(more: str) -> str:
 
 CUT = LARGE.but(*CROPS, ending(""))
 """Fujitsu's crops to the end, running averages"""
+APART = CUT.but("model.batch_norm_workers=each")
+"""each virtual worker has averages of its own, and the first one's are evaluated, as in Fujitsu's processes"""
 NO_FORM = Side("Fujitsu's crops, running averages", (CUT,))
 SMALL = Arm("fashion", COMMON)
 LIKE_SMALL = Side("`fashion`", (SMALL,))
@@ -191,6 +193,14 @@ CLAIMS = (
     Claim(
         "polish, form 3", one("passes beside steps", ending("extra_pass: true"), of=CUT), NO_FORM, Criterion(),
         "Fujitsu's code",
+    ),
+    Claim(
+        "averages of all workers", NO_FORM, one("the first worker's", "model.batch_norm_workers=each", of=CUT),
+        Criterion(), "arXiv 1903.12650",
+    ),
+    Claim(
+        "polish, form 1, averages apart", one("last epochs without augmentation", ending(PLAIN), of=APART),
+        Side("Fujitsu's crops, the first worker's averages", (APART,)), Criterion(), "Fujitsu, HPDC 2020",
     ),
     Claim(
         "batch norm without averages, polished", one("momentum 1.0", "model.batch_norm_momentum=1.0"), STANDS,
