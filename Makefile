@@ -36,7 +36,8 @@ format: .venv/installed-dev ## mend style
 	.venv/bin/ruff format .
 
 docs: .venv/installed-docs ## build the documentation as a site, in build/site
-	.venv/bin/mkdocs build --strict $(ARGS)
+	.venv/bin/python -m tools.reference_pages
+	.venv/bin/zensical build --strict $(ARGS)
 
 # URL is the address of the repository, which the pages of an index link to.
 dist: .venv/installed-dist ## build wheel and sdist in dist, ready to upload: make dist URL=https://...

@@ -102,7 +102,7 @@ def ask_for_repeatable_products() -> None:
 def keep_freed_memory() -> None:
     """Lets the C library reuse freed memory of any size for the next step, instead of handing it back (glibc only)."""
     # A step frees and allocates the same activations again; fresh pages come zeroed, one by one, which was 6 to 8 % of
-    # a step on CPUs (docs/log.md). Not if the environment already tunes it.
+    # a step on CPUs (notes/log.md). Not if the environment already tunes it.
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # neither musl nor macOS has it

@@ -6,18 +6,23 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import yaml
+from tests.messages import sentences
 
 import torusgd
+from tools import reference_pages
 from torusgd.cli import COMMANDS
+from torusgd.cli.help import EXAMPLES as EXAMPLES_OF_COMMANDS
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.reference import reference
@@ -27,7 +32,8 @@ from torusgd.recipe.section import Section
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = Path(torusgd.__file__).parent
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md")})
+MADE = {DOCS / name for name in reference_pages.PAGES}
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("notes/*.md")} - MADE)
 FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "tour.md"]
 EXAMPLES = sorted(ROOT.glob("examples/*"))
 SOURCES = sorted(SOURCE.rglob("*.py"))
@@ -81,7 +87,7 @@ def test_links_lead_somewhere(document: Path) -> None:
     for link in links(document):
         name, _, anchor = link.partition("#")
         target = document.parent / name if name else document
-        assert target.exists(), link
+        assert target.exists() or target in MADE, link
         assert not anchor or anchor in anchors(target), link
 
 
@@ -99,7 +105,7 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
 
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert set(listed) == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert set(listed) == {path.relative_to(DOCS).as_posix() for path in {*DOCS.rglob("*.md"), *MADE}}
 
 
 def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> None:
@@ -225,11 +231,79 @@ def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=environment)
+@pytest.mark.timeout(1500)
+def test_the_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    blocks = [block.split("\n") for block in re.findall(r"(?:^    [^\n]+\n)+", text, re.MULTILINE)]
+    lines = [line[4:] for block in blocks for line in block if line and "# not run here" not in line]
+    shown = [line for block in blocks if block[0].startswith("    $ ") for line in block if line]
+    printed = [line[4:] for line in shown if not line.startswith("    $ ")]
+    commands = [line.removeprefix("$ ") for line in lines if line not in printed]
+    assert len(commands) >= 9
+    clone = commands.index("git clone URL-OF-THIS-REPOSITORY torusgd && cd torusgd")
+    commands[clone] = f"git clone {ROOT} torusgd && cd torusgd && cp -r {tmp_path}/pictures ."
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cats", "dogs"):
+            folder = tmp_path / "pictures" / part / name
+            folder.mkdir(parents=True)
+            for index in range(12):
+                pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
+                (folder / f"{index}.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    script = "\n".join(["set -e", *commands])
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=1400, check=False, env=environment
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "exact_all_reduce" in (tmp_path / "api.html").read_text()
+    output = (done.stdout + done.stderr).splitlines()
+    first, second, portable = re.findall(r"weights_sha256 (\w{64})", done.stdout)[1:4]
+    assert first == second, "on 3 workers with a kill, as on 2"
+    assert f"weights_sha256 {portable}" in printed, "on any processor"
+    for line in printed:
+        if not line.startswith("weights_sha256"):
+            pattern = re.escape(line).replace(r"\.\.\.", ".*")
+            assert any(re.fullmatch(pattern, each) for each in output), line
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("zensical")
+    pytest.importorskip("mkdocstrings")
+    root = tmp_path / "root"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "data", "build"))
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    for words in (["tools.reference_pages"], ["zensical", "build", "--strict"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=root, capture_output=True, text=True, timeout=280, check=False,
+            env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "exact_all_reduce" in (root / "build" / "site" / "api.html").read_text()
+
+
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    text = reference_pages.cli_page()
+    assert set(re.findall(r"^## torusgd (.+)$", text, re.MULTILINE)) == set(EXAMPLES_OF_COMMANDS)
+    assert all(f"Example: torusgd {example}" in text for example in EXAMPLES_OF_COMMANDS.values())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_page_of_messages_has_every_sentence() -> None:
+    text = reference_pages.messages_page()
+    assert all(" ".join(str(each).split()) in text for each in sentences().values())
+    assert text.isascii() or not [line for line in text.splitlines() if not line.isprintable()]
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """The words of each sentence of the README's prose, code and tables apart."""
+    lines = [line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "!", ">"))]
+    plain = re.sub(r"\]\([^)]*\)|[*`\[\]]", "", "\n".join(lines))
+    parts = re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", plain)
+    return [part.split() for part in parts if part.split()]
+
+
+def test_the_readme_fits_a_screen_and_its_sentences_a_breath() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    assert not [" ".join(words) for words in _sentences(text) if len(words) > 25]
