@@ -27,7 +27,7 @@ def cli_page() -> str:
     """The help of every command."""
     parts = ["# Command line\n\nWhat `--help` prints, of every command.\n"]
     root: Any = get_command(app())
-    groups = [((), root)]
+    groups: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while groups:
         words, command = groups.pop(0)
         parent: Any = None
