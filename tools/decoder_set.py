@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 import torusgd.data
-from torusgd.data.decoder_check import SET, sha256_of
+from torusgd.data.decode import DECODER_SET, pixels_sha256
 from torusgd.rng import keyed_hash
 
 HEIGHT, WIDTH = 37, 45
@@ -60,8 +60,8 @@ def pictures() -> dict[str, bytes]:
 
 
 def main() -> None:
-    found = {name: [base64.b64encode(data).decode(), sha256_of(data)] for name, data in pictures().items()}
-    path = files(torusgd.data).joinpath(SET)
+    found = {name: [base64.b64encode(data).decode(), pixels_sha256(data)] for name, data in pictures().items()}
+    path = files(torusgd.data).joinpath(DECODER_SET)
     with open(str(path), "w") as file:
         json.dump(found, file, indent=0)
         file.write("\n")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
-from torusgd.models.resnet import digits_net, fashion_net, resnet18, resnet50
+from torusgd.models.networks import digits_net, fashion_net, resnet18, resnet50
 
 
 class SmallViT(nn.Module):

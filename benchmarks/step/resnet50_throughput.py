@@ -23,7 +23,7 @@ import typer
 from torch.nn import functional as F
 from typer import Option
 
-from torusgd.models.resnet import resnet50
+from torusgd.models.networks import resnet50
 
 from ..record import sample
 

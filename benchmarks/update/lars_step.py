@@ -83,7 +83,7 @@ def main() -> None:
     if options.serve:
         return serve_timm()
 
-    from torusgd.models.resnet import resnet50
+    from torusgd.models.networks import resnet50
     from torusgd.optim import Lars, Sgd
 
     from ..record import sample

@@ -56,10 +56,7 @@ def is_transient(error: OSError) -> bool:
 
 
 def retry(call: Callable[[], T], pauses: Iterable[float], is_worth: Callable[[Exception], bool]) -> T:
-    """The result of a call, which is repeated after each of the pauses (seconds) as long as it fails.
-
-    An error that is not worth another call is raised at once, and so is any after the last pause.
-    """
+    """The result of a call, repeated after each pause (seconds) as long as it fails with an error that is worth it."""
     for pause in pauses:
         try:
             return call()

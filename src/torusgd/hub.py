@@ -59,20 +59,14 @@ def hub_name(text: Path | str | None) -> Name | None:
 
 
 def weight_file(name: Name, flag: str) -> Path:
-    """The model.safetensors of a repository, in the hub's cache; its folder has the name of the commit.
-
-    UserError, which begins with `flag`, if it isn't there, is not for us, or can't be reached.
-    """
+    """The model.safetensors of a repository, in the hub's cache; its folder has the name of the commit."""
     hub = _hub(flag)
     download = partial(hub.hf_hub_download, name.repository, _WEIGHTS, revision=name.revision or None)
     return Path(_patiently(download, flag, f"{_WEIGHTS} of {name}"))
 
 
 def table_folder(path: Path) -> Path:
-    """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, named by the commit.
-
-    UserError, which begins with --data, as by `weight_file`, or if there are no Parquet files.
-    """
+    """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, by its commit."""
     name = hub_name(path)
     assert name is not None, "called only for a name of the hub"
     hub = _hub("--data")
@@ -90,8 +84,7 @@ def table_folder(path: Path) -> Path:
 def pinned(path: Path | None, commit: str = "") -> Path | None:
     """A data set of the hub with its commit, so that all ranks and every later start read the same; others unchanged.
 
-    This downloads its files, in the launcher for all ranks of its machine. `commit` is that of a run that continues,
-    for a path without a revision. UserError as by `table_folder`.
+    This downloads its files, in the launcher. `commit` is that of a run that continues, for a path without a revision.
     """
     name = hub_name(path)
     if path is None or name is None:

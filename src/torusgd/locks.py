@@ -18,10 +18,9 @@ LOCK_SECONDS = 10.0
 
 @contextmanager
 def held(folder: Path, name: str) -> Iterator[None]:
-    """Locks an existing folder for the time of a block; the file LOCK stays there.
+    """Locks an existing folder, `name` to the user, for the time of a block; the file LOCK stays there.
 
-    `name` is the user's word for the folder, such as "--out runs/digits". UserError if another process, which it names,
-    holds the lock for 10 s; OSError if the folder can't be written.
+    UserError if another process, which it names, holds the lock for 10 s; OSError if the folder can't be written.
     """
     lock, holder = FileLock(folder / LOCK, timeout=LOCK_SECONDS), folder / HOLDER
     try:

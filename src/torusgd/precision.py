@@ -25,9 +25,8 @@ def arithmetic_of(recipe: Recipe) -> AbstractContextManager[object]:
 class Precision:
     """Autocast and dynamic loss scaling; the scale is a power of two and part of a checkpoint.
 
-    With float16 (`is_scaling`) the loss is scaled up, a step with a non-finite gradient is skipped and halves the
-    scale, and `growth_interval` accepted steps in a row double it, up to 2^24 (as in Apex). `memory_format` is that of
-    the activations, and so of the images.
+    With float16 the loss is scaled up, a step with a non-finite gradient is skipped and halves the scale, and
+    `growth_interval` accepted steps in a row double it, up to 2^24 (as in Apex).
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:

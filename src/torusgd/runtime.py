@@ -90,10 +90,7 @@ def prepare_process(recipe: Recipe, device: torch.device) -> None:
 
 
 def ask_for_repeatable_products() -> None:
-    """Makes cuBLAS give a product the same bits on every run, unless the environment has a setting already.
-
-    To be called before the first product on a GPU.
-    """
+    """Makes cuBLAS give a product the same bits on every run, unless the environment has a setting already."""
     # Torch reads the environment once, at the first product on a GPU of a process. If the variable was not set then,
     # it refuses every later product under deterministic algorithms.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -134,11 +131,9 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
 def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str) -> str:
     """`float16` or `bfloat16`: the one measured as faster on this GPU with this torch, else by its tensor cores.
 
-    `name` is that of `torch.cuda.get_device_name`, `capability` such as (8, 0), `torch_version` such as 2.13.0+cu130.
-
     >>> precision_of_gpu("Tesla V100-SXM2-16GB", (7, 0), "2.13.0")
     'float16'
-    >>> precision_of_gpu("NVIDIA A100-SXM4-80GB", (8, 0), "2.13.0")
+    >>> precision_of_gpu("NVIDIA A100-SXM4-80GB", (8, 0), "2.13.0+cu130")
     'bfloat16'
     """
     by_capability = "bfloat16" if capability >= _BFLOAT16_FROM else "float16"

@@ -41,10 +41,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file whole or not at all; OSError as it comes.
-
-    A tensor that a network has under several names is written under each, as its `state_dict` gives it.
-    """
+    """Writes a safetensors file whole or not at all, each tensor under all its names; OSError as it comes."""
     plain: Tensors = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
@@ -65,8 +62,7 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
     """The tensors by name and the metadata of a weight file: safetensors, or a torch file of plain tensors.
 
-    Nothing is unpickled but tensors. A torch file has no metadata; it may hold the tensors under `state_dict` or
-    `model`, with a `module.` prefix. UserError if the file can't be read as weights.
+    A torch file has no metadata; it may hold the tensors under `state_dict` or `model`, with a `module.` prefix.
     """
     try:
         if path.suffix == ".safetensors":

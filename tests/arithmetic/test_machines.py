@@ -78,7 +78,7 @@ ON_THE_WAY = [
     "arithmetic", "gradients", "models", "optim", "tensor_parallel", "recipe/schedule.py", "rng.py",
     *(f"comm/{name}.py" for name in ("exact_sum", "fixed_point")),
     *(f"step/{name}.py" for name in ("batchnorm", "control_vector", "forward_backward", "model_state", "polish")),
-    *(f"data/{name}.py" for name in ("arrays", "augment", "autoaugment", "geometry", "order", "pipeline", "to_device")),
+    *(f"data/{name}.py" for name in ("arrays", "augment", "geometry", "order", "pipeline", "to_device")),
 ]  # fmt: skip
 """of the package: what is on the way to a weight"""
 OFF_THE_WAY = {"layout.py", "volume.py"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torusgd.data.autoaugment import OPERATIONS, RAND, STRONGEST, TRIVIAL, Ranges, apply_policy, change, draw_policy
+from torusgd.data.augment import OPERATIONS, RAND, STRONGEST, TRIVIAL, Ranges, apply_policy, change, draw_policy
 from torusgd.recipe.data_schema import Augment
 
 EPOCHS, INDICES = np.zeros(500, dtype=np.int64), np.arange(500)

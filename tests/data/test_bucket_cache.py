@@ -59,7 +59,7 @@ def test_a_bucket_gives_the_same_batches_as_the_folder(local: Path) -> None:
     one, other = (Pipeline(train, data, 0).training_batch(indices, epochs, augment=True) for train, _ in pairs)
     assert one.images.equal(other.images)
     assert pairs[1][1].read(4).shape == pairs[0][1].read(4).shape
-    assert describe(URL).images == {"train": 12, "eval": 6}
+    assert describe(URL)[1] == "images    12 for training, 6 held out"
 
 
 def test_what_was_read_is_kept_on_disk_for_all_processes(local: Path, reads: list[str], tmp_path: Path) -> None:

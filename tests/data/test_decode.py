@@ -13,8 +13,8 @@ from PIL import Image
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
 from tests.messages import refused
-from torusgd.data import decoder_check
-from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
+from torusgd.data import decode as decoders
+from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size, require_specified
 from torusgd.data.geometry import render, scaled
 from torusgd.data.pack import Packing, pack
 from torusgd.data.pictures import open_folder
@@ -242,24 +242,24 @@ def test_a_size_in_the_last_bytes_is_cut_short() -> None:
 
 
 def test_the_decoders_here_give_the_specified_pixels() -> None:
-    assert decoder_check.others(True) == decoder_check.others(False) == ()
+    assert decoders.other_decoders(True) == decoders.other_decoders(False) == ()
 
 
 def test_a_decoder_with_other_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, right = write_folder(tmp_path / "set", train=1, val=1), decode
-    decoder_check.others.cache_clear()
+    decoders.other_decoders.cache_clear()
 
     def off(data: bytes, channels: int, *rest: Any) -> np.ndarray:
         pixels = right(data, channels, *rest)
         pixels[-1, -1, -1] ^= 1 if data.startswith(b"\xff\xd8") else 0
         return pixels
 
-    monkeypatch.setattr(decoder_check, "decode", off)
+    monkeypatch.setattr(decoders, "decode", off)
     train, held_out = open_folder(root, 3)
     pipeline = Pipeline(train, folder_data(pixels="portable"), 0)
     with refused("a JPEG decoder with other pixels"):
         pipeline.training_batch(np.arange(2), np.zeros(2, np.int64), augment=True)
     with refused("a JPEG decoder with other pixels"):
         pack(train, held_out, tmp_path / "out", Packing(None, None, 5), print)
-    decoder_check.require(PNG)
-    decoder_check.others.cache_clear()
+    require_specified(PNG)
+    decoders.other_decoders.cache_clear()

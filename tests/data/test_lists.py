@@ -27,7 +27,7 @@ def test_lists_with_and_without_a_head(tmp_path: Path, head: str) -> None:
     assert train.labels.tolist() == [0] * 6 + [1] * 6
     assert len(held_out) == 8
     assert train.read(7).shape[2] == 3
-    assert describe(root).kind == "csv"
+    assert "data.source csv" in describe(root)[0]
 
 
 def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
     assert held_out.labels.tolist() == [0, 1, 1, 2]
     assert train.encoded(4) == (tmp_path / "elsewhere" / "train" / "dog" / "000.jpg").read_bytes()
-    assert describe(tmp_path / "sets").kind == "folders"
+    assert "data.source folders" in describe(tmp_path / "sets")[0]
     (tmp_path / "elsewhere" / "val" / "yak").mkdir()
     (tmp_path / "elsewhere" / "val" / "yak" / "1.jpg").write_bytes(encoded(photo(9, 9)))
     with refused("a held-out class without training images", TMP=tmp_path):

@@ -11,8 +11,8 @@ from tests.messages import refused
 from tests.run.runs import TINY, run_here
 from torch import nn
 
+from torusgd.models.networks import resnet50
 from torusgd.models.registry import blocks, compile_blocks
-from torusgd.models.resnet import resnet50
 from torusgd.recipe.load import load_recipe
 
 CPU = torch.device("cpu")

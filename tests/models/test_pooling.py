@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torusgd.models.pooling import OrderedMaxPool
+from torusgd.models.networks import OrderedMaxPool
 
 
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 2, 0), (2, 2, 0), (3, 1, 1)])

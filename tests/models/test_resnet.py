@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torusgd.models import MODELS
-from torusgd.models.pooling import Blur2d
-from torusgd.models.resnet import BasicBlock, Bottleneck
+from torusgd.models.networks import BasicBlock, Blur2d, Bottleneck
 
 
 def build(name: str, **options: bool | str) -> nn.Module:

@@ -14,7 +14,7 @@ from torusgd.comm.tuning.profile import Link as MeasuredLink
 from torusgd.gradients.layout import lay_out_slots, plan_buckets
 from torusgd.gradients.reducer import parameter_slots
 from torusgd.models import MODELS
-from torusgd.models.plain import vgg_a
+from torusgd.models.networks import vgg_a
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
 from torusgd.plan.model_cost import (
     Gradient,

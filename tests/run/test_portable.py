@@ -22,7 +22,7 @@ from tests.messages import refused
 from tests.run.runs import TINY, command, run_here, sets
 from torusgd.arithmetic import portable
 from torusgd.arithmetic.mode import PortableMode
-from torusgd.data import decoder_check
+from torusgd.data.decode import DECODER_SET
 from torusgd.errors import RunError
 
 STEPS = 6
@@ -176,7 +176,7 @@ GOLDEN_OF_SOURCES = {
 
 def write_pictures(root: Path) -> Path:
     """The decoders' built-in set, JPEGs and PNGs of 14 kinds, as a folder of two classes."""
-    pictures = json.loads(files("torusgd.data").joinpath(decoder_check.SET).read_text())
+    pictures = json.loads(files("torusgd.data").joinpath(DECODER_SET).read_text())
     for number, (name, (data, _)) in enumerate(pictures.items()):
         for split in ("train", "val"):
             folder = root / split / "ab"[number % 2]

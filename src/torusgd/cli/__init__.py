@@ -17,7 +17,7 @@ from ..errors import RunError, UserError, end, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
-from . import bench, control, data, doctor, eval, export, plan, rehearse, simulate, train, verify
+from . import bench, control, data, doctor, eval, export, plan, rehearse, train, verify
 from .help import Command, Group
 from .options import expand
 
@@ -35,7 +35,7 @@ COMMANDS: Commands = {
     "train": train.train, "join": train.join, "replay": train.replay, "verify": verify.verify,
     "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
-    "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": data.recipes,
+    "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": rehearse.simulate, "recipes": data.recipes,
     "tune": bench.tune, "bench": BENCH, "data": DATA, "doctor": doctor.doctor,
 }  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}

@@ -1,9 +1,5 @@
 """Trained weights, opened for `torusgd eval` and `torusgd polish`."""
 
-from collections.abc import Callable
-
-from torch import Tensor
-
 from ..comm.allreduce import NativeAllReduce
 from ..data.pipeline import Pipeline
 from ..launch.torchrun import join
@@ -13,7 +9,7 @@ from ..recipe.schema import Recipe
 from ..run.trained_weights import open_trained
 from ..rundir.run_view import local_run
 from ..runtime import prepare_process, resolve_auto, resolve_device
-from ..step.evaluate import Confusion, Evaluation, evaluate
+from ..step.evaluate import Confusion, Evaluation, Observe, evaluate
 from ..step.polish import polish_by_recipe
 from .options import TrainedWeights
 
@@ -35,8 +31,8 @@ class Assessment:
         self.model = self.trained.model.to(self.world.device)
         self.precision = Precision(self.recipe, self.world.device)
 
-    def evaluate(self, observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None) -> Evaluation:
-        """Classifies every held-out image; `observe` takes the logits and targets of each chunk."""
+    def evaluate(self, observe: Observe = lambda logits, batch, chunk: None) -> Evaluation:
+        """Classifies every held-out image."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
         settings, allreduce = self.recipe.evaluate, NativeAllReduce(self.world)
         with arithmetic_of(self.recipe):
@@ -50,7 +46,8 @@ class Assessment:
         if classes > _MOST_CLASSES:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
-        result = self.evaluate(confusion.add)
+        device = self.world.device
+        result = self.evaluate(lambda logits, batch, _: confusion.add(logits, batch.targets.to(device)))
         confusion.sum_over_ranks(NativeAllReduce(self.world))
         return result, confusion
 

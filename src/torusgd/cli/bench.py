@@ -51,7 +51,6 @@ def allreduce(
     from ..comm.tuning.profile import Profile
     from ..runtime import ranks_are_given
 
-    check_writable("--json", json_file)
     options = runtime.over()
     chosen = [parse_size("--sizes", each) for each in sizes.split(",")] if sizes else list(SIZES)
     profile = None if options.profile is None else Path(options.profile)
@@ -108,7 +107,7 @@ def tune(
     profile = Profile.parse(text)
     write_file("--out", out, profile.dump())
     show_profile(profile)
-    console().print(f"in {out}; give it as --profile {out}", markup=False)
+    console().print(f"in {out}; give it as --profile {out}")
 
 
 def tune_on_rank(seconds: float, streams: int, world: "Group") -> str:
@@ -144,8 +143,7 @@ def show_profile(profile: "Profile") -> None:
 def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher.
 
-    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value. UserError
-    if a rank finds a user's mistake, or the device is not there; RunError if a rank is lost.
+    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
     """
     import torch
 
@@ -224,7 +222,6 @@ def scaling(
     from ..run.job import Job
     from ..runtime import ranks_are_given, resolve_auto, resolve_device, resolve_workers
 
-    check_writable("--json", json_file)
     if ranks_are_given():
         raise UserError("bench scaling: starts 1, 2, 4 ... ranks itself; give the command without torchrun")
     written, block = load_recipe(recipe, [*(overrides or []), *_SHORT])
@@ -261,10 +258,7 @@ def scaling(
 def compare(
     recipe: "Recipe", options: "dict[int, RuntimeOptions]", runs: dict[int, Path], profile: "Profile", data: Path | None
 ) -> list[Point]:
-    """Measured and planned steps by number of ranks, of which the first is one.
-
-    `options` and `runs` (folders) are by number of ranks; `profile` is the network as measured.
-    """
+    """Measured and planned steps by number of ranks, of which the first is one; `options` and `runs` are by number."""
     from ..observe.events import PlanComparison
     from ..plan.cluster import load_software, local_cluster
     from ..plan.forecast import forecast, workload_of

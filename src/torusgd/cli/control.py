@@ -36,7 +36,7 @@ def status(run: RunFolder, as_json: Annotated[bool, option("--json", "Print all 
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
         for line in lines:
-            terminal.print(line, markup=False)
+            terminal.print(line)
 
 
 def stop(

@@ -111,7 +111,7 @@ def info(
     """Describe a data set: its images, classes and sizes."""
     from ..data.registry import describe, undecodable
 
-    for line in describe(path).lines():
+    for line in describe(path):
         typer.echo(line)
     if check:
         bad = 0

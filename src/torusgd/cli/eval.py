@@ -22,13 +22,12 @@ def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile
     """Print the accuracy of trained weights on held-out images, and of each class if there are few."""
     from .assessment import Assessment
 
-    check_writable("--json", json_file)
     assessment = Assessment(weights, runtime.over())
     result, confusion = assessment.evaluate_classes()
     if assessment.world.rank != 0:
         return
     terminal = console()
-    terminal.print(f"{assessment.trained.path}: {describe(result)}", markup=False)
+    terminal.print(f"{assessment.trained.path}: {describe(result)}")
     summary: dict[str, Any] = {**result.as_summary()}
     if confusion is not None:
         names, accuracies, counts = assessment.trained.train.classes, confusion.accuracies(), confusion.counts.tolist()
@@ -78,7 +77,7 @@ def polish(
     terminal = console()
     terminal.print(f"before  {describe(before)}")
     terminal.print(f"after   {describe(after)}  (statistics of {images} un-augmented training images)")
-    terminal.print(f"in {target}  weights_sha256 {weights_sha256(tensors)}", markup=False)
+    terminal.print(f"in {target}  weights_sha256 {weights_sha256(tensors)}")
 
 
 def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], counts: list[list[int]]) -> Table:

@@ -73,7 +73,7 @@ def export(
             found = f": logits as the network's, within {worst:.1e} of the largest"
             if trained.recipe.precision == "portable":
                 found += "; its weights are portable, its arithmetic is that of whatever runs it"
-        terminal.print(f"wrote {path}{found}", markup=False)
+        terminal.print(f"wrote {path}{found}")
 
 
 def report(
@@ -93,9 +93,8 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
-    from ..report.logs import read_log
     from ..report.page import log_page, run_page
-    from ..report.read_run import read_run, read_verified
+    from ..report.read_run import read_log, read_run, read_verified
     from ..rundir.run_view import local_run
 
     check_writable("--out", out)
@@ -110,14 +109,12 @@ def report(
         wanted = mistakes or data is not None
         found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
         write_file("--out", out, run_page(records, found))
-    console().print(f"wrote {out}", markup=False)
+    console().print(f"wrote {out}")
 
 
 def _mistakes(run: Path, data: Path | None, options: "RuntimeOptions") -> "Mistakes":
-    from ..data.pipeline import Pipeline
     from ..report.mistakes import find_mistakes
     from .assessment import Assessment
 
     opened = Assessment(TrainedWeights(run, data), options)
-    pipeline = Pipeline(opened.trained.held_out, opened.recipe.held_out_data, opened.recipe.seed)
-    return find_mistakes(opened.model, pipeline, opened.recipe, opened.trained.train.classes, opened.precision)
+    return find_mistakes(opened.evaluate, opened.recipe, opened.trained.train.classes)

@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from ..comm.algorithms import METHODS, OTHER_PROGRAMS, SCHEDULED
 from ..text import listed
+from .output import check_writable
 
 if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` takes no seconds
     from ..recipe.runtime_options import RuntimeOptions
@@ -50,7 +51,13 @@ InitialWeights = Annotated[
         "FILE|timm|hf:REPO",
     ),
 ]
-JsonFile = Annotated[Path | None, option("--json", "Also write the result to this file, as JSON.", OUTPUT)]
+JsonFile = Annotated[
+    Path | None,
+    option(
+        "--json", "Also write the result to this file, as JSON.", OUTPUT,
+        callback=lambda path: check_writable("--json", path),
+    ),
+]  # fmt: skip
 
 # The end of a flag's help, with names of rooms above the option's.
 _MORE = {
@@ -172,10 +179,7 @@ class TrainedWeights:
 
 
 def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
-    """A command with each parameter that is a group replaced by the group's options, in the signature that Typer reads.
-
-    Groups are dataclasses and `RuntimeFlags`; `Flag.commands` has the command's `name`.
-    """
+    """A command with each parameter that is a group (a dataclass, `RuntimeFlags`) replaced by the group's options."""
     groups: dict[str, tuple[Any, list[str]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():

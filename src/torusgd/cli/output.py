@@ -14,8 +14,8 @@ from ..storage import url_of
 
 
 def console() -> Console:
-    """The terminal; lines are neither coloured nor wrapped, so that they can be searched."""
-    return Console(highlight=False, soft_wrap=True)
+    """The terminal; lines are neither coloured nor wrapped, so that they can be searched, nor read as markup."""
+    return Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def table(
@@ -43,11 +43,12 @@ def check_out(out: Path | None, run: Path) -> None:
         raise UserError(f"{url}: what is made of it is written to this machine; say where with --out")
 
 
-def check_writable(flag: str, path: Path | None) -> None:
-    """UserError, before minutes of work, if the path is a folder, in one that can't be written, or in a bucket."""
+def check_writable(flag: str, path: Path | None) -> Path | None:
+    """The path; UserError, before minutes of work, if it is a folder, in one that can't be written, or in a bucket."""
     check_here(flag, path)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
+    return path
 
 
 def write_file(flag: str, path: Path, text: str) -> None:

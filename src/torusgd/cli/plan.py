@@ -125,7 +125,6 @@ def plan(
     json_file: JsonFile = None,
 ) -> None:
     """Predict a run on a cluster: its time, where it goes, what to change."""
-    check_writable("--json", json_file)
     if wanted.published is not None:
         from ..plan.published import predict_row, read_rows
         from .plan_tables import show_published
@@ -153,7 +152,7 @@ def plan(
         from ..report.page import plan_page
 
         write_file("--report", wanted.report, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])))
-        console().print(f"wrote {wanted.report}", markup=False)
+        console().print(f"wrote {wanted.report}")
 
 
 @dataclass(frozen=True)
@@ -173,10 +172,7 @@ class Planned:
     def read(
         cls, name: str, overrides: Sequence[str], data: Path | None, machine: PlannedMachine, flags: RuntimeFlags
     ) -> "Planned":
-        """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block.
-
-        UserError if the input is wrong, or names no cluster or no number of devices.
-        """
+        """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block."""
         from ..comm.tuning.profile import Profile
         from ..plan.cluster import load_cluster, load_software, local_cluster
         from ..plan.forecast import workload_of
@@ -246,13 +242,13 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
     title = planned.title(planned.recipe.name)
-    terminal.print(title, markup=False)
+    terminal.print(title)
     # More devices than virtual workers share the same batch: the plan says so in a note, a run refuses it.
     workload = fixed_batch(planned.workload, devices)
     now = forecast(workload, cluster, program, devices)
     notes = _notes(planned, workload, now.memory, program)
     for note in notes:
-        terminal.print(f"note: {note}", markup=False)
+        terminal.print(f"note: {note}")
     show_forecast(terminal, now, wanted.cost)
     names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
     found: dict[str, Any] = {"title": title, "notes": notes, **names, **wanted.priced(now)}
@@ -267,7 +263,7 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
         found["knee"] = curve.knee
         if wanted.plot is not None:
             plot_sweep(curve, title, wanted.plot)
-            terminal.print(f"wrote {wanted.plot}", markup=False)
+            terminal.print(f"wrote {wanted.plot}")
     if wanted.design:
         found["design"] = _show_design(planned, program)
         show_curve(terminal, curve)
@@ -319,7 +315,7 @@ def _show_accuracy(planned: Planned, target: float, wanted: Wanted) -> dict[str,
     title = planned.title(f"{planned.recipe.name} to {target:.1%}")
     names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
     found: dict[str, Any] = {"title": title, **names, "target": target}
-    terminal.print(title, markup=False)
+    terminal.print(title)
     if not wanted.has_sweep:
         plans = plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
         show_accuracy(terminal, plans, wanted.cost)
@@ -333,7 +329,7 @@ def _show_accuracy(planned: Planned, target: float, wanted: Wanted) -> dict[str,
     show_accuracy_sweep(terminal, curve, wanted.cost)
     if wanted.plot is not None:
         plot_accuracy(curve, title, wanted.plot)
-        terminal.print(f"wrote {wanted.plot}", markup=False)
+        terminal.print(f"wrote {wanted.plot}")
     sweep = [wanted.priced(each) for each in curve.plans]
     return {**found, "sweep": sweep, "knee": curve.knee, "useful": curve.useful}
 

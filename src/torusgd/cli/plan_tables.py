@@ -97,7 +97,7 @@ def show_curve(console: Console, sweep: Sweep) -> None:
 def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Forecast]], link: Link) -> None:
     """A line for each layer, the critical one bold; what limits, what would next, and the change that pays most.
 
-    `link` is that between the devices; its alpha has the program's own time of a message in it.
+    `link` is that between the devices, its alpha with the program's own time of a message in it.
     """
     critical, names = found.critical, [each.name for each in found.layers]
     rows = [
@@ -201,8 +201,7 @@ def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays:
     if best.form != "synchronous":
         console.print(
             f"{best.form} brings most images a second. It changes the result: other weights than the recipe's "
-            "synchronous steps, and maybe another accuracy",
-            markup=False,
+            "synchronous steps, and maybe another accuracy"
         )
 
 
@@ -256,10 +255,7 @@ def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
 
 
 def plot_accuracy(sweep: AccuracySweep, title: str, path: Path) -> None:
-    """Draws minutes to the accuracy with their band, and device-hours, over devices; UserError if it can't be written.
-
-    The knee and the quickest number of devices are marked.
-    """
+    """Draws minutes to the accuracy with their band, and device-hours, over devices, with knee and quickest number."""
     devices = [plan.devices for plan in sweep.plans]
     figure, time, spent = _axes(title, "minutes to the accuracy")
     time.plot(devices, [plan.seconds / 60 for plan in sweep.plans], color="tab:blue", marker=".", label="minutes")

@@ -162,12 +162,11 @@ def show_result(summary: Mapping[str, Any], folder: str) -> None:
         terminal.print(
             f"left out {percent(summary.get('left_out_share', 0))} of the work for being late; the journal says whose "
             f"work is in each update, in {journal['bytes_per_update']} bytes: torusgd replay {folder} gives the same "
-            "bits",
-            markup=False,
+            "bits"
         )
     terminal.print(f"weights_sha256 {summary['weights_sha256']}")
     files = "model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/"
-    terminal.print(f"in {folder}: {files}{', journal.txt' if journal is not None else ''}", markup=False)
+    terminal.print(f"in {folder}: {files}{', journal.txt' if journal is not None else ''}")
 
 
 def replay(
@@ -229,9 +228,9 @@ def replay(
 def compare(run: Path, original: dict[str, Any], replayed: dict[str, Any]) -> None:
     """Prints that a replay has the weights of the run; RunError with what differs between the two if it has not."""
     if "weights_sha256" not in original:
-        console().print(f"{run}: not finished, so there are no weights to compare with", markup=False)
+        console().print(f"{run}: not finished, so there are no weights to compare with")
     elif original["weights_sha256"] == replayed["weights_sha256"]:
-        console().print(f"{run}: the same weights, bit for bit", markup=False)
+        console().print(f"{run}: the same weights, bit for bit")
     else:
         differing = [key for key in ("data_sha256", "init_sha256", "conditions") if original.get(key) != replayed[key]]
         reason = f"the two differ in {listed(differing)}" if differing else "the same data under the same conditions"

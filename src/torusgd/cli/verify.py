@@ -12,7 +12,7 @@ from typer import Argument
 from ..errors import RunError, UserError
 from ..text import percent, plural
 from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, option
-from .output import check_writable, console, write_json
+from .output import console, write_json
 
 if TYPE_CHECKING:
     from ..launch.verification import Checked, Range
@@ -63,7 +63,6 @@ def verify(
         seed is not None and (steps or final or whole)
     ):
         raise UserError("verify: give one of --steps, --sample, --final and --all, and --seed with --sample alone")
-    check_writable("--json", json_file)
     try:
         claims = read_claims(run, overrides or [])
         found, computed = _check(
@@ -147,12 +146,12 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     head = (
         f"{claims.run}: {claims.recipe.name}, {plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
     )
-    terminal.print(head, markup=False)
+    terminal.print(head)
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):
         line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"
         # Names of tensors and conditions are the owner's, who may have put a terminal's commands into them.
-        terminal.print("".join(letter if letter.isprintable() else "?" for letter in line), markup=False)
+        terminal.print("".join(letter if letter.isprintable() else "?" for letter in line))
     covered = sum(each.last - each.first for each in found if each.state not in (DIFFERS, UNKNOWN))
     code = verdict(found)
     terminal.print(

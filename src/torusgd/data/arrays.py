@@ -63,12 +63,11 @@ def _pair(arrays: Arrays, names: str | None) -> Pair:
 
 
 def open_numpy(path: Path, once: Once = make_here, names: str | None = None) -> Pair:
-    """Arrays `train_images`, `train_labels`, `eval_images` and `eval_labels`.
+    """Arrays `train_images`, `train_labels`, `eval_images` and `eval_labels`, never unpickled.
 
     Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0. `path` is a
     folder with one .npy file for each, which all processes map, or an .npz file, which one process of a machine reads.
-    `names` are class names separated by commas; None: the numbers from 0 to the largest label. UserError if an array is
-    missing, damaged, of another type or shape, or would have to be unpickled.
+    `names` are class names separated by commas; None: the numbers from 0 to the largest label.
     """
     if path.is_dir():
         return _pair({key: array for split in SPLITS for key, array in _load(path, split).items()}, names)
@@ -114,10 +113,9 @@ def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
 
 
 def open_mnist(path: Path, names: str | None = None) -> Pair:
-    """Images of a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the same of t10k, plain or .gz.
+    """The four IDX files of MNIST in a folder, plain or .gz, in memory as uint8 [n, height, width, 1].
 
-    They are uint8 [n, height, width, 1], in memory; `names` as of `open_numpy`. UserError if a file is missing,
-    damaged, or does not fit its header.
+    `names` as of `open_numpy`.
     """
     arrays: Arrays = {}
     for split, stem in (("train", "train"), ("eval", "t10k")):
@@ -173,10 +171,7 @@ def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:
 
 
 def open_digits() -> Pair:
-    """The handwritten digits of scikit-learn, real data without a download: 1,437 training and 360 held-out images.
-
-    Images are uint8 [8, 8, 1], classes "0" to "9". UserError if scikit-learn is not installed.
-    """
+    """scikit-learn's digits, real data without a download: 1,437 training and 360 held-out images, uint8 [8, 8, 1]."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise UserError("data.source: digits need scikit-learn; pip install scikit-learn (the extra digits)")

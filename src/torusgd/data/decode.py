@@ -3,18 +3,22 @@
 The bytes are untrusted: sizes are checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
 """
 
+import base64
+import hashlib
+import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from ..errors import needs
+from ..errors import UserError, needs
 from .geometry import render, resample
 from .types import Choose, CorruptImage, Int64, Pixels, Region
 
@@ -98,8 +102,7 @@ def _read_header(data: bytes) -> _Header:
 def is_common_jpeg(data: bytes) -> bool:
     """Whether a picture is a whole JPEG of the kinds that every decoder knows, and not too large.
 
-    That is baseline or progressive, of 8 bits, grey or with luma and chroma, with an undamaged header and an end
-    marker; no PNG, and no JPEG of four colours or of plain red, green and blue.
+    Baseline or progressive, of 8 bits, grey or with luma and chroma; no JPEG of four colours or of plain RGB.
     """
     try:
         frame = _read_header(data).frame
@@ -131,8 +134,8 @@ def _jpeg_frame(data: bytes) -> int:
 def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = None) -> Pixels:
     """All pixels of a JPEG or PNG, uint8 [height, width, channels]: 3 for RGB, 1 for grey; the picture is converted.
 
-    With `shrink` 2, 4 or 8 a JPEG is decoded at that fraction of its size (rounded up), which is cheaper; its pixels
-    may be written to `buffer`. Undecodable also if the file is cut short, but not for flaws that libjpeg only warns of.
+    With `shrink` 2, 4 or 8 a JPEG is decoded at that fraction of its size (rounded up), maybe into `buffer`.
+    Undecodable also if the file is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
     if not data.startswith(_JPEG):
@@ -251,11 +254,51 @@ def _scratch(size: int) -> Pixels | None:
     return memory
 
 
-class EncodedImages(ABC):
-    """A `RegionSource`; each subclass says where the bytes of an image are.
+# Libraries differ by version, build and processor in the inverse transform, in how they blow chroma up, and in what
+# they make of rare kinds. The set (by `python -m tools.decoder_set`) has pictures of each kind and SHA-256 hashes of
+# what is to come out of them, whole at each scale, in colour and in grey, and cut and scaled.
+DECODER_SET = "decoder_set.json"
+SET_VERSION = 1  # other pixels are another set
 
-    Pictures are converted to 3 channels, RGB, or to 1, grey.
-    """
+
+def pixels_sha256(data: bytes) -> str:
+    """The hash of a picture's pixels, by all ways in which the package decodes; empty if it can't be decoded."""
+    digest = hashlib.sha256()
+    try:
+        for channels in (3, 1):
+            for shrink in (1, 2, 4, 8):
+                digest.update(decode(data, channels, shrink).tobytes())
+            for side in (24, 14, 7, 3):  # of which the last three are cut out of a smaller picture
+                part = decode_region(data, channels, lambda *_, n=side: Region(1, 2, 24, 25, n, n, exact=True))
+                digest.update(part.tobytes())
+    except Undecodable:
+        return ""
+    return digest.hexdigest()
+
+
+@cache
+def other_decoders(is_jpeg: bool) -> tuple[str, ...]:
+    """Names of the set's JPEGs, or PNGs, of which this machine's decoders make other pixels."""
+    pictures = json.loads(files(__package__).joinpath(DECODER_SET).read_text())
+    return tuple(
+        name
+        for name, (data, sha256) in pictures.items()
+        if name.startswith("JPEG") == is_jpeg and pixels_sha256(base64.b64decode(data)) != sha256
+    )
+
+
+def require_specified(data: bytes) -> None:
+    """UserError if the decoder of a picture's kind of file gives other pixels than the specified ones."""
+    is_jpeg = data.startswith(b"\xff\xd8")
+    if wrong := other_decoders(is_jpeg):
+        kind, remedy = "PNG", "take another version of opencv-python-headless"
+        if is_jpeg:
+            kind, remedy = "JPEG", "pack the images elsewhere, without loss: torusgd data pack PATH OUT --png"
+        raise UserError(f"data.pixels: the {kind} decoder of this machine gives other pixels ({wrong[0]}); {remedy}")
+
+
+class EncodedImages(ABC):
+    """A `RegionSource` of pictures in 3 channels, RGB, or 1, grey; each subclass says where their bytes are."""
 
     reads_ahead: bool = False  # whether `expect` makes reading faster
 

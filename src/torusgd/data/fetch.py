@@ -59,10 +59,9 @@ _MOST_DEVKIT = 1 << 27  # bytes of the development kit, unpacked; it has 8 milli
 def fetch(name: str, out: Path | None = None) -> Path:
     """The folder with a data set's files, each checked by its SHA-256; the log names their origin.
 
-    Tried in turn: the files in `out` (by default data/NAME in the current folder); the folder of Debian's package, if
-    it is installed; that package, unpacked without root; the authors' site. Files appear in `out` only when all of them
-    are there and right. UserError if there is no such data set, or `out` can't be written; RunError if every origin
-    failed.
+    Tried in turn: `out` (by default data/NAME in the current folder); the folder of Debian's package; that package,
+    unpacked without root; the authors' site. Files appear in `out` only when all of them are there and right. RunError
+    if every origin failed.
     """
     if name not in DATA_SETS:
         raise UserError(f"data fetch: no data set {name!r}; there are {', '.join(DATA_SETS)}")
@@ -140,11 +139,10 @@ def _from_site(wanted: DataSet, scratch: Path) -> Path:
 
 
 def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arrays:
-    """Writes the index of ImageNet's two files, once every class has the pictures that the development kit says.
+    """Writes, and returns, the index of ImageNet's two files, if every class has the pictures that the devkit says.
 
-    `path` is the folder with the three files, as they are downloaded. Nothing is copied: training needs only the index,
-    whose arrays are returned. UserError if a file is missing, damaged, or has other pictures; if SciPy is missing; if
-    the folder can't be written, or another process is preparing it.
+    `path` is the folder with the three files, as they are downloaded; nothing is copied. UserError if one is missing,
+    damaged, or has other pictures.
     """
     # The training file holds a tar file for each class, the validation file 50,000 pictures without labels; the labels
     # are in the development kit, which also says how many pictures each class has.
@@ -173,10 +171,7 @@ def _whole_index(path: Path, counts: Mapping[str, int], labels: Mapping[str, str
 
 
 def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """The number of training pictures by class, sorted, and the class of each validation picture, by its file's name.
-
-    UserError if the development kit is damaged.
-    """
+    """The number of training pictures by class, sorted, and the class of each validation picture, by file name."""
     with needs(f"{file}: to read its table of classes takes SciPy", "scipy"):
         from scipy.io import loadmat
     try:

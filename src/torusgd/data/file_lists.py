@@ -36,10 +36,7 @@ def make_here(make: Callable[[Progress], Arrays]) -> Arrays:
 
 
 def read_arrays(file: Path) -> Arrays:
-    """The arrays of a safetensors file, mapped into memory, so that all processes share one copy.
-
-    OSError, TypeError or safetensors.SafetensorError if there is no such file, or it is damaged.
-    """
+    """The arrays of a safetensors file, mapped into memory, so that all processes share one copy."""
     return {name: tensor.numpy() for name, tensor in load_file(file).items()}
 
 
@@ -91,8 +88,7 @@ class Names:
 def read_classes(file: Path) -> dict[str, str]:
     """The classes that a text file lists, one a line, label 0 first; a display name may follow after a tab.
 
-    The result is display names by the data set's own name of each class, in the order of their labels. UserError if
-    the file can't be read, lists no class, or one twice.
+    Returns display names by the data set's own name of each class, in the order of their labels.
     """
     with as_user_error(f"{file}: can't be read as a list of classes", of=(OSError, ValueError)):
         lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
@@ -110,13 +106,10 @@ def read_classes(file: Path) -> dict[str, str]:
 def number_labels(
     splits: Mapping[str, Sequence[str]], listed: Mapping[str, str] | None, where: str
 ) -> tuple[tuple[str, ...], dict[str, Int64]]:
-    """The classes of a data set whose labels are texts, and the labels as numbers.
+    """The class names by label, and the labels as numbers, int64 [images] by split, of a data set with texts as labels.
 
     If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
     list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes.
-
-    Returns:
-        The class names by label, and the labels, int64 [images], by split.
 
     >>> number_labels({"train": ["tulip", "daisy"], "eval": ["daisy"]}, None, "set")[0]
     ('daisy', 'tulip')
@@ -160,8 +153,8 @@ def says_split(name: str) -> bool:
 def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
     """The files with these suffixes (in small letters) by split, which their name or sub-folder says.
 
-    `names` are the files of `path`, from `files_under`. The splits are `train` and `eval` (of those named val,
-    validation or eval, or else test). UserError if one of the two has no file.
+    The splits are `train` and `eval` (of those named val, validation or eval, or else test); UserError if one has no
+    file.
     """
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:

@@ -75,9 +75,9 @@ class Loader:
         self._pending: dict[Share, Future[Batch]] = {}
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """The batch of a share, made now unless it was begun before; raises any exception of its making.
+        """The batch of a share, made now unless it was begun before.
 
-        Of the shares that are likely to follow, as many are begun as there is room for; others are dropped.
+        As many of the following shares are begun as there is room for; others are dropped.
         """
         # Batch 2: made by a thread before anyone needs it.
         wanted = [share, *islice(following, self._ahead - 1)]
@@ -127,10 +127,9 @@ class _Made:
 
 
 class LoaderProcesses:
-    """Makes training batches by copies of a pipeline in other processes, as many at a time as there are processes.
+    """Makes training batches by copies of a pipeline (`open_`) in other processes, one batch at a time in each.
 
-    Each process calls `open_` for the same pipeline. Safe to use from several threads, each of which waits for its
-    batch; `Loader` has as many. UserError if the system has no memfd_create.
+    Safe to use from several threads, each of which waits for its batch; `Loader` has as many.
     """
 
     # The threads of one interpreter share its lock and can't use all cores. Each process opens the images for itself,

@@ -90,10 +90,7 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
 
 
 def decode_on_gpu(sources: tuple[Source, Source], device: torch.device) -> tuple[Source, Source]:
-    """The sources of a recipe with `data.decoder: nvjpeg`, with JPEGs decoded by this rank's GPU.
-
-    UserError if there is no torchvision, or a source has no JPEGs.
-    """
+    """The sources of a recipe with `data.decoder: nvjpeg`, with JPEGs decoded by this rank's GPU."""
     train, held_out = sources
     if not (isinstance(train, EncodedImages) and isinstance(held_out, EncodedImages)):
         raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")

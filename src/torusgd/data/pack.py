@@ -19,8 +19,7 @@ from ..errors import RunError, UserError, as_user_error
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
-from .decode import EncodedImages, Undecodable, decode, load_decoders, picture_size
-from .decoder_check import require
+from .decode import EncodedImages, Undecodable, decode, load_decoders, picture_size, require_specified
 from .file_lists import read_classes
 from .geometry import render, scaled
 from .registry import data_sha256
@@ -49,12 +48,11 @@ def pack(
     leave_out: Callable[[str], object],
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[str, int]:
-    """Writes both splits of a data set as tar shards with their index; shards that are there already stay.
+    """Writes both splits of a data set as tar shards with their index, and returns the number of images of each.
 
-    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG, or all a PNG. The labels and
-    the order stay, but images that can't be decoded are left out, each with a call of `leave_out`. Returns the number
-    of images in the shards, by split. UserError if the folder holds something else, can't be written, or another
-    command is packing into it; RunError if the disk is full, or an image can't be read: the same call continues.
+    Shards that are there already stay. A JPEG that is small enough is copied as it is; any other image becomes a JPEG,
+    or all a PNG. Images that can't be decoded are left out, each with a call of `leave_out`. UserError if the folder
+    can't be used; RunError if the disk is full, or an image can't be read: the same call continues.
     """
     load_decoders()
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
@@ -150,14 +148,17 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
         if isinstance(source, EncodedImages):
             data = source.encoded(index)
             if packing.quality is None:
-                require(data)
+                require_specified(data)
             elif data.startswith(_JPEG) and (side is None or min(picture_size(data)) <= side):
                 return data
             image = decode(data, source.channels)
         else:
             image = source.read(index)
-        image = _scaled(image, side, packing.quality is None)
-        return encode_png(image) if packing.quality is None else encode(image, packing.quality)
+        height, width = image.shape[:2]
+        if side is not None and min(height, width) > side:
+            region = replace(scaled(height, width, side), exact=packing.quality is None)
+            image = render(image, region).transpose(1, 2, 0)
+        return encode(image, packing.quality)
     except CorruptImage as error:
         return error
     except Undecodable as error:
@@ -167,23 +168,10 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
         raise RunError(f"image {index} can't be read: {error}; the same command goes on") from error
 
 
-def _scaled(image: Pixels, shorter_side: int | None, exact: bool) -> Pixels:
-    height, width = image.shape[:2]
-    if shorter_side is None or min(height, width) <= shorter_side:
-        return image
-    region = replace(scaled(height, width, shorter_side), exact=exact)
-    return np.ascontiguousarray(render(image, region).transpose(1, 2, 0))
-
-
-def encode_png(image: Pixels) -> bytes:
-    """An image uint8 [height, width, 1 or 3] as PNG."""
-    _, cv2 = load_decoders()
-    return cv2.imencode(".png", np.ascontiguousarray(image[:, :, ::-1]))[1].tobytes()
-
-
-def encode(image: Pixels, quality: int) -> bytes:
-    """An image uint8 [height, width, 1 or 3] as JPEG, colours at half the resolution as in a camera's files."""
-    simplejpeg, _ = load_decoders()
-    if image.shape[2] == 1:
-        return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, "GRAY", "Gray")
-    return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, "RGB", "420")
+def encode(image: Pixels, quality: int | None) -> bytes:
+    """An image uint8 [height, width, 1 or 3] as PNG, or as JPEG of a quality, with colours at half the resolution."""
+    simplejpeg, cv2 = load_decoders()
+    if quality is None:
+        return cv2.imencode(".png", np.ascontiguousarray(image[:, :, ::-1]))[1].tobytes()
+    kinds = ("GRAY", "Gray") if image.shape[2] == 1 else ("RGB", "420")
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, *kinds)

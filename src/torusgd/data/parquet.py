@@ -128,12 +128,10 @@ def open_tables(
     label: str | None = None,
     subset: str | None = None,
 ) -> Pair:
-    """Training and held-out images of a data set in Parquet or Arrow files, in the order of the files' names.
+    """Images of a data set in Parquet or Arrow files, in a folder or on the hub, in the order of the files' names.
 
-    `path` is its folder, in the layout of `Dataset.save_to_disk` or of the hub, or its name on the hub; the name of a
-    file or of its folder says its split, as for tar files. The columns `image` and `label` are found by name and type
-    if they are not given. `subset` is the folder to read if several sets stand side by side. UserError if there are no
-    such files of both splits, they are damaged, or a column is not found.
+    The name of a file or of its folder says its split, as for tar files. The columns `image` and `label` are found by
+    name and type if they are not given; `subset` is the folder to read if several sets stand side by side.
     """
     load_decoders()
     root = path if hub_name(path) is None else table_folder(path)

@@ -75,8 +75,7 @@ def read_picture(file: str) -> bytes:
 def open_folder(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
     """Training images from PATH/train/CLASS/, held-out ones from PATH/val/CLASS/, sorted by name.
 
-    `classes` is a file in PATH that lists the class folders (`read_classes`); others are left out. None: all folders of
-    train/, sorted. UserError if the layout is another one, a class has no training image, or a package is missing.
+    `classes` is a file in PATH that lists the class folders (`read_classes`); None: all folders of train/, sorted.
     """
     return _open((path / "train", path / "val"), channels, once, partial(_list_folder, path, classes))
 
@@ -84,8 +83,7 @@ def open_folder(path: Path, channels: int, once: Once = make_here, classes: str 
 def open_folders(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
     """Images of several data sets, PATH/SET/train/CLASS/*.jpg and PATH/SET/val/CLASS/*.jpg, set by set.
 
-    Folders of one name in several sets are one class; each set may lack some classes, and may be a link to a folder
-    elsewhere. UserError if no set has training images, or none held-out ones, or a class is not listed.
+    Folders of one name in several sets are one class; each set may lack some classes, and may be a link to a folder.
     """
     return _open((path, path), channels, once, partial(_list_folders, path, path / classes if classes else None))
 
@@ -101,9 +99,8 @@ def open_csv(
     """Images that two CSV files list, in their order.
 
     `train`, `eval` and `classes` (as of `open_folder`) are files in PATH. A list has a column of paths, which start
-    from its folder, and one of labels, numbers or names. A head line may name them (`PATHS`, `LABELS`); without one
-    they are the first two columns. In a file named .tsv, tabs separate columns. UserError if a file is missing or is no
-    such list, or a label is not among the classes.
+    from its folder, and one of labels, numbers or names: those that a head line names (`PATHS`, `LABELS`), else the
+    first two. In a file named .tsv, tabs separate columns.
     """
     lists = {"train": path / train, "eval": path / eval}
 

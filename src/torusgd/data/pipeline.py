@@ -15,10 +15,8 @@ from ..errors import RunError, UserError, retry
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
-from .augment import Changes, draw_changes, erase, mirror, mix, random_region, shift
-from .autoaugment import apply_policy
-from .decode import EncodedImages
-from .decoder_check import require
+from .augment import Changes, apply_policy, draw_changes, erase, mirror, mix, random_region, shift
+from .decode import EncodedImages, require_specified
 from .geometry import Warps, bend, centre, cut_at, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
@@ -64,7 +62,7 @@ class Pipeline:
 
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         if data.pixels == "portable" and isinstance(source, EncodedImages):
-            source = source.checked(require)
+            source = source.checked(require_specified)
         self.source = source
         self.allocate = allocate
         self._arrays = source if isinstance(source, ArraySource) else None
@@ -124,8 +122,7 @@ class Pipeline:
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
 
-        Undecodable images are left out and named in the log; `positions` has those of the others. Raises as
-        `training_batch`.
+        Undecodable images are left out and named in the log; `positions` has those of the others.
         """
         sizes = self._sizes
         self.expect(indices)

@@ -17,6 +17,7 @@ from ..recipe.load import import_factory, load_recipe, recipe_names
 from ..recipe.section import sides
 from ..rng import DATA_SAMPLE, VALIDATION, keyed_integer, keyed_permutation
 from ..storage import url_of
+from ..text import plural
 from .arrays import open_digits, open_mnist, open_numpy
 from .decode import EncodedImages, Undecodable
 from .file_lists import Once, make_here
@@ -98,7 +99,7 @@ SOURCES = (*MADE, *FILES)
 
 
 def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:
-    """The training and the held-out images that a recipe's `data` names, at the path of `--data`, if they need one.
+    """The training and the held-out images that a recipe's `data` names; `path` is that of `--data`, if it needs one.
 
     Only `synthetic` and `frames` use the seed. `once` decides which of several processes lists files and unpacks
     arrays. UserError if the data are not what the recipe says, or a package is missing.
@@ -193,10 +194,7 @@ def _validation(train: Source, count: int) -> Pair:
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:
-    """The kind of a data set, by its layout or by a built-in recipe's name, and its training and held-out images.
-
-    UserError if the path holds no data set in a known layout, or a damaged one.
-    """
+    """The kind of a data set, by its layout or by a built-in recipe's name, and its training and held-out images."""
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
@@ -213,57 +211,31 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     return kind, *FILES[kind].open(path, 3, make_here)
 
 
-@dataclass(frozen=True)
-class DataInfo:
-    """The result of `describe`."""
-
-    path: Path  # or the name of a recipe
-    kind: str  # the value of data.source
-    images: dict[str, int]  # by split, `train` and `eval`
-    classes: tuple[str, ...]
-    per_class: tuple[int, int]  # fewest and most training images
-    sizes: tuple[tuple[tuple[int, int], int], ...]  # (height, width) and their count, the most frequent first
-    sampled: int  # images whose size was read
-    channels: int  # 3 for encoded pictures: the recipe chooses what they are converted to
-
-    def lines(self) -> list[str]:
-        """The text of `torusgd data info`."""
-        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
-        few, many = self.per_class
-        sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in self.sizes[:5])
-        sizes += f", and {len(self.sizes) - 5} other sizes" if len(self.sizes) > 5 else ""
-        return [
-            f"{self.path}: data.source {self.kind}, {self.channels} channel{'s' if self.channels > 1 else ''}",
-            f"images    {self.images['train']} for training, {self.images['eval']} held out",
-            f"classes   {len(self.classes)}: {names}",
-            f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
-            f"sizes     {sizes or 'none could be read'} (width x height, of {self.sampled} looked at)",
-        ]
-
-
-def describe(path: Path) -> DataInfo:
-    """Kind, number of images, classes and sizes of a data set; no picture is decoded. UserError as by `open_any`."""
+def describe(path: Path) -> list[str]:
+    """The text of `torusgd data info`: kind, number of images, classes and sizes; no picture is decoded."""
     kind, train, held_out = open_any(path)
     counts = np.bincount(train.labels, minlength=len(train.classes))
+    few, many = int(counts.min()), int(counts.max())
     sample = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(int).tolist()
-    sizes: Counter[tuple[int, int]] = Counter()
+    found: Counter[tuple[int, int]] = Counter()
     for index in sample:
         with suppress(Undecodable):
-            sizes[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
-    return DataInfo(
-        path=path,
-        kind=kind,
-        images={"train": len(train), "eval": len(held_out)},
-        classes=train.classes,
-        per_class=(int(counts.min()), int(counts.max())),
-        sizes=tuple(sizes.most_common()),
-        sampled=len(sample),
-        channels=3 if isinstance(train, EncodedImages) else train.read(0).shape[2],
-    )
+            found[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
+    sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in found.most_common(5))
+    sizes += f", and {len(found) - 5} other sizes" if len(found) > 5 else ""
+    # Encoded pictures have 3: the recipe chooses what they are converted to.
+    channels = 3 if isinstance(train, EncodedImages) else train.read(0).shape[2]
+    return [
+        f"{path}: data.source {kind}, {plural(channels, 'channel')}",
+        f"images    {len(train)} for training, {len(held_out)} held out",
+        f"classes   {len(train.classes)}: {', '.join(train.classes[:10])}{', ...' * (len(train.classes) > 10)}",
+        f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
+        f"sizes     {sizes or 'none could be read'} (width x height, of {len(sample)} looked at)",
+    ]
 
 
 def undecodable(path: Path) -> Iterator[str]:
-    """Decodes every image of a data set and names those that can't be decoded; UserError as by `open_any`."""
+    """Decodes every image of a data set and names those that can't be decoded."""
     for source in open_any(path)[1:]:
         for index in range(len(source)):
             try:
@@ -273,10 +245,10 @@ def undecodable(path: Path) -> Iterator[str]:
 
 
 def data_sha256(train: Source, held_out: Source) -> str:
-    """One hash of the training and the held-out images; UserError if a file of the sample is not there.
+    """One hash of the training and the held-out images.
 
-    It covers the classes and all labels of any source; of encoded images what `EncodedImages.add_to_hash` adds; of
-    arrays the shape, and the pixels of a sample. A source of your own without `read_many` adds nothing more.
+    It covers classes and labels; of encoded images what `EncodedImages.add_to_hash` adds; of arrays the shape, and the
+    pixels of a sample. A source of your own without `read_many` adds nothing more.
     """
     # To read a data set whole takes as long as an epoch. So the hash covers what is known without opening an image, and
     # the content of a keyed sample: it finds other files, another order, other labels and another version of the

@@ -22,9 +22,6 @@ class BatchSizeSchedule:
         batches: Samples of a step over all ranks, by the number of samples consumed from which on they hold; 0 is one.
         rate: `linear` multiplies the rate by batch / first batch, `sqrt` by its root, `constant` not at all.
 
-    Raises:
-        UserError: No batch from sample 0 on, a batch below 1, or an unknown rule.
-
     >>> schedule = BatchSizeSchedule({0: 256, 500_000: 1024})
     >>> schedule(600_000), schedule.factor(600_000)
     (1024, 4.0)
@@ -175,9 +172,9 @@ class StreamSampler(Sampler[list[int]]):
         return self._start(step + 1) - self._start(step)
 
     def positions(self, step: int | None = None) -> list[range]:
-        """This rank's micro-batches of a step, as positions in the stream: keys for draws that any rank can repeat.
+        """This rank's micro-batches of a step (None: the one being trained on), as positions in the stream.
 
-        `step` None: the one that is being trained on.
+        They are keys for draws that any rank can repeat.
         """
         step = self._steps if step is None else step
         rank, ranks = self.rank, self.world_size
@@ -225,9 +222,8 @@ class StreamSampler(Sampler[list[int]]):
     def load_state_dict(self, state: State) -> None:
         """Goes on from a state of `state_dict`, of any number of ranks.
 
-        Raises:
-            ValueError: It is of another stream: other samples, seed, repeats, or batches up to that step; or it is
-                older than what this sampler has counted.
+        ValueError if it is of another stream (samples, seed, repeats, batches up to that step), or older than what this
+        sampler has counted.
         """
         for name, value in {**self._identity(), "consumed": self._start(state["steps"])}.items():
             if state[name] != value:

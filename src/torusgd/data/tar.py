@@ -246,11 +246,7 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
 
 
 def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, Shards]:
-    """Training and held-out images in tar files, in the order of the index.
-
-    `path` is their folder, or the URL of a bucket or a web server (`storage.url_of`); `index` is a path from there.
-    UserError if there is no index, it is damaged or of other files, or a package is missing.
-    """
+    """Images in tar files, in the order of the index, which is a path from the folder or URL of these files."""
     load_decoders()
     url = url_of(path)
     store = Store(url) if url is not None else None

@@ -58,13 +58,12 @@ def make_index(
     shards: Mapping[str, list[str]] | None = None,
     progress: Progress = lambda done: None,
 ) -> Arrays:
-    """Walks through the headers of all tar files of a folder.
+    """Walks through the headers of all tar files of a folder; UserError if one can't be used, or an image has no label.
 
-    The label of an image is the content of the file `.cls` beside it, or the value of `label` or `cls` in its `.json`;
-    or its label in `given`, by the names of files; or else the name of the folder, or of the tar file within the tar
-    file, that it lies in. `listed` are the classes, from `read_classes`; `shards` the tar files of each split, by
-    default those that `find_shards` finds. UserError if there are no tar files of both splits, one is damaged or
-    compressed, or an image has no label.
+    The label of an image is the content of the file `.cls` beside it, or `label` or `cls` in its `.json`; or its label
+    in `given`, by the names of files; or else the name of the folder, or of the tar file within the tar file, that it
+    lies in. `listed` are the classes, from `read_classes`; `shards` the tar files of each split, by default those that
+    `find_shards` finds.
     """
     texts, done = dict[str, list[str]](), 0
     arrays: Arrays = {"format": np.array([FORMAT])}

@@ -86,10 +86,7 @@ def parts(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def place(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Tensor:
-    """A batch's images, normalised, on a device: float32 [n, channels, height, width] in that memory format.
-
-    The host waits for nothing if the batch lies in pinned memory.
-    """
+    """A batch's images, normalised, on a device: float32 [n, channels, height, width] in that memory format."""
     # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
     placed = torch.empty(batch.images.shape, device=device, memory_format=memory_format)
     pixels = arriving(batch.images, device)
@@ -100,10 +97,7 @@ def place(batch: Batch, device: torch.device, memory_format: torch.memory_format
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
-    """Writes the value in `table`, float32 [channels, 256], of each pixel, uint8 [n, channels, height, width].
-
-    `out` is float32, shaped like the pixels, contiguous or channels-last.
-    """
+    """Writes the value in `table`, float32 [channels, 256], of each pixel, uint8 [n, channels, h, w], to `out`."""
     # The tables of all channels in a row, so that one index picks channel and byte.
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
     places = pixels.int().add_(firsts.view(1, -1, 1, 1))
@@ -111,10 +105,7 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def arriving(images: Tensor, device: torch.device) -> Tensor:
-    """The images of a batch, or its message, on a device.
-
-    On a GPU a second stream copies them while it computes, and all that is queued from now on waits for the copy.
-    """
+    """The images of a batch, or its message, on a device; on a GPU a second stream copies them while it computes."""
     if device.type != "cuda":
         return images.to(device)
     current = torch.cuda.current_stream(device)

@@ -24,7 +24,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
     """Writes an ONNX file with a free batch size, input `images` and output `logits`, float32; classes in its metadata.
 
     Returns the largest difference of its logits, run by onnxruntime, from the network's, relative to the largest logit.
-    UserError if packages are missing; RunError if the network can't be exported, or the graph gives other logits.
+    RunError if the network can't be exported, or the graph gives other logits.
     """
     with needs("--format onnx: a package is missing", "onnx onnxruntime onnxscript (the extra onnx)"):
         import onnx
@@ -57,10 +57,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
 
 
 def export_torch(trained: TrainedModel, path: Path) -> float:
-    """Writes what `torch.export.load(path).module()` runs; other versions of torch may not read it.
-
-    Result and errors are those of `export_onnx`.
-    """
+    """Writes what `torch.export.load(path).module()` runs, with this version of torch; returns as `export_onnx`."""
     images = example_images(trained, _BATCHES[0])
     with _telling("torch"), replacing(path) as temporary:
         shapes = ({0: torch.export.Dim("batch")},)

@@ -16,10 +16,7 @@ from ..weights import write_text
 
 
 def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
-    """Writes the log of a finished run; `division` is closed or open.
-
-    UserError if the run is not finished, was not trained with sgd or lars, or the file can't be written.
-    """
+    """Writes the log of a finished run, trained with sgd or lars; `division` is closed or open."""
     if not run.summary or not run.evaluations:
         raise UserError(f"{run.folder}: --format mlperf needs a finished run")
     if run.recipe.optimizer.name not in ("sgd", "lars"):

@@ -12,10 +12,9 @@ import yaml
 from ..errors import UserError, as_user_error
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
-from ..report.tables import batches, records_sha256
+from ..report.tables import Table, conditions_table, records_sha256, result_table, time_table, training_table
 from ..run.trained_weights import TrainedModel
 from ..rundir.run_dir import RECORDS
-from ..text import count, duration, percent
 from ..weights import replacing, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the weights too
@@ -24,8 +23,7 @@ _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the wei
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
     """Writes README.md, config.json, recipe.yaml, model.safetensors and the records of a finished run.
 
-    `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none. UserError if
-    the run is not finished, or the folder, which is made if it is missing, can't be written.
+    `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none.
     """
     if not run.summary:
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
@@ -58,54 +56,30 @@ def configuration(trained: TrainedModel) -> dict[str, Any]:
 
 
 def card(run: RunRecord, license_name: str | None) -> str:
-    """README.md: front matter by the hub's rules, then what was trained, by which recipe, and how to repeat it."""
-    summary, recipe = run.summary, run.recipe
+    """README.md: front matter by the hub's rules, then a report's tables, and how to train the same again."""
+    recipe = run.recipe
     head: dict[str, Any] = {
         **({"license": license_name} if license_name else {}),
         "library_name": "torusgd",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "pytorch", "torusgd"],
-        "model-index": [{"name": run.name, "results": [_result(recipe.data.source, summary)]}],
+        "model-index": [{"name": run.name, "results": [_result(recipe.data.source, run.summary)]}],
     }
-    rows = {
-        "top-1": percent(summary.get("top1")),
-        "top-5": percent(summary.get("top5")),
-        "held-out images": count(summary.get("eval_images")),
-        "training images": count(summary.get("train_images")),
-        "network": recipe.model.name,
-        "data": recipe.data.source,
-        "batch by stage": batches(recipe),
-        "optimiser": f"{recipe.optimizer.name}, rate {recipe.rate.lr:g}",
-        "steps": count(summary.get("steps")),
-        "training time": f"{duration(summary.get('seconds'))} on {count(summary.get('world_size'))} ranks",
-        "weights (SHA-256)": f"`{summary.get('weights_sha256')}`",
-        "recipe (SHA-256)": f"`{recipe.sha256()}`",
-        "data (SHA-256)": f"`{summary.get('data_sha256')}`",
-        "initial weights (SHA-256)": str(summary.get("init_sha256") or "drawn from the seed"),
-        "last record (SHA-256)": f"`{records_sha256(run) or 'none'}`",
-    }
-    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
-    exact = (
-        "With the same data and initial weights, and under the conditions below, the recipe gives the same weights bit "
-        "for bit, on any number of ranks."
-        if recipe.reduction == "exact"
-        else f"Gradients are summed as {recipe.reduction}: the bits depend on the number of ranks."
-    )
-    conditions = "\n".join(
-        f"- {name}: {_cell(str(value))}" for name, value in run.summary.get("conditions", {}).items()
-    )
-    checked = ""
-    if records_sha256(run):
-        checked = (
-            "The last record stands for all hashes of the state that the run wrote in training. Whoever has its "
-            "folder and the data computes some steps anew and compares:\n\n    torusgd verify RUN --sample 3\n\n"
-        )
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
-    return (
-        f"---\n{front}---\n\n# {_cell(run.name)}\n\n{_cell(recipe.description or recipe.name)}\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n## The same again\n\n{exact}\n\n"
-        f"    {_command(run)}\n\n{checked}## Conditions\n\n{conditions}\n"
-    )
+    facts = (result_table([run]), training_table([run]), time_table([run]), conditions_table([run]))
+    sections = [f"# {_cell(run.name)}", _cell(recipe.description or recipe.name), *map(_section, facts)]
+    sections += ["## The same again", f"    {_command(run)}\n"]
+    if records_sha256(run):
+        sections += [
+            "The last record stands for all hashes of the state that the run wrote in training. Whoever has its "
+            "folder and the data computes some steps anew and compares:\n\n    torusgd verify RUN --sample 3\n"
+        ]
+    return f"---\n{front}---\n\n" + "\n\n".join(sections)
+
+
+def _section(table: Table) -> str:
+    rows = "\n".join(f"| {_cell(row.label)} | {_cell(row.cells[0])} |" for row in table.rows)
+    return f"## {table.title}\n\n| | |\n| --- | --- |\n{rows}" + (f"\n\n{table.note}" if table.note else "")
 
 
 def _command(run: RunRecord) -> str:

@@ -16,8 +16,7 @@ from .replicas import Replicas
 class StepParts:
     """Puts the sums into a DistributedDataParallel model, the rates of a schedule into the optimizer, compares ranks.
 
-    A model that isn't in DistributedDataParallel, as of a run on one rank, has nothing to sum. Running statistics of
-    batch norm are not compared: DistributedDataParallel has each rank change its own.
+    A model on one rank has nothing to sum. Running statistics of batch norm, which each rank changes, are not compared.
     """
 
     def __init__(

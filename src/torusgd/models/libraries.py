@@ -25,10 +25,7 @@ SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
 
 
 def torchvision_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
-    """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels.
-
-    UserError if torchvision can't be imported, or has no such classifier or option, or for images of one channel.
-    """
+    """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels."""
     if channels != 3:
         raise UserError(f"data.channels: torchvision's networks take 3, not {channels}; timm's take either")
     models = _library("torchvision.models")
@@ -41,10 +38,7 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
 
 
 def timm_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
-    """`timm.create_model(NAME, num_classes=classes, in_chans=channels, **options)`; NAME may have a tag, as in timm.
-
-    UserError if timm can't be imported, or has no such classifier or option.
-    """
+    """`timm.create_model(NAME, num_classes=classes, in_chans=channels, **options)`; NAME may have a tag, as in timm."""
     timm = _timm(name)
     _check_options("timm", options)
     return _create(timm, name, num_classes=classes, in_chans=channels, **options)
@@ -53,8 +47,7 @@ def timm_classifier(name: str, *, classes: int, channels: int, options: Options)
 def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, Tensor]:
     """The tensors of timm's pretrained network of that name, with its own head, from the hub or its cache.
 
-    timm fits position embeddings to `img_size` and the first layer to the channels. UserError if it can't be imported,
-    has no such weights, or can't reach them.
+    timm fits position embeddings to `img_size` and the first layer to the channels.
     """
     timm = _timm(name)
     # Before the network is built: without weights timm would return a random one.

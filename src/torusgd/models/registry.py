@@ -19,23 +19,16 @@ from ..recipe.load import import_factory
 from ..recipe.schema import Model, Recipe
 from ..recipe.section import Sides, sides
 from ..rng import INIT, keyed_hash
+from . import networks
 from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
-from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
-from .resnet import digits_net, fashion_net, resnet18, resnet34, resnet50, resnet101
 
 # Builders by built-in name; each takes `classes`, `channels` and its options by keyword.
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "alexnet-bn": alexnet_bn,
-    "cd-dnn": cd_dnn,
-    "digits-net": digits_net,
-    "fashion-net": fashion_net,
-    "overfeat-fast": overfeat_fast,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "resnet101": resnet101,
-    "vgg-a": vgg_a,
-}
+    "alexnet-bn": networks.alexnet_bn, "cd-dnn": networks.cd_dnn, "digits-net": networks.digits_net,
+    "fashion-net": networks.fashion_net, "overfeat-fast": networks.overfeat_fast, "resnet18": networks.resnet18,
+    "resnet34": networks.resnet34, "resnet50": networks.resnet50, "resnet101": networks.resnet101,
+    "vgg-a": networks.vgg_a,
+}  # fmt: skip
 # Builders by the part before the colon of a library's classifier.
 LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
 
@@ -55,10 +48,10 @@ def is_built_in(name: str) -> bool:
 def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
-    It takes float images (N, channels, height, width) and gives logits (N, classes). A name is one of `MODELS`,
-    `torchvision:NAME`, `timm:NAME`, or `package.module:factory`; a factory is called like a built-in builder and must
-    draw its weights from torch's default generator. UserError if there is no such name or option, the network does not
-    take these images or give these logits, or it has state other than batch norm's that training changes.
+    A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or `package.module:factory`; a factory is called like a
+    built-in builder and must draw its weights from torch's default generator. UserError if there is no such name or
+    option, the network takes other images or gives other logits, or training changes state of it that is not batch
+    norm's.
 
     >>> net = build_model(Model(name="digits-net"), classes=10, channels=1, image_size=8, seed=0)
     >>> net(torch.zeros(5, 1, 8, 8)).shape
@@ -85,10 +78,7 @@ def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
-    """`build_model` by a recipe, with its frozen parameters; `classes` is used if the recipe gives no number.
-
-    UserError as by `build_model` and `freeze`, or if the network does not take the image size of a stage or evaluation.
-    """
+    """`build_model` by a recipe, with its frozen parameters; `classes` is used if the recipe gives no number."""
     count, channels = recipe.data.classes or classes, recipe.data.channels
     train = recipe.data.image_size
     network = build_model(recipe.model, classes=count, channels=channels, image_size=train, seed=recipe.seed)
@@ -317,8 +307,6 @@ def _note(name: str, module: nn.Module, last: list[str]) -> Callable[..., None]:
 
 def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
     """Has each block of a network compiled by Inductor at its first pass, in place; returns the names of the blocks.
-
-    Compiled blocks have fewer and larger kernels, and other bits.
 
     UserError if the compiler for the device is not installed.
     """

@@ -22,8 +22,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     """The kind of each parameter, by its full name, in the model's order; a shared parameter once.
 
-    `norm`: all of a normalisation module (torch's, or a class with "norm" in its name that holds parameters itself);
-    `bias`: of any other module, named so; `weight`: the rest.
+    `norm`: all of a normalisation module (torch's, or with "norm" in its class name); `bias`: of others, named so.
     """
     kinds: dict[str, Kind] = {}
     modules = dict(model.named_modules())
@@ -69,15 +68,11 @@ def build_optimizer(
     norms: Norms = layer_norms,
     head: Collection[str] = (),
 ) -> Optimizer:
-    """The optimizer of a recipe over a model's trainable parameters.
+    """The optimizer of a recipe over a model's trainable parameters, in groups by weight decay, trust and rate factor.
 
-    Groups are by weight decay, trust and factor on the rate. `lr` is the recipe's highest; each step sets its own
-    (`set_hyperparameters`).
-
-    Args:
-        blocks: Column blocks, maybe none, that this rank updates in place of the parameter of that name.
-        norms: Norms of whole layers for LARS and LAMB, if the groups hold blocks of them.
-        head: Names of the tensors that depend on the number of classes; `head_lr` and `layer_decay` need them.
+    `lr` is the recipe's highest; each step sets its own (`set_hyperparameters`). `blocks` are column blocks, maybe
+    none, that this rank updates in place of the parameter of that name; `norms` gives LARS and LAMB the norms of whole
+    layers then; `head` are the tensors that depend on the number of classes, for `head_lr` and `layer_decay`.
     """
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
     factors = rate_factors(settings, model, head)

@@ -35,8 +35,7 @@ def value_of(closure: Callable[[], Any] | None) -> Any:
 class Sgd(SGD):
     """torch.optim.SGD (same arguments, same state) with the sliceable update on CPU.
 
-    The momentum buffers start at zero instead of at the first gradient, which is the same for `dampening=0`: a run
-    that is resumed after one step needs no special case.
+    The momentum buffers start at zero instead of at the first gradient, which is the same for `dampening=0`.
     """
 
     add_param_group = add_param_group
@@ -76,7 +75,7 @@ def momentum_step(
 ) -> None:
     """buffer <- momentum * buffer + (1 - dampening) * (grad + weight_decay * param); param <- param - lr * buffer.
 
-    In place, on parameters of any device. With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
+    With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
     """
     on_cpu = all(param.device.type == "cpu" for param in params)
     step = partial(

@@ -231,9 +231,8 @@ def load_calibrated() -> Calibrated:
 
 
 def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
-    """A cluster or profile that ships, with the target values of every parameter multiplied by its factor.
-
-    Without `factors` they are the fitted ones, and a profile has its error, too.
+    """A shipped file with its parameters' targets times their factors; without `factors` the fitted ones, and the
+    error.
     """
     multiplied_by = load_calibrated().factors if factors is None else factors
     result = copy.deepcopy(tree)  # the files are cached

@@ -25,10 +25,7 @@ from .step_script import activation_bytes, cut_buckets
 
 
 def flops_a_byte(layers: Sequence[Layer], images: float = 1.0, size: float = 4.0) -> float:
-    """FLOP of all three passes a byte of weights, data-parallel; `images` of a node, `size` bytes of a gradient.
-
-    Sending and receiving go on at the same time: 1.5 * ow * oh * images for one convolution in 32 bits.
-    """
+    """FLOP of all three passes a byte of weights, data-parallel; `images` of a node, `size` bytes of a gradient."""
     return 6 * images * sum(layer.macs for layer in layers) / (size * sum(layer.weights for layer in layers))
 
 
@@ -38,10 +35,7 @@ def flops_a_weight(cost: ModelCost) -> float:
 
 
 def least_images(balance: float, layers: Sequence[Layer], size: float = 4.0) -> int:
-    """Least images a node that hide the messages on a machine of `balance` FLOP/s for a byte/s of a node's link.
-
-    Of convolutions alone, as in the paper, if there are any: linear layers may send activations.
-    """
+    """Least images a node that hide the messages at `balance` FLOP/s for a byte/s; of convolutions if there are any."""
     return math.ceil(balance / flops_a_byte([layer for layer in layers if not layer.linear] or layers, size=size))
 
 
@@ -97,10 +91,7 @@ class Design:
         return max(1, self.batch // self.least_images)
 
     def next_limit(self, part: str) -> tuple[float, str] | None:
-        """The factor of `transfer` or `latency` beyond which another layer is critical, and its name.
-
-        None if that part is at its longest already for the critical layer: no other can take over.
-        """
+        """The factor of `transfer` or `latency` beyond which another layer is critical, and its name; None: none is."""
         # Lateness is linear in the factor x: of the lines that rise faster than the critical one's, the one that is
         # crossed first.
         now = self.critical
@@ -124,6 +115,7 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
     communication, layers, images = software.communication, cost.layers, batch / devices
     size = communication.wire_bits // 8
     chosen = [best_groups(layer.ifm * layer.in_area, layer.weights, devices, batch) for layer in layers]
+    # Sending and receiving go on at the same time.
     # The layers share the roofline's seconds of a pass, memory and launches included, by their FLOP.
     share = max((g for g, layer in zip(chosen, layers, strict=True) if layer.linear), default=devices) / devices
     work = pass_seconds(cost, cluster.device, software, images, share)

@@ -79,10 +79,7 @@ class Workload:
 
 
 def longest_share(cluster: Cluster, software: Software, devices: int, workers: int) -> tuple[Cluster, int]:
-    """The cluster as if all its devices were like the one that is done last, and the virtual workers of that one.
-
-    `workers` are the virtual workers of a step, at least one a device.
-    """
+    """The cluster as if all devices were like the one that is done last, and the virtual workers of that one."""
     # A plan is of one device that stands for all: if they differ in speed, the one for which the others wait.
     if not cluster.speeds:
         return cluster, math.ceil(workers / devices)
@@ -171,11 +168,7 @@ class Forecast:
 
 
 def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
-    """Reads a recipe's network and lays out its steps.
-
-    The data at `path` are read if the recipe has no number of training images or of classes. UserError if these are
-    neither given nor found, the network can't be read, or part of it is frozen.
-    """
+    """Reads a recipe's network and lays out its steps, by the data at `path` if the recipe has no number of images."""
     if recipe.model.freeze:
         raise UserError("model.freeze: a plan is of networks that train as a whole; give --set model.freeze=[]")
     train, held_out, classes = _counts(recipe, path)

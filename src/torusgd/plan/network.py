@@ -10,18 +10,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ..comm.algorithms import FLAT, GRIDS, Algorithm, parse_algorithm, squarest
-from ..comm.tuning.cost import (
-    AlphaBeta,
-    Axis,
-    Cost,
-    Topology,
-    all_reduce,
-    candidates,
-    card_beta,
-    price,
-    reduce_scatter,
-    seconds,
-)
+from ..comm.tuning import cost as prices
+from ..comm.tuning.cost import AlphaBeta, Axis, Cost, Topology
 from ..comm.tuning.profile import Profile, expect, waited
 from .cluster import Cluster, Communication
 
@@ -78,12 +68,13 @@ def phases(
     elif name == "in-network":
         whole = _in_network(topology, ranks, size)
     elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
-        rivals = [_tree(topology, ranks), *([] if name == "tree" else [all_reduce(topology, Axis(ranks), "ring")])]
+        rivals = [_tree(topology, ranks)]
+        rivals += [] if name == "tree" else [prices.all_reduce(topology, Axis(ranks), "ring")]
         whole = (Phase("flat", min(cost.seconds(size) for cost in rivals)),)
     else:
         algorithm = algorithm_of(communication, cluster, ranks, size)
         # In one chunk: buckets gain among each other what chunks gain in a message.
-        costs = price(algorithm if kind == "sum" else _leaving_shards(algorithm), topology)
+        costs = prices.price(algorithm if kind == "sum" else _leaving_shards(algorithm), topology)
         starts = (topology.start, *(0.0 for _ in costs[1:]))
         whole = tuple(
             Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True)
@@ -96,7 +87,7 @@ def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, siz
     name = communication.algorithm
     if name == "auto":
         topology = topology_of(cluster, ranks, communication)
-        return min(candidates(ranks, topology.per_host), key=lambda each: seconds(each, size, topology))
+        return min(prices.candidates(ranks, topology.per_host), key=lambda each: prices.seconds(each, size, topology))
     grid = grid_of(communication, cluster, ranks) if name.partition(":")[0] in GRIDS else None
     return parse_algorithm("ring" if name == "native" else name, ranks, grid)
 
@@ -116,9 +107,9 @@ def group_phases(
     topology = topology_of(cluster, ranks, communication)
     axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
     if kind == "sum":
-        cost = all_reduce(topology, axis, method)
+        cost = prices.all_reduce(topology, axis, method)
     else:
-        cost = reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
+        cost = prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
     return (Phase("flat", cost.seconds(size)),) if members > 1 else ()
 
 
@@ -145,7 +136,7 @@ def _tree(topology: Topology, ranks: int) -> Cost:
     hosts = math.ceil(ranks / topology.per_host)
     slower = topology.inside.beta
     if hosts > 1:
-        slower = max(slower, topology.stream, card_beta(topology, 1, max(1, hosts // 2)))
+        slower = max(slower, topology.stream, prices.card_beta(topology, 1, max(1, hosts // 2)))
     inside, between = topology.per_host - 1, math.log2(hosts)
     latency = inside * topology.inside.alpha + between * topology.between.alpha
     return Cost(latency, (inside + between) * topology.message, slower).repeated(2)
@@ -153,7 +144,7 @@ def _tree(topology: Topology, ranks: int) -> Cost:
 
 def _in_network(topology: Topology, ranks: int, size: float) -> tuple[Phase, ...]:
     """Reduce-scatter in the host, addition in the switches (each card sends and receives a byte once), all-gather."""
-    half = Phase("horizontal", reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
+    half = Phase("horizontal", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
     if ranks <= topology.per_host:
         return half, half
     up_and_down = 2 * (topology.between.alpha + topology.message) + size * topology.between.beta

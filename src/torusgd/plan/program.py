@@ -37,9 +37,7 @@ _PORTABLE_SLOWDOWN = 2.5
 def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:
     """The program that trains a recipe on `runtime.workers` devices, for `forecast`, `step_time` and rehearsals.
 
-    Of `runtime` the options in its `model_fields_set` count; `model_parallel` is a number, as from
-    `resolve_model_parallel`. UserError if an all-reduce is unknown, or a grid or the model-parallel ranks don't fit the
-    number of devices.
+    Of `runtime` the options in its `model_fields_set` count; `model_parallel` is as `resolve_model_parallel` makes it.
     """
     # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"
@@ -136,8 +134,6 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
 
     Its `error` reaches at least from the 5th to the 95th hundredth of those steps.
-
-    UserError if there is no such run, or it had several workers or another batch.
     """
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
     with as_user_error(needed, of=(OSError, ValueError)):

@@ -56,9 +56,8 @@ def relaxed_forecasts(
 ) -> list[RelaxedForecast]:
     """The throughput of synchronous steps and then of `forms` (`cutoff`, `backup:B`, `local:H`) with delays.
 
-    `delays` is a model's text, in units of the time of one virtual worker's passes unless it names seconds; or measured
-    delays, as if every rank were late like the one that measured, each by itself. They replace the plan's `jitter`.
-    UserError for an unknown form or delay, or more backup ranks than ranks.
+    `delays`, in place of the plan's `jitter`, is a model's text, in units of the time of one virtual worker's passes
+    unless it names seconds; or measured delays, as if every rank were late like the one that measured, each by itself.
     """
     found: list[RelaxedForecast] = []
     for form in ["synchronous", *(form for form in forms if form != "synchronous")]:

@@ -188,8 +188,8 @@ def cut_buckets(
 ) -> list[Departure]:
     """The buckets in the order in which they leave.
 
-    Gradients are in backward's order; `ready` are the seconds at which each is complete, `is_wide` (with rule `torusgd`
-    only; empty: none) whether it is sent after all others in 32 bits.
+    Gradients are in backward's order, `ready` the seconds at which each is complete; those `is_wide` leave last, in 32
+    bits.
     """
     if not gradients:
         return []

@@ -170,10 +170,7 @@ def most_devices() -> int:
 def plan_to_accuracy(
     recipe: Recipe, workload: Workload, cluster: Cluster, software: Software, devices: int
 ) -> list[AccuracyPlan]:
-    """The quickest run of each candidate batch on so many devices, by batch; `check_known` accepts the recipe.
-
-    UserError if so many devices can't divide any batch within the curve, or none fits into their memory.
-    """
+    """The quickest run of each candidate batch on so many devices, by batch; `check_known` accepts the recipe."""
     if devices > most_devices():
         raise UserError(
             f"--to with {devices:,} devices: the smallest batch that keeps them busy is {IMAGES[0] * devices:,}, and "

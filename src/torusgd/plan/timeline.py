@@ -72,8 +72,8 @@ def step_time(
 ) -> StepTime:
     """Seconds of one step, in which a device computes `passes` virtual workers of `images` images one after another.
 
-    `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band. With `extra_pass`
-    each virtual worker goes forward once more before, with as many images more to prepare.
+    `quantile` is of the slowest device's speed: 0.5 for the expected step. With `extra_pass` each virtual worker goes
+    forward once more before, with as many images more to prepare.
     """
     # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
     work = step_work(cost, cluster, software, devices, images, extra_pass)
@@ -109,10 +109,7 @@ def compute_seconds(actions: Sequence[Action]) -> float:
 
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
-    """The exposed communication: seconds by which the messages of a step's actions make it longer.
-
-    With `pipelined` messages on different axes travel at the same time; else each has the whole network to itself.
-    """
+    """The exposed communication: seconds by which messages make a step longer; `pipelined` on each axis at a time."""
     network = _Network(price, pipelined)
     ends = [0.0]
     # A message that a step leaves in flight may hide behind the next step, so that the first step is too short. The

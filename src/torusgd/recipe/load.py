@@ -114,15 +114,10 @@ def recipe_source(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads a recipe by built-in name or from a YAML file.
+    """Reads a recipe by built-in name or from a YAML file; UserError of one line with key, value and what is allowed.
 
-    Args:
-        name: A built-in name, or the path of a YAML file.
-        overrides: Items `key.path=value` as `apply_overrides` takes them; `batch=N` picks the row of a recipe that has
-            a table `batches` of the values that go with a batch, and the other items change what it says.
-
-    Raises:
-        UserError: One line that names the key, the value and what is allowed.
+    `overrides` are items `key.path=value` as `apply_overrides` takes them; `batch=N` picks the row of a recipe that has
+    a table `batches` of the values that go with a batch, and the other items change what it says.
 
     >>> load_recipe("digits", ["seed=3"]).recipe.seed
     3
@@ -181,11 +176,7 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Changes the plain values of a recipe in place by items `key.path=value`, in their order.
-
-    List items have an index (`stages.0.images_per_worker=8`), values are YAML. UserError for an item that leads
-    nowhere.
-    """
+    """Changes the plain values of a recipe in place by items `key.path=value`, in their order; values are YAML."""
     for item in overrides:
         replaced, where = _at(tree, "model", "name"), f"--set {item}"
         path, separator, value = item.partition("=")
@@ -201,8 +192,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def import_factory(path: str, *, key: str) -> Callable[..., Any]:
     """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`.
-
-    UserError if the module can't be found, or has no such callable; an error inside the module passes through.
 
     >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
     2

@@ -61,14 +61,9 @@ class Step:
 
 
 class Schedule:
-    """The steps of a recipe over a training set.
+    """The steps of a recipe over a training set of so many images.
 
-    Args:
-        recipe: What to compute.
-        train_images: Images in one epoch.
-
-    Raises:
-        UserError: A stage of no steps, or a warm-up or decay that doesn't fit the run.
+    UserError for a stage of no steps, or a warm-up or decay that doesn't fit the run.
 
     >>> from torusgd.recipe.load import load_recipe
     >>> schedule = Schedule(load_recipe("fujitsu-74s").recipe, train_images=1281167)

@@ -34,10 +34,9 @@ USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194
 
 
 class Host(NamedTuple):
-    """One machine of the lab; its ranks talk to each other over its own loopback.
+    """One machine of the lab, whose ranks talk over its own loopback.
 
-    `latency` is in seconds, one way, to a host like itself (between unlike hosts: the mean); `rate` is that of its
-    link, in bits a second each way.
+    `latency` is in seconds, one way, to a host like itself (between unlike ones: the mean); `rate` in bits/s each way.
     """
 
     ranks: int = 1
@@ -121,12 +120,11 @@ class LabRanks:
 class Lab:
     """Hosts on one machine, for a `with` statement; needs root (`why_not` names what is missing).
 
+    Ranks are numbered host by host and find a launcher's variables set, RANK to MASTER_PORT. Nothing outlives the lab,
+    even if it is killed. `settings` are the kernel's below /proc/sys/net/ipv4; `mtu` are the bytes of a packet.
+
     >>> with Lab([Host(latency=5e-3, rate=1e9)] * 16) as lab:  # doctest: +SKIP
     ...     outputs = lab.run(["train.py", "--steps", "3"], timeout=120)
-
-    Ranks are numbered host by host and find the variables of a launcher set, RANK to MASTER_PORT. The lab changes
-    nothing outside of it, and nothing outlives it, even if it is killed. `settings` are the kernel's in each host by
-    name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`; `mtu` are the bytes of a packet.
     """
 
     def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:

@@ -31,10 +31,7 @@ def elements(send: Send, shrink: float, dtype: torch.dtype) -> int:
 
 
 class Player:
-    """The messages of a step's script, ready to leave as often as it is played.
-
-    Bytes are divided by `shrink`. `allreduce` is over all ranks, `grouped(members, apart)` over this rank's group.
-    """
+    """The messages of a step's script, their bytes divided by `shrink`, ready to leave as often as it is played."""
 
     def __init__(
         self,

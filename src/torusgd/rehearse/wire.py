@@ -59,10 +59,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
-    """A TUN device in this namespace, up, with an address; a read of its file returns an IP packet that leaves.
-
-    The kernel lets out `rate` bytes a second.
-    """
+    """A TUN device in this namespace, up, with an address; a read gives an IP packet that leaves, at `rate` bytes/s."""
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     # struct ifreq: a name of 16 bytes, then the flags.
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))

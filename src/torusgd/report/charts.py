@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..text import is_number, short
-from .read_run import RunRecord
+from .read_run import Log, RunRecord
 
 WIDTH, HEIGHT = 380, 230  # size of a chart's view box, of which the axes leave the inner part
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
@@ -99,8 +99,8 @@ def line_chart(
 ) -> Chart | None:
     """A chart of one or more series, whose x does not fall; None if no series has a point.
 
-    The title says what the y axis shows. Values that are not finite are left out, and those that are not positive on an
-    axis by decades (`log_x`, `log_y`). With `percent` values are fractions; with `floor` the y axis begins at 0.
+    The title says what the y axis shows. Values that can't be shown are left out. With `percent` values are fractions;
+    with `floor` the y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
     shown = []
@@ -175,6 +175,7 @@ def _decades(low: float, high: float, count: int) -> list[float]:
     return found if len(found) > 1 else _round_values(low, high, count)
 
 
+MOST_CHARTS = 40
 COLOURS = 8  # colours of the page; further runs take them again, dashed
 _SMOOTH = 25  # steps over which images a second are averaged
 
@@ -237,6 +238,20 @@ def sweep_charts(forecasts: Sequence[Mapping[str, Any]], knee: object) -> list[C
             log_x=True, log_y=True,
         ),
     ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
+
+
+def log_charts(logs: Sequence[Log]) -> list[Chart]:
+    """A chart a name, with a line for each file that has it; losses on an axis by decades where they can be."""
+    names = list(dict.fromkeys(name for log in logs for name in log.columns))[:MOST_CHARTS]
+    charts = []
+    for name in names:
+        found = [log.columns.get(name, []) for log in logs]
+        log_y = "loss" in name and all(y > 0 for points in found for _, y in points)
+        lines = [
+            Series(log.name, points, at % COLOURS) for at, (log, points) in enumerate(zip(logs, found, strict=True))
+        ]
+        charts.append(line_chart(f"{name} (log scale)" if log_y else name, "steps", lines, log_y=log_y))
     return [chart for chart in charts if chart is not None]
 
 

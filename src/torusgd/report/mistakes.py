@@ -4,20 +4,17 @@ import base64
 import heapq
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from ..data.pipeline import Pipeline
-from ..data.to_device import place
-from ..precision import Precision, arithmetic_of
+from ..data.pipeline import Batch
 from ..recipe.schema import Recipe
-from ..runtime import loader_threads
-from ..step.evaluate import Confusion, read_ahead
+from ..step.evaluate import Confusion, Indices, Observe
 
 MOST_IMAGES = 24  # pictures on the sheet
 MOST_CLASSES = 10  # classes in the table of the worst
@@ -51,45 +48,36 @@ class Mistakes:
     seen: int
 
 
-@torch.no_grad()
-def find_mistakes(
-    model: nn.Module, pipeline: Pipeline, recipe: Recipe, names: Sequence[str], precision: Precision
-) -> Mistakes:
-    """Classifies every held-out image (`pipeline`) on this rank alone; the model is left in evaluation mode.
+def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: Sequence[str]) -> Mistakes:
+    """What is wrong of all that `classify` observes, such as `step.evaluate.evaluate`.
 
-    `names` are those of the classes; further outputs of the network are called by their number. OSError if an image
-    can't be read.
+    `names` are those of the classes; further outputs of the network are called by their number.
     """
-    model.eval()
-    device, size, total = next(model.parameters()).device, recipe.evaluate.images_per_chunk, len(pipeline.source)
     classes = recipe.data.classes or len(names)
     names = [*names, *map(str, range(len(names), classes))]
-    confusion = Confusion(classes, device)
+    confusion = Confusion(classes, torch.device("cpu"))
     worst: list[tuple[float, int, int, int, Tensor]] = []  # a heap: the least wrong one of the worst goes first
-    wrong = 0
-    chunks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
-    for chunk, batch in zip(chunks, read_ahead(pipeline.validation_batch, chunks, loader_threads(device)), strict=True):
-        if not len(batch.targets):
-            continue
-        with arithmetic_of(recipe), precision.autocast():
-            logits = model(place(batch, device, precision.memory_format)).float()
-        targets = batch.targets.to(device)
-        confusion.add(logits, targets)
-        likely = logits.softmax(dim=1).cpu()
+
+    def observe(logits: Tensor, batch: Batch, chunk: Indices) -> None:
+        logits = logits.cpu()
+        confusion.add(logits, batch.targets)
+        likely = logits.softmax(dim=1)
         chosen, own = likely.argmax(dim=1), likely.gather(1, batch.targets[:, None])[:, 0]
         for row in (chosen != batch.targets).nonzero()[:, 0].tolist():
-            wrong += 1
             entry = (-float(own[row]), -int(chunk[batch.positions[row]]), int(batch.targets[row]), int(chosen[row]))
             # Clone: the pipeline reuses the batch's memory for the next images.
             heapq.heappush(worst, (*entry, batch.images[row].clone()))
             # The heap holds one more than the sheet: the least wrong image goes.
             if len(worst) > MOST_IMAGES:
                 heapq.heappop(worst)
+
+    classify(observe)
     images = [
         WrongImage(-index, names[own], names[taken], -likely, picture_of(image, recipe.data.mean, recipe.data.std))
         for likely, index, own, taken, image in sorted(worst, key=lambda entry: entry[:2], reverse=True)
     ]
-    return Mistakes(_worst_classes(confusion, names), tuple(images), wrong, int(confusion.counts.sum()))
+    seen, right = int(confusion.counts.sum()), int(confusion.counts.diagonal().sum())
+    return Mistakes(_worst_classes(confusion, names), tuple(images), seen - right, seen)
 
 
 def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> str:

@@ -5,24 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan.timeline import PARTS
 from ..text import NONE, count, duration, percent, plain, plural
-from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, run_charts, stacked_bar, sweep_charts
-from .logs import Log, log_charts
-from .read_run import RunRecord
-from .tables import (
-    Row,
-    Table,
-    command_of,
-    conditions_table,
-    final,
-    images_per_second,
-    plan_table,
-    ranks_table,
-    result_table,
-    run_seconds,
-    time_shares,
-    time_table,
-    training_table,
-)
+from . import tables
+from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, log_charts, run_charts, stacked_bar, sweep_charts
+from .read_run import Log, RunRecord
+from .tables import Row, Table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,19 +21,20 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
 
     The same runs give the same bytes.
     """
-    tables = [result_table(runs), training_table(runs), plan_table(runs), ranks_table(runs)]
+    sections = (tables.result_table, tables.training_table, tables.plan_table, tables.ranks_table)
+    shares = [{part: share for part, (_, share) in tables.time_shares(run).items()} for run in runs]
     return _environment().get_template("run.html").render(
         title=" beside ".join(run.name for run in runs),
         runs=runs,
         notes=_notes(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         charts=run_charts(runs),
-        bars=[stacked_bar(run.name, {part: share for part, (_, share) in time_shares(run).items()}) for run in runs],
-        times=time_table(runs),
-        tables=[table for table in tables if table is not None],
+        bars=[stacked_bar(run.name, each) for run, each in zip(runs, shares, strict=True)],
+        times=tables.time_table(runs),
+        tables=[table for section in sections if (table := section(runs)) is not None],
         mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],
-        conditions=conditions_table(runs),
-        commands=[(run.name, command_of(run)) for run in runs],
+        conditions=tables.conditions_table(runs),
+        commands=[(run.name, tables.command_of(run)) for run in runs],
         box=_BOX,
     )  # fmt: skip
 
@@ -107,13 +94,13 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
-    result = final(run)
+    result = tables.final(run)
     return _known(
         ("top-1", percent(result.get("top1"))),
         ("top-5", percent(result.get("top5"))),
         ("loss", plain(result.get("loss"))),
-        ("training time", duration(run_seconds(run))),
-        ("images a second", count(images_per_second(run))),
+        ("training time", duration(tables.run_seconds(run))),
+        ("images a second", count(tables.images_per_second(run))),
         ("ranks", count(run.summary.get("world_size"))),
     )
 

@@ -1,8 +1,12 @@
-"""What a run's folder says: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing."""
+"""What a run's folder says, finished or not, whole or cut off in writing; and what logs of other trainers say."""
 
 # Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
 # a line that can't be understood is counted and left out, and only values of the expected type go any further.
 
+import csv
+import io
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +30,7 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
 _STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
+_STEPS = ("step", "global_step", "steps")  # of other trainers
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,7 @@ def read_verified(path: Path) -> Mapping[str, Any]:
 
 
 def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecord:
-    """Reads a run's folder; UserError if it holds no run, or one whose recipe, status or events can't be read.
-
-    `checks` are of `read_verified`, those of other runs among them.
-    """
+    """Reads a run's folder; `checks` are of `read_verified`, those of other runs among them."""
     status = read_status(folder)
     recipe = read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
@@ -154,3 +156,46 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
     else:
         needed = tuple(key for key in _STEP_KEYS if key != "loss")  # a diverged run writes null
     return all(is_number(event.get(key)) for key in needed)
+
+
+@dataclass(frozen=True)
+class Log:
+    """The numbers of one file by name, each with its steps."""
+
+    name: str
+    columns: dict[str, list[tuple[float, float]]]
+
+
+def read_log(path: Path) -> Log:
+    """Reads trainer_state.json (Hugging Face), metrics.csv (Lightning's CSVLogger), or JSON lines with a `step`."""
+    with as_user_error(f"{path}: can't be read as a log", of=(OSError, ValueError, csv.Error)):
+        check_regular(path)
+        rows = _rows(path, read_text(path))
+    columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        step = next((row[key] for key in _STEPS if is_number(row.get(key))), None)
+        for key, value in row.items() if step is not None else ():
+            if key not in _STEPS and is_number(value):
+                columns[str(key)].append((float(step or 0), float(value)))
+    if not columns:
+        raise UserError(
+            f"{path}: no log with a step and a number in a row; give trainer_state.json, metrics.csv or .jsonl"
+        )
+    return Log(path.parent.name or path.name, {key: sorted(points) for key, points in columns.items()})
+
+
+def _rows(path: Path, text: str) -> list[dict[str, Any]]:
+    if path.suffix == ".csv":
+        return [{key: _number(cell) for key, cell in row.items() if key} for row in csv.DictReader(io.StringIO(text))]
+    if path.suffix == ".jsonl":
+        tree: Any = [parse_json(line) for line in text.splitlines() if line.strip()]
+    else:
+        tree = parse_json(text)
+        tree = tree.get("log_history") if isinstance(tree, dict) else tree
+    return [row for row in tree if isinstance(row, dict)] if isinstance(tree, list) else []
+
+
+def _number(cell: str | None) -> float | None:
+    with suppress(ValueError, TypeError):
+        return float(json.loads(cell or "null"))
+    return None

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Group
-from ..data import decoder_check
+from ..data.decode import SET_VERSION
 from ..data.registry import PICTURES, data_sha256
 from ..data.types import Source
 from ..errors import UserError
@@ -53,7 +53,7 @@ def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     # Portable arithmetic has the same bits under all conditions but another version of itself, and decoders that give
     # the pixels of the built-in set are one and the same.
     if recipe.precision == "portable":
-        decoders = {"decoder_set": decoder_check.VERSION} if recipe.data.pixels == "portable" else {}
+        decoders = {"decoder_set": SET_VERSION} if recipe.data.pixels == "portable" else {}
         return {"arithmetic": recipe.arithmetic, **decoders}
     return {
         **machine(device),

@@ -25,6 +25,8 @@ from ..recipe.data_schema import Evaluate
 from ..runtime import loader_threads
 
 Indices = npt.NDArray[np.int64]
+# Called with the logits of a chunk's decodable images, their batch, and the indices of all images of the chunk.
+Observe = Callable[[Tensor, Batch, Indices], object]
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ def evaluate(
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[int], object] = lambda chunk: None,
-    observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None,
+    observe: Observe = lambda logits, batch, chunk: None,
 ) -> Evaluation | None:
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
     The model is left in evaluation mode. `stop_requested` is called before every chunk, and `progress` with its index
-    among this rank's; `observe` with the logits and the targets of each of this rank's chunks.
+    among this rank's; `observe` with the results of each of this rank's chunks.
     """
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
@@ -78,7 +80,7 @@ def evaluate(
     try:
         with precision.autocast():
             batches = read_ahead(pipeline.validation_batch, chunks, loader_threads(world.device), progress)
-            for batch, size in zip(batches, map(len, chunks), strict=True):
+            for batch, chunk in zip(batches, chunks, strict=True):
                 if stop_requested():
                     counts[4] += 1
                     break
@@ -89,10 +91,10 @@ def evaluate(
                         logits = (logits + model(images.flip(-1)).float()) / 2
                     targets = pinned(batch.targets, world.device).to(world.device, non_blocking=True)
                     counts[:2] += count_correct(logits, targets)
-                    observe(logits, targets)
+                    observe(logits, batch, chunk)
                     loss += encode(F.cross_entropy(logits, targets, reduction="none")).sum(dim=1)
                 counts[2] += len(batch.targets)
-                counts[3] += size - len(batch.targets)
+                counts[3] += len(chunk) - len(batch.targets)
     except OSError as error:
         counts[5] += 1
         reason, kind = f": {error}", DiskError if is_transient(error) else RunError
