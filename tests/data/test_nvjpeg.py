@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
 from tests.messages import refused
-from torusgd.data.decode import EncodedImages, decode, is_common_jpeg
-from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
+from torusgd.data.decode import EncodedImages, NvJpeg, decode, is_common_jpeg
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.registry import open_sources
+from torusgd.data.registry import decode_on_gpu, open_sources
 from torusgd.data.types import Int64, Source
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe

@@ -11,10 +11,9 @@ from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Cluster, Communication, Software, local_cluster
 from torusgd.plan.forecast import Workload, with_communication
-from torusgd.plan.network import phases
 from torusgd.plan.program import measured_software
 from torusgd.plan.step_script import Send, compose
-from torusgd.plan.timeline import step_work
+from torusgd.plan.timeline import phases, step_work
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torusgd.comm.algorithms import OTHER_PROGRAMS
 from torusgd.comm.tuning.cost import rank_candidates
 from torusgd.plan.cluster import Cluster, Communication, Device, Link
-from torusgd.plan.network import algorithm_of, grid_of, group_phases, phases, topology_of
+from torusgd.plan.timeline import algorithm_of, grid_of, group_phases, phases, topology_of
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 

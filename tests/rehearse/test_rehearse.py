@@ -12,10 +12,9 @@ from tests.rehearse.marks import needs_lab
 from torusgd.plan.cluster import Communication, Software, load_cluster, load_software
 from torusgd.plan.forecast import Workload, with_communication, workload_of
 from torusgd.plan.model_cost import update_seconds
-from torusgd.plan.network import Phase
 from torusgd.plan.program import as_torusgd, program_for
 from torusgd.plan.step_script import Action, Compute, Send, Wait, compose
-from torusgd.plan.timeline import compute_seconds, price_of, step_time, step_work, waited_seconds
+from torusgd.plan.timeline import Phase, compute_seconds, price_of, step_time, step_work, waited_seconds
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.rehearse import lab

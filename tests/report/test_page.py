@@ -13,9 +13,17 @@ from tests.run.runs import run_here
 
 from torusgd.errors import UserError
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
-from torusgd.report.page import log_page, run_page
+from torusgd.report.page import (
+    command_of,
+    log_page,
+    plan_table,
+    ranks_table,
+    run_page,
+    time_shares,
+    time_table,
+    training_table,
+)
 from torusgd.report.read_run import read_log, read_run
-from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table, training_table
 
 EVIL = "<script>alert(1)</script>"
 

@@ -1,6 +1,8 @@
 """JPEG and PNG bytes to pixels, no more of them than a crop needs, and what all sources of such bytes have in common.
 
-The bytes are untrusted: sizes are checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
+JPEGs are decoded by libjpeg or, with `data.decoder: nvjpeg`, cut and resampled too by a GPU with NVIDIA's nvJPEG, by
+way of torchvision. The pixels are not the same, so the recipe names the decoder. The bytes are untrusted: sizes are
+checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
 """
 
 import base64
@@ -8,22 +10,22 @@ import hashlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from ..errors import UserError, needs
+from ..errors import UserError, first_line, needs
 from .geometry import render, resample
 from .types import Choose, CorruptImage, Int64, Pixels, Region
-
-if TYPE_CHECKING:
-    from .nvjpeg import NvJpeg
 
 MOST_BYTES = 1 << 28  # the largest encoded picture that is read; no camera makes one above 256 MiB
 # Of a JPEG in one scan, 3 bytes each while it is decoded; the largest cameras make about 200 million.
@@ -40,6 +42,10 @@ _COLOURS = {1: "GRAY", 3: "RGB"}
 _LARGEST_SCRATCH = 1 << 24  # bytes that a thread reuses for its next picture
 _local = threading.local()
 _one_large = threading.Lock()
+
+_MOST_AT_ONCE = 64  # pictures of one call of nvJPEG, which bounds its memory beside their pixels
+# From pictures and channels to uint8 [channels, height, width] each; RuntimeError if one can't be decoded.
+DecodeMany = Callable[[Sequence[bytes], int], Sequence[Tensor]]
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
@@ -297,6 +303,96 @@ def require_specified(data: bytes) -> None:
         raise UserError(f"data.pixels: the {kind} decoder of this machine gives other pixels ({wrong[0]}); {remedy}")
 
 
+class NvJpeg:
+    """A decoder on one GPU, for several threads, which enter the context of one `stream`."""
+
+    # The decoders in hardware work in parallel within a call, and torchvision runs one call at a time. So a thread that
+    # makes a batch has all its pictures decoded in one call (`together`).
+    # One stream, since memory that another stream has just freed may still be read there, and torchvision's decoder
+    # doesn't wait for that.
+    def __init__(self, decode: DecodeMany, stream: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._decode, self._stream = decode, stream
+        self._of_thread = threading.local()
+
+    @contextmanager
+    def together(self, pictures: Mapping[int, bytes], channels: int) -> Iterator[None]:
+        """Decodes these pictures, by index, in one call; inside the block `region` has them for this thread."""
+        # The bytes of a picture alone decide which decoder it gets, never the answer of the GPU or the other pictures.
+        common = {index: data for index, data in pictures.items() if is_common_jpeg(data)}
+        self._of_thread.decoded = dict(zip(common, self._decoded(list(common.values()), channels), strict=True))
+        try:
+            yield
+        finally:
+            self._of_thread.decoded = {}
+
+    def region(self, index: int, encoded: Callable[[], bytes], channels: int, choose: Choose) -> Pixels:
+        """As `decode.decode_region`; a picture that is not among those of `together` is decoded alone."""
+        found = getattr(self._of_thread, "decoded", {}).get(index)
+        if found is None:
+            data = encoded()
+            if not is_common_jpeg(data):
+                return decode_region(data, channels, choose)
+            (found,) = self._decoded([data], channels)
+        if isinstance(found, Undecodable):
+            raise found
+        with self._stream():
+            return _render(found, choose(*found.shape[1:]))
+
+    def _decoded(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
+        parts = (pictures[begin : begin + _MOST_AT_ONCE] for begin in range(0, len(pictures), _MOST_AT_ONCE))
+        return [found for part in parts for found in self._call(part, channels)]
+
+    def _call(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
+        """One call; if it fails because of one picture, a call for each half."""
+        try:
+            with self._stream():
+                return list(self._decode(pictures, channels))
+        except RuntimeError as error:
+            if len(pictures) > 1:
+                # nvJPEG doesn't say which picture failed.
+                half = len(pictures) // 2
+                return self._call(pictures[:half], channels) + self._call(pictures[half:], channels)
+            # No fault of the picture: to replace it would make the bits depend on free memory.
+            if "out of memory" in str(error):
+                raise
+            return [Undecodable(f"nvJPEG can't decode it: {first_line(error)}")]
+
+
+def _render(pixels: Tensor, region: Region) -> Pixels:
+    """As `geometry.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
+    box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
+    if (region.rows, region.columns) != (region.height, region.width):
+        size = (region.rows, region.columns)
+        # In float32: torch resizes uint8 on CPUs only.
+        resized = F.interpolate(box[None].float(), size, mode="bilinear", antialias=True, align_corners=False)
+        box = resized[0].round_().clamp_(0, 255).to(torch.uint8)
+    return np.array(box.cpu().numpy(), order="C")
+
+
+def nvjpeg(device: torch.device) -> NvJpeg:
+    """The decoder of this rank's GPU; UserError if there is no torchvision."""
+    stream = torch.cuda.Stream(device)
+    return NvJpeg(_torchvision(device), lambda: torch.cuda.stream(stream))
+
+
+def _torchvision(device: torch.device) -> DecodeMany:
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); "
+            "pip install torchvision (the extra torchvision)"
+        ) from error
+    modes: dict[int, Any] = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
+
+    def decode(pictures: Sequence[bytes], channels: int) -> Sequence[Tensor]:
+        inputs = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in pictures]
+        found: Sequence[Tensor] = decode_jpeg(inputs, mode=modes[channels], device=device)
+        return found
+
+    return decode
+
+
 class EncodedImages(ABC):
     """A `RegionSource` of pictures in 3 channels, RGB, or 1, grey; each subclass says where their bytes are."""
 
@@ -336,7 +432,7 @@ class EncodedImages(ABC):
         other._check = check
         return other
 
-    def decoded_by(self, decoder: "NvJpeg") -> Self:
+    def decoded_by(self, decoder: NvJpeg) -> Self:
         """A source of the same images, decoded otherwise."""
         other = copy(self)
         other._decoder = decoder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import UserError
 from ..hub import hub_name
@@ -19,7 +20,7 @@ from ..rng import DATA_SAMPLE, VALIDATION, keyed_integer, keyed_permutation
 from ..storage import url_of
 from ..text import plural
 from .arrays import open_digits, open_mnist, open_numpy
-from .decode import EncodedImages, Undecodable
+from .decode import EncodedImages, Undecodable, nvjpeg
 from .file_lists import Once, make_here
 from .parquet import SUFFIXES, TableImages, check_memory, open_tables
 from .pictures import open_csv, open_folder, open_folders
@@ -191,6 +192,15 @@ def _validation(train: Source, count: int) -> Pair:
     # By the number of images alone, so that arms and seeds that are compared are so on the same images.
     drawn = keyed_permutation(len(train), VALIDATION, 0)
     return subset(train, np.sort(drawn[count:])), subset(train, np.sort(drawn[:count]))
+
+
+def decode_on_gpu(sources: Pair, device: torch.device) -> Pair:
+    """The sources of a recipe with `data.decoder: nvjpeg`, with JPEGs decoded by this rank's GPU."""
+    train, held_out = sources
+    if not (isinstance(train, EncodedImages) and isinstance(held_out, EncodedImages)):
+        raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")
+    decoder = nvjpeg(device)
+    return train.decoded_by(decoder), held_out.decoded_by(decoder)
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:

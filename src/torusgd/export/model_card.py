@@ -11,8 +11,8 @@ import yaml
 
 from ..errors import UserError, as_user_error
 from ..recipe.section import sides
+from ..report.page import Table, conditions_table, records_sha256, result_table, time_table, training_table
 from ..report.read_run import RunRecord
-from ..report.tables import Table, conditions_table, records_sha256, result_table, time_table, training_table
 from ..run.trained_weights import TrainedModel
 from ..rundir.run_dir import RECORDS
 from ..weights import replacing, write_text

@@ -19,9 +19,9 @@ from ..tensor_parallel.volume import best_groups, hybrid_volume
 from .cluster import Cluster, Link, Software
 from .forecast import Forecast, Workload, forecast
 from .model_cost import Layer, ModelCost, pass_seconds
-from .network import group_phases, phases
 from .search import fixed_batch
 from .step_script import activation_bytes, cut_buckets
+from .timeline import group_phases, phases
 
 
 def flops_a_byte(layers: Sequence[Layer], images: float = 1.0, size: float = 4.0) -> float:

@@ -18,8 +18,7 @@ from ..recipe.schedule import Schedule, best_counts, even_counts
 from ..recipe.schema import Model, Recipe
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, memory_bytes, pass_seconds, read_model
-from .network import phases
-from .timeline import StepTime, step_time
+from .timeline import StepTime, phases, step_time
 
 IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
 LOW, HIGH = 0.05, 0.95

@@ -29,9 +29,8 @@ from .cluster import (
 )
 from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened, workload_of
 from .model_cost import ModelCost, known_cost
-from .network import phases
 from .step_script import cut_buckets
-from .timeline import step_time
+from .timeline import phases, step_time
 
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")
 _SCALE = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}

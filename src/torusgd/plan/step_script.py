@@ -14,8 +14,9 @@ from ..comm.tuning.profile import Profile
 from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost, Pass, update_seconds
-from .network import Kind
 
+Kind = Literal["sum", "scatter", "gather"]
+"""kind of a message: an all-reduce, or its first or second half (reduce-scatter, all-gather)"""
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
 _MASTER_BYTES = 4  # of a weight that a sharded update gathers

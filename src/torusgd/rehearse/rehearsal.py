@@ -22,9 +22,8 @@ from ..comm.clock import typical
 from ..comm.connection import Connection, connect
 from ..plan.cluster import Cluster, Communication, Software
 from ..plan.forecast import Workload, longest_share
-from ..plan.network import grid_of
 from ..plan.step_script import Send, compose
-from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
+from ..plan.timeline import StepTime, compute_seconds, grid_of, price_of, step_time, step_work, waited_seconds
 from .lab import MTU, Host, Lab
 from .player import dump
 

@@ -20,10 +20,9 @@ from ..comm.connection import hosts_of
 from ..comm.groups import Group
 from ..data.file_lists import Arrays, Progress, read_arrays
 from ..data.loader import Loader, LoaderProcesses, open_pipeline
-from ..data.nvjpeg import decode_on_gpu
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
-from ..data.registry import open_sources
+from ..data.registry import decode_on_gpu, open_sources
 from ..data.to_device import BytePipeline, allocate_pinned, can_normalise_later
 from ..errors import UserError
 from ..recipe.compatibility import LOADER_PROCESSES, NVJPEG, check
