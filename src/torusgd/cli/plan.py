@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 WANTED = "What to find"
 
 
-_QUIET = 1.1
-"""upper over lower quartile of the steps of a run that nothing disturbed, at most"""
+_QUIET = 1.1  # upper over lower quartile of the steps of a run that nothing disturbed, at most
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,7 @@ class Software(Section):
         return float(np.interp(devices, sorted(self.start), [self.start[count] for count in sorted(self.start)]))
 
 
-Factors = dict[str, float]
-"""factors by the names of their parameters"""
+Factors = dict[str, float]  # factors by the names of their parameters
 
 
 class Parameter(Section):

@@ -21,10 +21,8 @@ from .model_cost import ModelCost, memory_bytes, pass_seconds, read_model
 from .timeline import StepTime, phases, step_time
 
 IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
-LOW, HIGH = 0.05, 0.95
-"""quantiles of a band"""
-DEVIATIONS = 1.645
-"""of a normal distribution, from its middle to LOW and HIGH"""
+LOW, HIGH = 0.05, 0.95  # quantiles of a band
+DEVIATIONS = 1.645  # of a normal distribution, from its middle to LOW and HIGH
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from ..comm.tuning.cost import candidates
 from .cluster import Buckets, Cluster, Software
 from .forecast import Forecast, Workload, forecast, with_communication
 
-KNEE_EFFICIENCY = 0.8
-"""fraction of one device's work that one more device still gives at the knee of the curve"""
+KNEE_EFFICIENCY = 0.8  # fraction of one device's work that one more device still gives at the knee of the curve
 
 
 def device_counts(limit: int, workers: int) -> list[int]:

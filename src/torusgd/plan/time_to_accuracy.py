@@ -28,12 +28,9 @@ from .forecast import HIGH, LOW, PlannedStage, RunTime, Workload, run_time, wide
 from .model_cost import memory_bytes
 from .search import knee_of
 
-TARGET = 0.759
-"""top-1 of the reference points"""
-FAMILY = "resnet50"
-"""the built-in recipe with those rows"""
-SCHEDULE = 1.05
-"""length of a reference point's schedule over its epochs to the accuracy, 1.03 to 1.06 in all ten"""
+TARGET = 0.759  # top-1 of the reference points
+FAMILY = "resnet50"  # the built-in recipe with those rows
+SCHEDULE = 1.05  # length of a reference point's schedule over its epochs to the accuracy, 1.03 to 1.06 in all ten
 
 
 class ReferencePoint(NamedTuple):
@@ -48,8 +45,7 @@ REFERENCE = tuple(map(ReferencePoint._make, (
     (1_632, 35.0), (3_264, 35.2), (4_096, 40.0), (8_192, 42.0), (13_056, 45.4), (32_768, 56.0), (49_152, 68.0),
     (58_880, 79.9), (65_536, 84.5), (67_840, 85.9),
 )))  # fmt: skip
-SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch
-"""batches between which the curve is known"""
+SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch  # batches between which the curve is known
 
 
 @dataclass(frozen=True)

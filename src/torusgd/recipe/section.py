@@ -24,8 +24,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 MOST_RANKS = 2**20
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Options = dict[str, bool | int | float | str]
-"""keyword arguments of a source or a network"""
+Options = dict[str, bool | int | float | str]  # keyword arguments of a source or a network
 Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]
 """pixels a side of a square, or (height, width)"""
 

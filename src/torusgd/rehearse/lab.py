@@ -27,8 +27,7 @@ _SETTINGS = {
     "tcp_rmem": "4096 4194304 16777216",
     "tcp_wmem": "4096 1048576 16777216",
 }
-MTU = 60_000
-"""bytes of a packet: few and large ones, since each costs the process that carries them the same"""
+MTU = 60_000  # bytes of a packet: few and large ones, since each costs the process that carries them the same
 USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
 """windows of a kernel that nobody has tuned: on a long, fast link a connection waits for them"""
 
