@@ -46,11 +46,8 @@ def doctor() -> None:
         except _Unfit as error:
             unfit.append(name)
             text = f"NO: {error}"
-        terminal.print(f"{name:9} {text}", markup=False)
-    terminal.print(
-        f"not fit to train: {listed(unfit)}" if unfit else "fit to train: torusgd train digits --workers 2",
-        markup=False,
-    )
+        terminal.print(f"{name:9} {text}")
+    terminal.print(f"not fit to train: {listed(unfit)}" if unfit else "fit to train: torusgd train digits --workers 2")
     raise typer.Exit(1 if unfit else 0)
 
 
@@ -134,10 +131,10 @@ def _portable() -> str:
 
 
 def _pictures() -> str:
-    from ..data.decoder_check import others
+    from ..data.decode import other_decoders
 
     try:
-        wrong = [name for is_jpeg in (True, False) for name in others(is_jpeg)]
+        wrong = [name for is_jpeg in (True, False) for name in other_decoders(is_jpeg)]
     except UserError as error:
         return f"{error}"
     same = "with the pixels that portable recipes ask for" if not wrong else f"portable recipes refuse {listed(wrong)}"
