@@ -7,7 +7,6 @@ from .signals import Stopped, exit_code, raise_on_stop
 
 
 def main() -> None:
-    """Runs the command line."""
     raise_on_stop()
     try:
         from .cli import main as run_command

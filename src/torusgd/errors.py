@@ -137,5 +137,4 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """Prints a line on the error stream."""
     print(f"torusgd: {text}", file=sys.stderr, flush=True)

@@ -42,7 +42,6 @@ def this_process() -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds a folder."""
     if not (folder / LOCK).exists():
         return False
     lock = FileLock(folder / LOCK, timeout=0)

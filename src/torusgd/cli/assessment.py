@@ -32,7 +32,6 @@ class Assessment:
         self.precision = Precision(self.recipe, self.world.device)
 
     def evaluate(self, observe: Observe = lambda logits, batch, chunk: None) -> Evaluation:
-        """Classifies every held-out image."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
         settings, allreduce = self.recipe.evaluate, NativeAllReduce(self.world)
         with arithmetic_of(self.recipe):

@@ -105,7 +105,6 @@ class Wanted:
 
     @property
     def has_sweep(self) -> bool:
-        """True if there is something to draw over devices."""
         return self.sweep or self.design or self.report is not None or self.plot is not None
 
     def priced(self, plan: "Forecast | AccuracyPlan") -> dict[str, Any]:
@@ -334,7 +333,6 @@ def _show_accuracy(planned: Planned, target: float, wanted: Wanted) -> dict[str,
 
 
 def _top1(text: str) -> float:
-    """An accuracy as 75.9% or 0.759."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

@@ -326,7 +326,6 @@ def _smooth(image: Pixels) -> Pixels:
 
 
 def _stretched(plane: Pixels) -> Pixels:
-    """The values of a plane spread from 0 to 255."""
     low, high = int(plane.min()), int(plane.max())
     if low == high:
         return plane

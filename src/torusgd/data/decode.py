@@ -421,7 +421,6 @@ class EncodedImages(ABC):
         """Adds to a hash of hashlib what is known of the images without opening them, and the sizes of a sample."""
 
     def first(self, count: int) -> Self:
-        """A source of the first `count` images."""
         part = copy(self)  # shallow: it shares readers and caches
         part.labels = self.labels[:count]
         return part
@@ -433,7 +432,6 @@ class EncodedImages(ABC):
         return other
 
     def decoded_by(self, decoder: NvJpeg) -> Self:
-        """A source of the same images, decoded otherwise."""
         other = copy(self)
         other._decoder = decoder
         return other

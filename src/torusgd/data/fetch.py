@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSet:
-    """The origins of a data set."""
-
     package: str  # of Debian and Ubuntu
     installed: Path  # the folder of that package
     site: str  # of the data set's authors

@@ -193,8 +193,6 @@ class SharedMemory:
 
 
 class _Process:
-    """The rank's side of one process."""
-
     def __init__(self, open_: Open) -> None:
         self._open = open_
         self._file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)

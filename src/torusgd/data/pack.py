@@ -33,8 +33,6 @@ _AT_A_TIME = 256  # images that are encoded, and in memory, before they are writ
 
 @dataclass(frozen=True)
 class Packing:
-    """How copies are made."""
-
     shorter_side: int | None  # pixels to which a larger image is scaled; None: files are copied as they are
     quality: int | None  # of JPEG, 1 to 100; None: copies are PNGs, decoded and scaled alike on any machine
     images_per_shard: int

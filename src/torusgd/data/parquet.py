@@ -57,7 +57,6 @@ class TableImages(EncodedImages):
 
     @property
     def memory(self) -> int:
-        """Bytes that all parts together take."""
         return sum(part.size for part in self._parts)
 
     def where(self, index: int) -> str:

@@ -33,8 +33,6 @@ _SUBSTITUTES = 16  # undecodable images in a row, after which the run stops
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images ready for the network."""
-
     images: torch.Tensor  # float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`
     targets: torch.Tensor  # int64 [n], labels
     positions: Int64  # [n], of these images in the request, of which evaluation leaves out undecodable ones
@@ -232,7 +230,6 @@ class Pipeline:
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
     def _image(self, index: int, choose: Choose, cut: Cut) -> Pixels:
-        """One image, uint8 [channels, height, width]."""
         if (regions := self._regions) is not None:
             image = _retried(lambda: regions.read_region(index, choose))
         else:

@@ -36,8 +36,6 @@ _HASHED = 32  # images in the sample of each split
 
 @dataclass(frozen=True)
 class Files:
-    """A kind of data set that lies in files."""
-
     open: Callable[..., Pair]  # arguments: path, channels, `Once`, and the options by name
     options: tuple[str, ...]
     is_at: Callable[[Path], bool]  # recognises the layout

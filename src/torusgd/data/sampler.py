@@ -90,9 +90,6 @@ class StreamSampler(Sampler[list[int]]):
         micro_batches: Lists that a step's batch is cut into, over all ranks, as evenly as can be: each rank yields
             several a step, and which samples share a list is the same on any number of ranks. None: one a rank.
         repeats: Copies of each sample in a row.
-
-    Raises:
-        ValueError: A length, batch or rank out of range.
     """
 
     def __init__(

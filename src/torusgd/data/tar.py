@@ -187,7 +187,6 @@ class RangeCache:
         return None
 
     def put(self, number: int, file: int, begin: int, data: bytes) -> None:
-        """Stores a range, while there is room."""
         # To add up all sizes takes milliseconds with a million images, so the bound is checked now and then.
         if self._puts % _COUNT_EVERY == 0:
             self._is_full = self._is_full or int(self._sizes[self._sums != 0].sum()) >= self._most

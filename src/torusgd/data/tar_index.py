@@ -72,7 +72,7 @@ def make_index(
         for number, name in enumerate(names):
             file = path / name
             try:
-                with file.open("rb") as stream:
+                with as_user_error(f"{file}: can't be read"), file.open("rb") as stream:
                     sizes.append(os.fstat(stream.fileno()).st_size)
                     for image in _Walk(stream, file, number, given or {}).images(0, sizes[-1], ""):
                         images.append(image)
@@ -82,8 +82,6 @@ def make_index(
                 raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise UserError(f"{file}: {_why_no_tar(file, error)}") from None
-            except OSError as error:
-                raise UserError(f"{file}: can't be read: {error.strerror or error}") from error
         if not images:
             raise UserError(f"{path}: the tar files of {split} hold no JPEG or PNG file")
         texts[split] = [image.label for image in images]
@@ -100,7 +98,6 @@ def make_index(
 
 
 def count_images(arrays: Arrays) -> dict[str, int]:
-    """The number of images in an index, by split."""
     return {split: len(arrays[f"{split} labels"]) for split in SPLITS}
 
 

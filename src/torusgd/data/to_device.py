@@ -125,5 +125,4 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 @cache  # by identity, as tensors hash
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A pipeline's table on a device, copied once."""
     return table.to(device)

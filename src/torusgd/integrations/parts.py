@@ -34,7 +34,6 @@ class StepParts:
         )
 
     def step(self) -> None:
-        """Counts a step of the optimizer."""
         if self._replicas is not None:
             self._replicas.step()
 

@@ -89,8 +89,7 @@ class Lars(Optimizer):
             step, with the scaled parameters of the group and then their gradients; a sharded run exchanges block norms
             here.
 
-    Raises:
-        UserError: An unknown variant, a value out of range, or an epsilon for a variant that has none.
+    UserError for an unknown variant, a value out of range, or an epsilon for a variant that has none.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> optimizer = Lars(layer.parameters(), lr=1.0, weight_decay=1e-4)
@@ -227,7 +226,6 @@ def layer_rates(
 
 
 def denominator_decay(row: Variant, weight_decay: float, peak_lr: float) -> float:
-    """The factor on |w| in the denominator of a variant's ratio."""
     return {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * peak_lr}[row.decay]
 
 

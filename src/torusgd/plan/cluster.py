@@ -187,8 +187,6 @@ Factors = dict[str, float]  # factors by the names of their parameters
 
 
 class Parameter(Section):
-    """One fitted factor."""
-
     name: str
     meaning: str
     targets: tuple[str, ...]
@@ -196,7 +194,6 @@ class Parameter(Section):
     spread: Positive  # prior standard deviation of its logarithm, without any row
 
     def keys(self, folder: str, name: str) -> list[str]:
-        """The keys of a file that it multiplies."""
         pairs = [target.partition(":") for target in self.targets]
         return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
 
@@ -249,12 +246,10 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
 
 
 def cluster_names() -> list[str]:
-    """Clusters that ship with torusgd, sorted."""
     return _names("clusters")
 
 
 def software_names() -> list[str]:
-    """Software profiles that ship with torusgd, sorted."""
     return _names("software")
 
 

@@ -57,8 +57,6 @@ class RunTime:
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe's network and its steps."""
-
     cost: ModelCost
     stages: tuple[PlannedStage, ...]
     train_images: int
@@ -67,7 +65,6 @@ class Workload:
     eval_cost: ModelCost | None = None  # cost of the network at the size of held-out images; None: as in training
 
     def cost_of(self, stage: PlannedStage) -> ModelCost:
-        """The cost of the network at a stage's image size."""
         return stage.cost or self.cost
 
     @property
@@ -131,8 +128,6 @@ def widened(values: Sequence[float], error: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A predicted run."""
-
     devices: int
     steps: tuple[StepTime, ...]  # a step of each stage
     batches: tuple[int, ...]

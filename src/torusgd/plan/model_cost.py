@@ -96,8 +96,6 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The numbers of a network that the planner uses."""
-
     forward: Kernels
     backward: Kernels
     gradients: tuple[Gradient, ...]  # in the order in which backward completes them

@@ -46,8 +46,6 @@ _UNITS = {
 
 
 class Row(Section):
-    """One published figure."""
-
     id: str
     system: str
     model: str
@@ -67,8 +65,6 @@ class Row(Section):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The planner's prediction of a row, in the row's unit."""
-
     row: Row
     predicted: float
     low: float
@@ -142,8 +138,6 @@ def _number(text: str, where: str, column: str) -> float:
 
 @dataclass(frozen=True)
 class System:
-    """The network, machine and program of a row."""
-
     cost: ModelCost
     cluster: Cluster
     software: Software

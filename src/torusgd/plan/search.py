@@ -91,8 +91,6 @@ Change = Callable[[Software], Software]
 
 @dataclass(frozen=True)
 class ChosenSetting:
-    """One setting that the search changed."""
-
     setting: str
     value: str
     saves: float  # seconds by which the run is longer with all other choices but without this one

@@ -50,8 +50,6 @@ SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch  # batches between w
 
 @dataclass(frozen=True)
 class EpochCurve:
-    """Epochs to an accuracy over the batch."""
-
     minimum: float  # epochs of a small batch
     critical: float  # the batch that needs twice as many
 
@@ -126,8 +124,6 @@ _STEP = 2**0.5  # ratio of one candidate batch to the next, about
 
 @dataclass(frozen=True)
 class AccuracyPlan:
-    """A predicted run to an accuracy."""
-
     devices: int
     batch: int
     images: int  # images of a virtual worker

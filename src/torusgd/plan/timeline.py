@@ -239,7 +239,6 @@ def step_time(
 
 
 def price_of(cluster: Cluster, communication: Communication, devices: int, message: Send) -> tuple[Phase, ...]:
-    """The phases of a message on the network."""
     if message.members is None:
         return phases(cluster, communication, devices, message.bytes, message.kind)
     members, apart = message.members, message.apart

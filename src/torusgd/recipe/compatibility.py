@@ -78,7 +78,6 @@ class Rule:
     remedy: str  # way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name
 
     def is_broken(self, setup: Setup) -> bool:
-        """True if a setup has both parts."""
         return self.part.is_in(setup) and self.other.is_in(setup)
 
     def line(self, setup: Setup) -> str:

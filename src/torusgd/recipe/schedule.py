@@ -40,8 +40,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Step:
-    """One synchronous update."""
-
     index: int
     stage: int  # index, from 0
     epoch: float  # passes over the training images before this step

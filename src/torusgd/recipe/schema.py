@@ -108,7 +108,6 @@ class Synchrony(Section):
 
     @property
     def is_simulated(self) -> bool:
-        """True of forms for `torusgd simulate` alone."""
         return self.form in SIMULATED
 
     def count_of(self, virtual_workers: int) -> int | Literal["predicted"] | None:
@@ -117,7 +116,6 @@ class Synchrony(Section):
 
     @property
     def leaves_out(self) -> bool:
-        """True if a step may leave out virtual workers."""
         return self.form in ("backup", "cutoff")
 
     @property
@@ -281,7 +279,6 @@ class Optimizer(Section):
 
     @property
     def needs_head(self) -> bool:
-        """True if rates depend on which parameters the head has."""
         return self.head_lr != 1 or self.layer_decay != 1
 
 
@@ -406,14 +403,12 @@ class Recipe(Section):
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:
-        """Sizes of the training images of a stage."""
         default = self.data.sizes
         size = default.sides if stage.image_size is None else sides(stage.image_size)
         return ImageSizes(size, default.resize if stage.resize is None else stage.resize)
 
     @property
     def has_extra_passes(self) -> bool:
-        """True if a stage has forward passes for batch norm alone."""
         return any(stage.extra_pass for stage in self.stages)
 
     @property

@@ -44,8 +44,6 @@ class Host(NamedTuple):
 
 
 class InterfaceBytes(NamedTuple):
-    """Bytes through an interface so far, headers included."""
-
     received: int
     sent: int
 

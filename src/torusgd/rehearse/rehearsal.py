@@ -217,7 +217,6 @@ def measure_ceiling(hosts: int, ranks: int) -> Ceiling:
 
 
 def result_line(output: str) -> str:
-    """The line of JSON among what a rank wrote."""
     return next(line.removeprefix("result: ") for line in output.splitlines() if line.startswith("result: "))
 
 

@@ -38,8 +38,6 @@ class Tick:
 
 @dataclass(frozen=True)
 class Line:
-    """A series in coordinates of the view box."""
-
     name: str
     colour: int
     path: str  # data of an SVG path
@@ -49,8 +47,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, ready to be written down."""
-
     title: str
     x_label: str
     lines: tuple[Line, ...]
@@ -79,7 +75,6 @@ class Axis:
         return round(self.start + share * (self.stop - self.start), 2)
 
     def ticks(self, count: int) -> tuple[Tick, ...]:
-        """About so many round values."""
         values = _decades(self.low, self.high, count) if self.log else _round_values(self.low, self.high, count)
         return tuple(Tick(self.at(value), short(value)) for value in values)
 
@@ -129,7 +124,6 @@ def _is_shown(value: float, log: bool) -> bool:
 
 
 def _span(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Widened if all values are the same."""
     if low < high:
         return low, high
     if log:

@@ -28,21 +28,16 @@ _FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets",
 
 @dataclass(frozen=True)
 class Row:
-    """A fact of each run."""
-
     label: str
     cells: tuple[str, ...]
 
     @property
     def differs(self) -> bool:
-        """Whether the runs do not all say the same."""
         return len(set(self.cells)) > 1
 
 
 @dataclass(frozen=True)
 class Table:
-    """Facts that belong together."""
-
     title: str
     rows: tuple[Row, ...]
     note: str = ""
@@ -222,7 +217,6 @@ def final(run: RunRecord) -> dict[str, Any]:
 
 
 def batches(recipe: Recipe) -> str:
-    """Images of a step, stage by stage."""
     return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
 
 
@@ -325,7 +319,6 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
 
 
 def log_page(logs: Sequence[Log]) -> str:
-    """Logs of other trainers as a page of HTML."""
     names = [log.name for log in logs]
     return (
         _environment()
@@ -410,7 +403,6 @@ def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _stage_bars(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A step of each stage as a stacked bar."""
     parts = _parts(stages)
     return [
         stacked_bar(

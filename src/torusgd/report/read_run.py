@@ -58,7 +58,6 @@ class RunRecord:
 
     @cached_property
     def epochs(self) -> dict[int, float]:
-        """The epochs done after a step."""
         return {int(event["step"]): float(event["epoch"]) for event in self.steps}
 
 
@@ -160,8 +159,6 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Log:
-    """The numbers of one file by name, each with its steps."""
-
     name: str
     columns: dict[str, list[tuple[float, float]]]
 
