@@ -76,6 +76,28 @@ def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe
     assert_told_once(out, 30)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_moved", [False, True], ids=["deleted", "moved"])
+def test_a_folder_that_goes_in_mid_run_is_named_and_nothing_is_written_in_its_place(
+    tmp_path: Path, recipe: Path, is_moved: bool
+) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
+    wait_for_step(out, 6, process)
+    until((out / "checkpoints" / "step-00000004").is_dir, "the checkpoint of step 4", process)
+    out.rename(elsewhere)
+    if not is_moved:
+        shutil.rmtree(elsewhere)
+    assert process.end() == 1, process.output
+    assert f"{out}/events.jsonl: was deleted, moved or replaced" in one_line(process)
+    assert not out.exists()
+    if is_moved:  # as the line says
+        process = torusgd(tmp_path, elsewhere, recipe, "--workers", "2", *pauses(0.005))
+        assert process.end() == 0, process.output
+        assert summary(elsewhere)["resumed_from"] >= 4
+        assert_told_once(elsewhere, 30)
+
+
 def test_a_read_only_folder_is_one_line(recipe: Path, small_disk: Path, run_cli: Callable[..., Any]) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for out in (small_disk, small_disk / "out"):

@@ -124,6 +124,7 @@ def is_first() -> bool:
 
 def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror | None") -> "RunResult":
     """Runs a job in its folder, to which a run in a bucket is copied first, and from which its result is copied."""
+    from ..errors import RunError
     from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
@@ -142,6 +143,8 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
         # A data set of a hub stays at the revision with which the run began.
         job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))
         result = join_and_train(job, begins) if launcher else launch(job, begins, entrance)
+        if result.summary and is_first() and not RunDir(job.out).summary.exists():
+            raise RunError(f"--out {job.out}: was deleted or moved after the result was written to it")
         if mirror is not None and is_mirrored:
             mirror.put_result()
     return result

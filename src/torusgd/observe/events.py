@@ -1,6 +1,5 @@
 """What a run reports: a progress line, `events.jsonl`, and trackers if there are any; and its steps beside a plan."""
 
-import errno
 import json
 import os
 import time
@@ -15,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import RunError, UserError
+from ..errors import UserError
+from ..line_file import LineFile
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..rundir.run_view import StatusFile
@@ -61,7 +61,7 @@ class Telemetry:
         _drop_later_events(self._path, first_step, evaluated)
         self._trackers = trackers
         trackers.catch_up(self._path)
-        self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
+        self._file = LineFile(self._path)
         self.status = StatusFile(folder, about)
         self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
@@ -174,15 +174,7 @@ class Telemetry:
         return (last.start + last.batch) / self._schedule.train_images
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        line = json_text(event).encode() + b"\n"
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RunError(
-                f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
-                "the same command again"
-            ) from None
+        self._file.write(json_text(event).encode() + b"\n")
         self._trackers.feed(event)
 
 

@@ -78,7 +78,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
     final = folder / f"step-{checkpoint.step:08d}"
     temporary = _partial(final)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    folder.mkdir(
+        exist_ok=True
+    )  # not the run's folder: somebody who has deleted or moved it in mid-run gets no other one
+    temporary.mkdir()
     try:
         save_weights(temporary / FILES[0], checkpoint.model, metadata)
         save_weights(temporary / FILES[1], checkpoint.state, {})
@@ -174,7 +177,7 @@ class LightWriter:
 
     def _write(self, step: int, tensors: Tensors) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             size = sum(each.nbytes for each in tensors.values())
             if shutil.disk_usage(self.folder).free < ROOM * size:
                 raise OSError(errno.ENOSPC, f"the disk has no room for {ROOM} more checkpoints")

@@ -16,9 +16,7 @@ changed, removed or moved no longer fits to what stands around it. What was cut 
 (the last digest), which stands in each checkpoint and in the summary.
 """
 
-import errno
 import hashlib
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError, UserError
+from ..line_file import LineFile
 from ..recipe.schema import Recipe
 from ..untrusted import read_text
 
@@ -85,30 +84,30 @@ class Journal:
         self._workers = virtual_workers
         self._first = _first_line(recipe_sha256, virtual_workers)
         self.head = head or JournalHead(len(self._first), _digest("", self._first), self._first)
-        self._path = Path()
-        self._file: int | None = None
+        self._file: LineFile | None = None
 
     def open(self, path: Path) -> None:
         """Goes on in a file, from the head on: what an earlier attempt wrote behind it is dropped.
 
         UserError if the file up to the head is not what the run wrote; RunError if the disk doesn't take it.
         """
-        head, self._path = self.head, path
+        head = self.head
         try:
             is_new = head.last == self._first
             text = "" if is_new else path.read_bytes()[: head.size].decode(errors="replace")
             if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
                 text += head.last
             _read(text, str(path), self._first, head.as_summary(1))
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.truncate(self._file, head.size - len(head.last))
         except FileNotFoundError:
             raise UserError(
                 f"{path}: is missing, and the run can't go on without it: put it back, or give --fresh"
             ) from None
         except OSError as error:
-            raise _unwritten(path, error) from None
-        self._write(head.last)
+            raise RunError(
+                f"{path}: can't be read: {error.strerror}; mend the disk, and give the same command again"
+            ) from None
+        self._file = LineFile(path, head.size - len(head.last))
+        self._file.write(head.last.encode())
 
     def add(self, entry: JournalEntry) -> None:
         left_out = sorted(set(range(self._workers)).difference(entry.workers))
@@ -116,19 +115,13 @@ class Journal:
         digest = _digest(self.head.sha256, body)
         line = f"{body} {digest[:_CHECK]}\n"
         self.head = JournalHead(self.head.size + len(line), digest, line)
-        self._write(line)
+        if self._file is not None:
+            self._file.write(line.encode())
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
-
-    def _write(self, line: str) -> None:
-        try:
-            if self._file is not None and os.write(self._file, line.encode()) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise _unwritten(self._path, error) from None
 
 
 @dataclass(frozen=True)
@@ -255,10 +248,3 @@ def _runs(text: str, workers: int) -> tuple[range, ...] | None:
         return None
     numbers = sorted({worker for run in runs for worker in run})
     return runs if len(numbers) < workers and _text(numbers) == text else None
-
-
-def _unwritten(path: Path, error: OSError) -> RunError:
-    return RunError(
-        f"{path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space and give the "
-        "same command again"
-    )

@@ -9,7 +9,6 @@ checkpoints; hashes that are compared bit for bit, since bits repeat, are ours.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import look_up
 from ..errors import RunError
+from ..line_file import LineFile
 from ..recipe.schedule import Step
 from ..weights import weights_sha256
 from .control_vector import NO_WORDS, ControlVector
@@ -149,36 +149,27 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, step: int, evaluated: int) -> None:
-        self._path = path
         try:
             text = path.read_bytes()[:MOST_BYTES].decode(errors="replace") if path.exists() else ""
-            stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
-            kept = text.split("\n")[: len(stays)]
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.truncate(self._file, sum(len(each.encode()) + 1 for each in kept))
         except OSError as error:
-            raise self._unwritten(error) from None
+            raise RunError(
+                f"{path}: can't be read: {error.strerror}; mend the disk, and give the same command again"
+            ) from None
+        stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
+        kept = text.split("\n")[: len(stays)]
+        self._file = LineFile(path, sum(len(each.encode()) + 1 for each in kept))
         self.lines = stays
         self.head = line_sha256(kept[-1]) if kept else ""
 
     def add(self, line: Line) -> None:
         chained = line.model_copy(update={"before": self.head})
         text = chained.model_dump_json(exclude_none=True)
-        try:
-            os.write(self._file, f"{text}\n".encode())
-        except OSError as error:
-            raise self._unwritten(error) from None
+        self._file.write(f"{text}\n".encode())
         self.lines.append(chained)
         self.head = line_sha256(text)
 
     def close(self) -> None:
-        os.close(self._file)
-
-    def _unwritten(self, error: OSError) -> RunError:
-        return RunError(
-            f"{self._path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space and "
-            "give the same command again"
-        )
+        self._file.close()
 
 
 def _stays(line: Line, step: int, evaluated: int) -> bool:

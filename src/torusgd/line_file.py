@@ -1,0 +1,63 @@
+"""Files that a run appends lines to, and that nobody else may change meanwhile."""
+
+import errno
+import os
+from pathlib import Path
+
+from .errors import RunError
+
+
+class LineFile:
+    """A file to append lines to, from byte `size` on; what stands behind it is dropped. None: from the end on.
+
+    RunError, here and in `write`, if the disk doesn't take it, or somebody has deleted, moved, replaced or changed the
+    file: then the run's folder is not what it seems, and nothing more may be written there.
+    """
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            if size is not None:
+                os.truncate(self._file, size)
+            self._size = os.fstat(self._file).st_size
+        except OSError as error:
+            raise self._unwritten(error) from None
+
+    def write(self, line: bytes) -> None:
+        """Appends a line by one write, so that what was written survives a killed process."""
+        try:
+            self._check()
+            if os.write(self._file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._unwritten(error) from None
+        self._size += len(line)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _check(self) -> None:
+        # Two calls of a few microseconds each: a file that was deleted takes everything that is written to it.
+        mine = os.fstat(self._file)
+        try:
+            is_there = os.path.samestat(mine, os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if not is_there:
+            raise RunError(
+                f"{self.path}: was deleted, moved or replaced while the run wrote to it, so the run ends and writes "
+                "nothing more: put its folder back, or give --out where it is now, and the same command goes on from "
+                "the last checkpoint in it"
+            )
+        if mine.st_size != self._size:
+            raise RunError(
+                f"{self.path}: has {mine.st_size} bytes where the run has written {self._size}: somebody else changes "
+                "it; the last checkpoint is good: give the same command again"
+            )
+
+    def _unwritten(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space or "
+            "mend the folder, and give the same command again"
+        )

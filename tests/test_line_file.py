@@ -1,0 +1,53 @@
+"""A run's files that grow: each line is one write, and whoever else changes, deletes or moves one is noticed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torusgd.errors import RunError
+from torusgd.line_file import LineFile
+
+
+def test_lines_are_appended_behind_what_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"one\ntwo\nhal")
+    file = LineFile(path, 8)
+    file.write(b"three\n")
+    file.close()
+    LineFile(path).write(b"four\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "was deleted, moved or replaced"),
+        (lambda path: path.rename(path.with_name("y")), "was deleted, moved or replaced"),
+        (lambda path: shutil.rmtree(path.parent), "was deleted, moved or replaced"),
+        (lambda path: (path.rename(path.with_name("y")), path.write_text("one\n")), "was deleted, moved or replaced"),
+        (lambda path: os.truncate(path, 2), "has 2 bytes where the run has written 4"),
+        (lambda path: path.write_text("one\nmore\n"), "has 9 bytes where the run has written 4"),
+    ],
+    ids=["deleted", "moved", "folder deleted", "replaced", "cut", "longer"],
+)
+def test_a_file_that_somebody_else_changes_takes_no_more(
+    tmp_path: Path, change: Callable[[Path], object], words: str
+) -> None:
+    path = tmp_path / "run" / "x"
+    path.parent.mkdir()
+    file = LineFile(path)
+    file.write(b"one\n")
+    change(path)
+    with pytest.raises(RunError, match=words):
+        file.write(b"two\n")
+    file.close()
+
+
+def test_a_full_disk_and_a_folder_in_its_place_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="No space left on device; the last checkpoint is good"):
+        LineFile(Path("/dev/full")).write(b"one\n")
+    with pytest.raises(RunError, match="Is a directory"):
+        LineFile(tmp_path)
