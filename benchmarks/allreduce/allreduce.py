@@ -8,6 +8,8 @@ The set-ups are real processes and sockets on this machine with links of set lat
 (`torusgd.rehearse.lab`). The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm.
 `limit` is what the links allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-
 reduce can be faster.
+
+Needs: root, for the network lab.
 """
 
 import json

@@ -4,6 +4,8 @@
 
 A step is forward, backward and SGD of a multi-layer perceptron (width 512: 2.6 MiB of gradients; 1,024: 7.1 MiB) on
 emulated hosts; the time is from the last begin to the last end, the ratio that of the medians, plain DDP over it.
+
+Needs: root, for the network lab.
 """
 
 import json

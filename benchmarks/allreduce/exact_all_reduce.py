@@ -5,6 +5,8 @@
 
 Each rank has one float32 addend; the time is from the last rank's begin to the last one's end, the ratio that of the
 medians, exact_all_reduce over the other. Gloo, one thread a rank.
+
+Needs: torchrun.
 """
 
 from collections.abc import Callable

@@ -7,6 +7,8 @@ A run with one rank on this machine listens on loopback. A seeded draw says what
 ranks join (`torusgd resize`, or an agent of `torusgd join`), both at once, one is lost while others join, the newest is
 lost, or an agent joins, is killed and another one comes at once. Images take their time until all changes are done, and
 the weights must be those of the same recipe without any of it.
+
+Needs: nothing, or Fashion-MNIST.
 """
 
 import json

@@ -7,6 +7,8 @@ counts the bytes of each connection (`ss -ti`, of iproute2). Two readings in mid
 both ways; with the steps done meanwhile they are bytes a step. Beside them stand the bytes of all other connections of
 the ranks: gradients and control vectors. No model data passes the store, and its traffic is by time (a heartbeat a
 second), whatever the number of steps.
+
+Needs: `ss` of iproute2.
 """
 
 import json

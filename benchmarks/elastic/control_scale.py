@@ -11,6 +11,8 @@ Python threads would measure the two cores that they share and not the store. Tr
 
 Measured: the time for all to meet, from one beat to the next, what a roll call takes, when a rank that was killed is
 named by all others (with a heartbeat limit of --limit s), and how long a failure takes to be known.
+
+Needs: root, for a network of its own.
 """
 
 import argparse

@@ -11,6 +11,8 @@ Ranks are asked for one after another by `torusgd resize`, from 2 on. In events.
 step, which count on while ranks change, and what the step itself took: the rest is the pause. In it all ranks meet,
 connect and build the network anew, the newcomer is sent weights and momentum, and a checkpoint is written where the
 newest is of another step. What happens while the others train on (the process, imports, images) is not in it.
+
+Needs: nothing, or Fashion-MNIST.
 """
 
 import json

@@ -10,6 +10,8 @@ sharded updates, in which all ranks start again from the last checkpoint, one ev
 likewise. All take turns. With `--how freeze` a rank is suspended (SIGSTOP), and with `--how cut` the link of a machine
 that has joined with one rank is cut, in a network of namespaces (which needs root). Both are found out after `timeout`,
 5 s here; printed are the seconds until the rank is named, and from there until a step is done.
+
+Needs: nothing; root with `--how cut`.
 """
 
 import json

@@ -7,6 +7,8 @@ A run of 30 steps on 2 to 4 ranks is struck at a drawn step. It must end with th
 early with the line that says why; then the same command must go on to these weights. Anything else is WRONG. Each row
 is kept by its kind and seed, so that a campaign that was stopped goes on. Last, each detector is switched off once: its
 row must then fail, or something else found the fault.
+
+Needs: root.
 """
 
 import json

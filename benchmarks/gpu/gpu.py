@@ -18,6 +18,8 @@ In this order, so that a run that is cut short has what matters most:
                 synchronisations
 
 A part that fails is noted with its error, and the next one runs.
+
+Needs: a GPU, or `--device cpu`.
 """
 
 import argparse

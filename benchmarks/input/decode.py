@@ -6,6 +6,8 @@ Pictures: windows cut from the two photographs that scikit-learn ships (china.jp
 encoded with 4:2:0 chroma. All sides start from the same files, cut the same boxes and mirror the same images; they
 take turns within each round. The clock is the process's CPU time, so that other programs on the machine count less.
 PSNR compares their results, in 8-bit levels after undoing the normalisation.
+
+Needs: the extra images, and scikit-learn for its photographs.
 """
 
 import math

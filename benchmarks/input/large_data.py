@@ -4,6 +4,8 @@
 
 The picture files are links to one small file a class, the tar shards hold the same small picture; so this is the cost
 of names and headers, on a file system that is in memory already. Each measurement runs in a process of its own.
+
+Needs: some GB of memory for its files.
 """
 
 import io

@@ -4,6 +4,8 @@
 
 Pictures as in decode.py. The consumer only takes the batches. The sides take turns within each round; each
 starts its workers once, before the clock runs.
+
+Needs: the extra images, and scikit-learn for its photographs.
 """
 
 import statistics

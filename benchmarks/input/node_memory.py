@@ -5,6 +5,8 @@
 A state of so many megabytes in 160 tensors, as large as ResNet-50's weights and momentum by default, is kept a few
 times. Printed: the seconds that copying holds up the steps, those of hashing and writing beside them, the seconds from
 one copy to the next that follow from both, and those in which a worker that begins reads it again.
+
+Needs: nothing.
 """
 
 import os

@@ -3,6 +3,8 @@
     python -m benchmarks portable families
 
 Two images of 64 px (Inception's 96), all drawn inside of the arithmetic. Other kernels have to print the same.
+
+Needs: torchvision and timm.
 """
 
 import torch

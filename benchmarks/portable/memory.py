@@ -3,6 +3,8 @@
     python -m benchmarks portable memory
 
 The peak of resident memory during two steps, less what the process had before the network was made.
+
+Needs: nothing.
 """
 
 import json

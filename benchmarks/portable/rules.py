@@ -5,6 +5,8 @@
 For each kind the output's error and those of both operands' gradients: |found - exact| / |exact| in the Euclidean norm.
 `three` leaves out the product of the lower slices; `tensor` has one scale for a whole operand. Nearly no pair of
 operands multiplies to nothing; the last column has the share that does.
+
+Needs: nothing.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hybrid parallelism on emulated hosts: bytes and seconds of a step for each number of model-parallel ranks.
 
-Needs root.
-
     sudo .venv/bin/python -m benchmarks rehearse hybrid --images 16,64,256
     sudo .venv/bin/python -m benchmarks rehearse hybrid --images 64 --rate 1e8 --json hybrid.json
 
@@ -10,6 +8,8 @@ forward, backward, exact sums, SGD, of two linear layers of 1,024 inputs and out
 The bytes are what the kernel counted at the hosts' interfaces, headers included. Beside them stands the exact volume
 of Das et al. (arXiv 1602.06709; `torusgd.tensor_parallel.volume`), and what the planner's formula takes to be the
 best.
+
+Needs: root, for the network lab.
 """
 
 import json

@@ -5,6 +5,8 @@
 The digits recipe with a wider network (2.6 MiB of gradients), a virtual worker a host, 5 ms and 1 Gb/s. The time of a
 step is rank 0's, as events.jsonl tells it, without those before the buckets are settled; hidden is the share of the
 time with messages on their way that nobody waited. All runs must end with the same weights.
+
+Needs: root, for the network lab.
 """
 
 import json

@@ -9,6 +9,8 @@ journal of the cutoff is replayed on 1, 2, 3 and 5 ranks, which must give the sa
 
 `slow-link`: 4 emulated hosts, 100 Mb/s and 1 ms; the same updates of each virtual worker, with a message for each, and
 with one for eight; each three times, in turn. Bytes are those that the kernel counted at the first host's interface.
+
+Needs: root with `slow-link`.
 """
 
 import argparse

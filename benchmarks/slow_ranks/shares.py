@@ -8,6 +8,8 @@ split is 5/5/2; after half of the steps it takes rank 0 three times as long inst
 half: seconds of a step with each kind of shares, its ratio to the best split, and after how many steps the shares that
 follow the speed were within 10 % of it. With `--busy` nothing waits; instead real passes of digits-net run on two ranks
 while another process takes the second one's core, and the even split is compared with shares that follow the speed.
+
+Needs: nothing.
 """
 
 import multiprocessing

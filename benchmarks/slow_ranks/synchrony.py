@@ -7,6 +7,8 @@
     python -m benchmarks slow_ranks synchrony local                local SGD and DiLoCo at equal images
 
 Everything is keyed: the same tables each time on one machine, whatever else runs on it.
+
+Needs: nothing.
 """
 
 import argparse

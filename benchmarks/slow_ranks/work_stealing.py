@@ -11,6 +11,8 @@ for 1 s in a virtual worker of its first half. Printed: how much longer the step
 Without any pause: real passes of digits-net on two ranks. Every second step is taken with work stealing, so that a
 busy machine is as busy with it as without. Printed: the seconds of a step, of both kinds, and of them those in which a
 rank waits for the store's answers.
+
+Needs: nothing.
 """
 
 import statistics

@@ -6,6 +6,8 @@ Two ranks of this machine train fashion-net on synthetic images, 8 virtual worke
 same steps with every share. Printed are the median seconds of a step and of both ranks' processor time for it, the
 spread of each, and the cost over no audit: the median of the ratios within a round. Which share is audited is drawn;
 in few steps it is more or less than was asked for, so what was computed twice is printed too.
+
+Needs: nothing.
 """
 
 import statistics

@@ -6,6 +6,8 @@ Two ranks of this machine train networks from tiny to large, dense and convoluti
 rank. Each round takes some steps without a comparison, then makes the fingerprints of the weights alone, so that a
 thousandth of a step needn't be found in the noise of steps. Printed are both, the steps between two comparisons, and
 the cost: the fingerprints' time over that of all these steps.
+
+Needs: nothing.
 """
 
 import statistics

@@ -6,6 +6,8 @@ One rank takes steps of three networks and hashes the state and the images of a 
 is trained by the command line: with records as they are by default, of which the share of the time is printed (at most
 `run.recording.FRACTION`, unless the first and the last record alone are more); and with a light checkpoint after each
 step, after which 1, 5 and 100 % of the steps are verified.
+
+Needs: nothing.
 """
 
 import json

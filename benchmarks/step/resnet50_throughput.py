@@ -7,6 +7,8 @@ bfloat16 and channels-last; `torusgd train resnet50` on one worker; on two worke
 workers have 16 images each; the loops take 32 at a time and accumulate. Synthetic images, made in advance for the
 loops and by the loader for torusgd.
 Prints images/s from the median step (the first two are left out), and the ratios.
+
+Needs: nothing.
 """
 
 import json

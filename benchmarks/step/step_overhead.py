@@ -10,6 +10,8 @@ float32 reduction, and our exact step against the bare loop. The images are read
 
 compares exact steps with and without the gradient noise scale, which is measured in every tenth step: in processor time
 of this process, since the difference is smaller than what other work on a machine adds to the clock's.
+
+Needs: nothing.
 """
 
 import statistics

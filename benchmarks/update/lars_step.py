@@ -4,6 +4,8 @@
 
 All take turns, a step each, on parameters and gradients of their own with the same groups: weight decay (and trust)
 on weights, none on batch norm and bias. The ratio is that of the medians, against torch's SGD by foreach.
+
+Needs: nothing; timm in another environment for its row.
 """
 
 import argparse

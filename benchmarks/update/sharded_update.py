@@ -8,6 +8,8 @@ for the weights to be whole; runs of all contestants take turns, and each counts
 the kernel counted as sent at a host's interface, per step, the most of all hosts. With --memory each contestant has
 processes of its own: `state` is the optimizer's tensors, `peak` the growth of a rank's resident memory since its
 network was made, both the most of all ranks.
+
+Needs: root, for the network lab.
 """
 
 import json
