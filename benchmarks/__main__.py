@@ -18,13 +18,18 @@ HERE = Path(__file__).parent
 
 
 def commands() -> dict[tuple[str, str], str]:
-    """The first line of each benchmark's docstring, by group and command; nothing is imported."""
+    """The first line of each benchmark's docstring, by group and command."""
+    return {name: text.partition("\n")[0] for name, text in docstrings().items()}
+
+
+def docstrings() -> dict[tuple[str, str], str]:
+    """Of each benchmark, by group and command; nothing is imported."""
     found = {}
     for path in sorted(HERE.glob("*/*.py")):
         tree = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
             name = path.parent.name.replace("_", "-"), path.stem.replace("_", "-")
-            found[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+            found[name] = ast.get_docstring(tree) or ""
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a run of a benchmark leaves: command, commit, date, machine, versions, load, and every sample.
+"""What a run of a benchmark leaves: command, commit, date, machine, versions, time, load, and every sample.
 
 Each benchmark has a file in RESULTS, a list of its runs, the newest last.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -30,7 +31,7 @@ def recorded(name: str, command: str) -> Iterator[None]:
     Of ranks of a launcher the first one's counts.
     """
     _samples.clear()
-    before = os.getloadavg()[0]
+    before, begin = os.getloadavg()[0], time.monotonic()
     try:
         yield
     except SystemExit as end:
@@ -40,7 +41,8 @@ def recorded(name: str, command: str) -> Iterator[None]:
     if _samples and folder and os.environ.get("RANK", "0") == "0":
         path = Path(folder) / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        run = {"command": command, **_conditions(), "load": [before, os.getloadavg()[0]], "samples": dict(_samples)}
+        took = {"seconds": round(time.monotonic() - begin, 1), "load": [before, os.getloadavg()[0]]}
+        run = {"command": command, **_conditions(), **took, "samples": dict(_samples)}
         path.write_text(json.dumps([*runs(path), run], indent=1) + "\n")
 
 

@@ -12,11 +12,37 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from .__main__ import docstrings
 from .accuracy import proof
 from .record import RESULTS, runs
 
+
+def listed() -> str:
+    """A line for each benchmark: what it shows, what it needs, how long it took, and how it is run."""
+    found = ["| command | shows | needs | took | run as |", "|---|---|---|---|---|"]
+    for (group, command), text in docstrings().items():
+        shows, needs = (
+            text.partition("\n")[0].removesuffix(" Needs root."),
+            re.search(r"^Needs: (.*)\.$", text, re.MULTILINE),
+        )
+        example = re.search(
+            r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", text, re.MULTILINE
+        )
+        assert needs is not None, (group, command)
+        assert example is not None, (group, command)
+        newest = (runs(RESULTS / f"{group}-{command}.json") or [{}])[-1]
+        took = f"{newest['seconds'] / 60:.1f} min" if "seconds" in newest else ""
+        cells = (f"{group} {command}", shows, needs[1], took, f"`{example[1]}`")
+        found.append(f"| {' | '.join(cells)} |")
+    return "\n".join(found)
+
+
 DOCS = Path(__file__).parents[1] / "docs"
-WRITERS: dict[str, Callable[[], str]] = {"proof": proof.table, "proof-choices": proof.choices}
+WRITERS: dict[str, Callable[[], str]] = {
+    "commands": listed, "proof": proof.table, "proof-choices": proof.choices,
+}  # fmt: skip
+_NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
+_EXAMPLE = re.compile(r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", re.MULTILINE)
 _MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 

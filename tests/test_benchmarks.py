@@ -7,6 +7,7 @@ import ast
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import compare
 from benchmarks.__main__ import commands, main
 from benchmarks.compare import compared
-from benchmarks.record import recorded, runs, sample
+from benchmarks.record import RESULTS, recorded, runs, sample
 from benchmarks.tables import DOCS, written
 from torch._C._autograd import DeviceType
 
@@ -137,6 +139,28 @@ def test_what_moved_by_more_than_its_spread_is_named() -> None:
     assert compared([before, other, run("a", 2.0, 2.1, 2.2, 2.3, 2.4)])[1].endswith("MOVED")
     assert compared([before, run("a", 1.1, 1.2, 1.3, 1.4, 1.5)])[1] == "  x, ms: 1.2 to 1.3 (+8.3%)"
     assert compared([before, run("a", 2.0)])[1].endswith("n 1"), "one sample can't say"
+
+
+@pytest.mark.slow
+def test_what_has_moved_since_the_run_before_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all records, with two runs of today among them."""
+    shutil.copytree(RESULTS, tmp_path / "results")
+    monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path / "results"))
+    command = "input node-memory --megabytes 1"
+    for _ in range(2):
+        with suppress(SystemExit):
+            main(command.split())
+    compare.main(tmp_path / "results")
+    shown = capsys.readouterr().out
+    for path in sorted((tmp_path / "results").glob("*.json")):
+        found = runs(path)
+        if isinstance(found, list) and any(each["command"] == found[-1]["command"] for each in found[:-1]):
+            assert all(f"  {name}: " in shown for name in found[-1]["samples"]), path
+    assert f"python -m benchmarks {command}: " in shown
+    with capsys.disabled():
+        print(shown)
 
 
 def test_tables_of_the_docs_are_those_of_the_results() -> None:
