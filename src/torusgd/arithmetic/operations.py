@@ -223,7 +223,8 @@ _LARGEST_AND_LEAST = (3, 4)
 
 @RULES.of(torch.ops.c10d.allreduce_.default)
 def _all_reduce(tensors: list[Tensor], group: Any, operation: Any, *args: Any) -> Any:
-    if any(x.is_floating_point() for x in tensors) and operation.op() not in _LARGEST_AND_LEAST:
+    is_ordered = not operation._has_method("op") or operation.op() not in _LARGEST_AND_LEAST  # torch 2.9 has no op()
+    if is_ordered and any(x.is_floating_point() for x in tensors):
         raise UserError("portable arithmetic: a sum of floats over ranks has their order; use exact_all_reduce")
     return torch.ops.c10d.allreduce_.default(tensors, group, operation, *args)
 

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UserError
 from . import store_keys as keys
@@ -110,7 +112,9 @@ class Group:
         """As `start_all_reduce`, by the algorithm of Gloo or NCCL whatever the number of members."""
         options = dist.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp(_c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM)
-        return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
+        # A maximum has no order, which torch before 2.13 doesn't say to a mode that looks for sums of floats.
+        with _disable_current_modes() if maximum else nullcontext():
+            return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives every member the tensor of the member of index `source`, in place."""
