@@ -1,7 +1,6 @@
 """A loop of your own whose weights are the same, bit for bit, on any number of ranks, and which goes on in mid-epoch.
 
-    torchrun --standalone --nproc-per-node 1 examples/own_loop.py
-    torchrun --standalone --nproc-per-node 4 examples/own_loop.py
+    torchrun --standalone --nproc-per-node 4 examples/own_loop.py    # or 1, or 12
     torchrun --standalone --nproc-per-node 3 examples/own_loop.py --checkpoint state.pt    # stop it, start it again
 
 A step is twelve micro-batches, dealt out to the ranks that there are. Three things make the bits the same: the sampler
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from torusgd import StreamSampler, ddp_hook
@@ -26,12 +24,11 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--checkpoint", type=Path)
 options = parser.parse_args()
-
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
-model = DistributedDataParallel(network)
+model = nn.parallel.DistributedDataParallel(network)
 hook = ddp_hook(model, "ring", wire="exact", micro_batches=12)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 digits = load_digits()
@@ -44,8 +41,8 @@ if options.checkpoint is not None and options.checkpoint.exists():
         part.load_state_dict(state[name])
 
 while sampler.steps < options.steps:  # an epoch, or what is left of one
-    batches = iter(DataLoader(data, batch_sampler=sampler, num_workers=1))
-    for mine in zip(*[batches] * len(sampler.positions()), strict=True):  # this rank's micro-batches of a step
+    batches, passes = iter(DataLoader(data, batch_sampler=sampler, num_workers=1)), len(sampler.positions())
+    for _, *mine in zip(range(sampler.steps, options.steps), *[batches] * passes, strict=False):  # of this rank
         for span, (images, labels) in zip(sampler.positions(), mine, strict=True):
             torch.manual_seed(span.start)
             with nullcontext() if span == sampler.positions()[-1] else model.no_sync():
@@ -57,8 +54,6 @@ while sampler.steps < options.steps:  # an epoch, or what is left of one
             new = options.checkpoint.with_suffix(".new")
             torch.save({name: part.state_dict() for name, part in parts.items()}, new)
             new.replace(options.checkpoint)
-        if sampler.steps == options.steps:
-            break
 
 if dist.get_rank() == 0:
     print(f"{dist.get_world_size()} ranks, step {sampler.steps}: weights {weights_sha256(network.state_dict())[:8]}")
