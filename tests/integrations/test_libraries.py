@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from torusgd.data.order import StreamOrder
 
@@ -43,6 +44,10 @@ class Net(torch.nn.Module):
             with open(f"{folder}/seen-{rank}", "a") as file:
                 file.write(json.dumps([int(label) for label in labels]) + "\\n")
         return {"loss": (out - labels / length).square().mean(), "logits": out}
+
+def end(net):
+    if rank == 0:
+        torch.save({name: parameter.detach() for name, parameter in net.named_parameters()}, folder + "/weights")
 """
 
 TRAINER = (
@@ -56,10 +61,12 @@ def calibration():
 
 arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
     gradient_accumulation_steps=12 // 2 // ranks, max_steps=last, save_steps=stop, logging_steps=100,
-    disable_tqdm=True, dataloader_num_workers=1, ddp_backend="gloo", eval_strategy="steps", eval_steps=4)
+    disable_tqdm=True, dataloader_num_workers=1, ddp_backend="gloo", eval_strategy="steps", eval_steps=4,
+    lr_scheduler_type="constant")
 trainer = StreamTrainer(Net(), arguments, train_dataset=Numbers(), eval_dataset=Numbers(), wire="exact",
     compare_every=2, calibration=calibration)
 trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
+end(trainer.model)
 """
 )
 
@@ -88,6 +95,7 @@ while sampler.steps < last:
             break
     if sampler.steps == stop and last != stop:
         break
+end(accelerator.unwrap_model(model))
 """
 )
 
@@ -129,7 +137,9 @@ trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp" if ranks >
     callbacks=[StreamCallback(sampler, wire="exact", compare_every=2, calibration=lambda: [torch.rand(8, 3)]),
                pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
 saved = folder + f"/step={stop}.ckpt"
-trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
+module = Module()
+trainer.fit(module, ckpt_path=saved if os.path.exists(saved) else None)
+end(module.net)
 """
 )
 
@@ -311,6 +321,20 @@ def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: st
     seen = run(script, tmp_path, 2, STOP, STOP) + run(script, tmp_path, 3, STOP, STEPS)
     stream = StreamOrder(LENGTH, seed=42 if library == "Trainer" else 0).at(0, STEPS * BATCH)[0].tolist()
     assert [sample for each in seen for sample in each] == stream
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["Trainer", "Accelerate", "Lightning"])
+def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(library, library.lower()))
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    for folder in (parts, whole):
+        folder.mkdir()
+    run(WITH_STREAM[library], parts, 3, STOP, STOP)
+    run(WITH_STREAM[library], parts, 6, STOP, STEPS)
+    run(WITH_STREAM[library], whole, 3, STEPS, STEPS)
+    stopped, unstopped = (torch.load(folder / "weights", weights_only=True) for folder in (parts, whole))
+    assert all(stopped[name].equal(unstopped[name]) for name in unstopped)
 
 
 @pytest.mark.slow
