@@ -6,6 +6,7 @@
 
 The set-ups are real processes and sockets on this machine with links of set latency and bandwidth
 (`torusgd.rehearse.lab`). The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm.
+ns/B is the first rank's processor time a byte.
 `limit` is what the links allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-
 reduce can be faster.
 
@@ -13,8 +14,10 @@ Needs: root, for the network lab.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
@@ -33,12 +36,28 @@ SETUPS = {
     "odd": [Host(latency=2e-3, rate=1e9)] * 15,
     "one-slow": [*[Host(latency=1e-3, rate=1e9)] * 7, Host(latency=5e-3, rate=1e8)],
     "long": [Host(latency=50e-3, rate=1e9)] * 4,
-    "busy": [Host(latency=5e-3, rate=1e9)] * 16,
 }
 SETTINGS = {"long": USUAL_WINDOWS}
 """of the kernel in each host, where they are not the lab's own"""
-MTUS = {"busy": 9_000}
-"""bytes of a packet, likewise: the process that carries them is then what bounds large messages"""
+
+
+class Emulation(NamedTuple):
+    """How packets travel, where that is not the lab's own way."""
+
+    told: str
+    mtu: int = MTU
+    burst: int = 0
+    spinning: int = 0
+    """processes that compute without end beside it, and take turns with the one that carries the packets"""
+
+
+EMULATIONS = {
+    "plain": Emulation("packets of 60,000 bytes"),
+    "frames": Emulation("packets of 9,000 bytes, so that the process that carries them bounds large messages", 9_000),
+    "bucket": Emulation("packets of 9,000 bytes and a token bucket of 1 MiB, as a card's", 9_000, 1 << 20),
+    "busy": Emulation("packets of 60,000 bytes, two processes that compute beside it", spinning=2),
+}
+SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**6))"
 DESCRIBED = {
     "far": "16 hosts x 1 rank, 5 ms, 1 Gb/s",
     "far-slow": "16 hosts x 1 rank, 5 ms, 100 Mb/s",
@@ -47,7 +66,6 @@ DESCRIBED = {
     "odd": "15 hosts x 1 rank (a grid of 3x5), 2 ms, 1 Gb/s",
     "one-slow": "7 hosts, 1 ms, 1 Gb/s, and one of 5 ms, 100 Mb/s",
     "long": "4 hosts x 1 rank, 50 ms, 1 Gb/s, the kernel's usual TCP windows",
-    "busy": "16 hosts x 1 rank, 5 ms, 1 Gb/s, packets of 9,000 bytes",
 }
 ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,hierarchical"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
@@ -72,13 +90,13 @@ def limit(hosts: list[Host], size: int) -> float:
     return min(host.latency for host in hosts) + 2 * (len(hosts) - 1) / len(hosts) * size * 8 / slowest.rate
 
 
-def table(setup: str, records: list[dict[str, Any]]) -> str:
+def table(setup: str, emulation: str, records: list[dict[str, Any]]) -> str:
     """Markdown: sizes down, each algorithm's median, spread and ratio."""
     lines = [
-        f"{DESCRIBED[setup]}, n = {records[0]['n']}",
+        f"{DESCRIBED[setup]}, {EMULATIONS[emulation].told}, n = {records[0]['n']}",
         "",
-        "| size | algorithm | ran as | median ms | least - most | Gloo / it | limit ms | of the limit | skew ms |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| size | algorithm | ran as | median ms | least - most | Gloo / it | limit ms | of it | skew ms | ns/B |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for record in records:
         native = next(
@@ -91,7 +109,8 @@ def table(setup: str, records: list[dict[str, Any]]) -> str:
         ratio, floor = native["median_s"] / record["median_s"], limit(SETUPS[setup], record["bytes"]) * 1e3
         lines.append(
             f"| {show_size(record['bytes'])} | {record['algorithm']} | {record['runs']}{told} | {median:.1f} "
-            f"| {least:.1f} - {most:.1f} | {ratio:.2f} | {floor:.1f} | {floor / median:.0%} | {skew} |"
+            f"| {least:.1f} - {most:.1f} | {ratio:.2f} | {floor:.1f} | {floor / median:.0%} | {skew} "
+            f"| {1e9 * record['cpu_s'] / record['bytes']:.2g} |"
         )
     return "\n".join(lines)
 
@@ -114,6 +133,7 @@ def be_a_rank(sizes: list[int], names: list[str], repetitions: int, streams: lis
 
 def main(
     setup: Annotated[str, Option(help=", ".join(SETUPS))] = "far",
+    emulation: Annotated[str, Option(help=", ".join(EMULATIONS))] = "plain",
     sizes: str = "4KiB,64KiB,256KiB,1MiB,4MiB",
     algorithms: str = ALGORITHMS,
     repetitions: int = 7,
@@ -130,15 +150,24 @@ def main(
         return
     given = ["--sizes", sizes, "--algorithms", algorithms, "--repetitions", str(repetitions)]
     given += ["--streams", streams, *(["--profile", profile] if profile else [])]
-    with Lab(SETUPS[setup], SETTINGS.get(setup), MTUS.get(setup, MTU)) as lab:
-        output = lab.run(["-m", __name__, "--rank", *given], timeout=1800)[0]
+    how = EMULATIONS[emulation]
+    beside = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(how.spinning)]
+    try:
+        with Lab(SETUPS[setup], SETTINGS.get(setup), how.mtu, how.burst) as lab:
+            output = lab.run(["-m", __name__, "--rank", *given], timeout=1800)[0]
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
     records = json.loads(next(line for line in output.splitlines() if line.startswith("told: ")).removeprefix("told: "))
     if json_file:
         Path(json_file).write_text(json.dumps(records, indent=1) + "\n")
     for record in records:
-        name = f"{setup}, {record['bytes']} bytes, {record['streams']} streams, {record['algorithm']}, ms"
-        sample(name, [1e3 * each for each in record["samples_s"]])
-    print(table(setup, records))
+        case = f"{setup}, {emulation}, {record['bytes']} bytes, {record['streams']} streams, {record['algorithm']}"
+        sample(f"{case}, ms", [1e3 * each for each in record["samples_s"]])
+        sample(f"{case}, skew and error of clocks, ms", [1e3 * (record["skew_s"] + record["bound_s"])])
+        sample(f"{case}, processor time of a rank, ns a byte", [1e9 * record["cpu_s"] / record["bytes"]])
+    print(table(setup, emulation, records))
 
 
 if __name__ == "__main__":

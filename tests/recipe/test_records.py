@@ -294,9 +294,12 @@ def assert_same(keys: str, one: str, other: str) -> tuple[Recipe, Recipe]:
 
 
 def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:
-    small, large = assert_same("data model precision reduction evaluate target_top1", "fashion", "fashion-large")
-    assert small.stages[-1].until == large.stages[-1].until
-    assert [span.batch for span in Schedule(small, 60000).spans] == [256]
+    keys = "data model precision reduction evaluate target_top1"
+    small, large = assert_same(keys, "fashion-plain-end", "fashion-large")
+    assert_same(f"{keys} virtual_workers rate optimizer polish", "fashion", "fashion-plain-end")
+    for one, other in zip(small.stages[-2:], large.stages[-2:], strict=True):
+        assert (one.until, one.augment) == (other.until, other.augment)
+    assert {span.batch for span in Schedule(small, 60000).spans} == {256}
     assert Schedule(large, 60000).spans[-1].batch == 4096
 
 

@@ -118,15 +118,19 @@ class Lab:
     """Hosts on one machine, for a `with` statement; needs root (`why_not` names what is missing).
 
     Ranks are numbered host by host and find a launcher's variables set, RANK to MASTER_PORT. Nothing outlives the lab,
-    even if it is killed. `settings` are the kernel's below /proc/sys/net/ipv4; `mtu` are the bytes of a packet.
+    even if it is killed. `settings` are the kernel's below /proc/sys/net/ipv4; `mtu` are the bytes of a packet;
+    after a pause a host may send `burst` bytes at once, at least a packet (a token bucket).
 
     >>> with Lab([Host(latency=5e-3, rate=1e9)] * 16) as lab:  # doctest: +SKIP
     ...     outputs = lab.run(["train.py", "--steps", "3"], timeout=120)
     """
 
-    def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU, burst: int = 0
+    ) -> None:
         self.hosts = tuple(hosts)
         self._settings, self._mtu = {**_SETTINGS, **(settings or {})}, mtu
+        self._burst = max(burst, mtu + 4096)  # with some room for headers
         self.addresses = [f"10.{77 + host // 65_000}.{host // 250}.{1 + host % 250}" for host in range(len(hosts))]
         self._runs: list[LabRanks] = []
 
@@ -136,7 +140,7 @@ class Lab:
             raise RunError(reason)
         self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
         links = [(host.latency, host.rate / 8) for host in self.hosts]
-        self._wire = _Helper("wire", links, self.addresses, _PREFIX, self._mtu, self._settings)
+        self._wire = _Helper("wire", links, self.addresses, _PREFIX, self._mtu, self._burst, self._settings)
         self._spaces: list[str] = self._wire.answer(_START)
         return self
 

@@ -58,8 +58,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
-    """A TUN device in this namespace, up, with an address; a read gives an IP packet that leaves, at `rate` bytes/s."""
+def open_tun(address: str, prefix: int, mtu: int, burst: int, rate: float) -> int:
+    """A TUN device in this namespace, up, with an address; a read gives an IP packet that leaves.
+
+    The kernel lets out `rate` bytes a second, and after a pause up to `burst` bytes at once.
+    """
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     # struct ifreq: a name of 16 bytes, then the flags.
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -72,7 +75,7 @@ def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
         f"ip address add {address}/{prefix} dev {INTERFACE}",
         f"ip link set {INTERFACE} mtu {mtu} txqueuelen 10000 up",
         "ip link set lo up",
-        f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb",
+        f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {burst} limit 1gb",
         f"ip route replace {subnet} dev {INTERFACE} proto kernel scope link src {address} rto_min 30s",
     ):
         done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
@@ -163,14 +166,14 @@ class Wire:
 
 
 def main() -> None:
-    parent, hosts, addresses, prefix, mtu, settings = json.loads(sys.stdin.readline())
+    parent, hosts, addresses, prefix, mtu, burst, settings = json.loads(sys.stdin.readline())
     die_with_parent(parent)
     spaces, devices = [], []
     for address, (_, rate) in zip(addresses, hosts, strict=True):
         spaces.append(f"/proc/{os.getpid()}/fd/{unshare()}")
         for name, value in settings.items():
             Path("/proc/sys/net/ipv4", name).write_text(value)
-        devices.append(open_tun(address, prefix, mtu, rate))
+        devices.append(open_tun(address, prefix, mtu, burst, rate))
     print(json.dumps(spaces), flush=True)
     Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
 

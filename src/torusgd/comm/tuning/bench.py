@@ -1,5 +1,8 @@
 """Times all-reduces on the ranks at hand, one algorithm after another in turn, by the slowest rank."""
 
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,6 +47,8 @@ class Record:
     """seconds by which clocks of several machines may have changed a time"""
     samples_s: tuple[float, ...] = ()
     """each repetition"""
+    cpu_s: float = 0.0
+    """median of the processor time that a sum takes on this rank, all threads of the process together"""
 
     @property
     def is_doubtful(self) -> bool:
@@ -116,13 +121,13 @@ def _bench(
     starts = [(name, named[name].start if name in named else NativeAllReduce(caller).start) for name in algorithms]
     records = []
     for size in sizes:
-        rows = []
+        rows, busy = [], defaultdict[str, list[float]](list)
         for turn in range(repetitions + 1):
             row = [Span(0.0, 0.0)] * len(starts)
             for index in shuffled(range(len(starts)), turn):
                 name, start = starts[index]
                 tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
-                row[index] = connection.stopwatch(partial(_sum, start, tensor))
+                row[index] = connection.stopwatch(partial(_sum, start, tensor, busy[name]))
                 if not bool((tensor == connection.group.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
             rows.append(row)
@@ -144,10 +149,13 @@ def _bench(
                     skew_s=skew,
                     bound_s=bound,
                     samples_s=tuple(each.seconds for each in times),
+                    cpu_s=statistics.median(busy[name][1:]),
                 )
             )
     return records
 
 
-def _sum(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> None:
+def _sum(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor, busy: list[float]) -> None:
+    begin = time.process_time()
     start(tensor).wait()
+    busy.append(time.process_time() - begin)
