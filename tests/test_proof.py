@@ -1,14 +1,17 @@
 """The proof's claims, verdicts, plan, and ledger of looks at the held-out images."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from benchmarks.accuracy import proof, runs
+from benchmarks.accuracy import proof, quartets, runs
 from benchmarks.accuracy.claims import CLAIMS, Claim, Criterion, Side, equal, rates, resolved
 from benchmarks.accuracy.runs import KEY, LEDGER, RUNS, Arm, key_of, read
 
+from torusgd.data.arrays import Images
 from torusgd.recipe.load import load_recipe
 
 TINY = Arm(
@@ -45,8 +48,23 @@ def test_what_a_claim_compares_differs_and_leaves_the_held_out_images_alone() ->
         assert len({arm.sha256 for arm in claim.on.arms} & {arm.sha256 for arm in claim.off.arms}) == 0, claim.technique
         for arm in arms:
             data = load_recipe(arm.recipe, arm.changes).recipe.data
-            assert data.validation_images == 5000
             assert data.train_images is None, "full size"
+            if data.source == "mnist":
+                assert data.validation_images == 5000
+            else:
+                assert data.options.get("of", "validation") == "validation"
+
+
+def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() -> None:
+    found = quartets.parts(60_000)
+    assert not set(found["train"].tolist()) & set(found["validation"].tolist())
+    members = quartets.drawn("train", found["train"], 15_000)
+    assert hashlib.sha256(members.astype("<i8").tobytes()).hexdigest()[:16] == "c64c38da65182efa"
+    images = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1)
+    pictures = Images(images, np.array([0, 1, 1]), ("a", "b"))
+    made = quartets.Quartets(pictures, np.array([[0, 1, 2, 1]]))
+    assert made.labels.tolist() == [1]
+    assert made.read(0)[..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 4, 5], [10, 11, 6, 7]]
 
 
 def test_a_key_is_of_what_is_computed() -> None:

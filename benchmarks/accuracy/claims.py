@@ -140,6 +140,22 @@ TIMES = (-1, 0, 1, 2)
 """powers of two by which rates are tried"""
 WARM = [(scale, (f"rate.lr={1.5 * scale:g}",)) for scale in (1, 2, 4, 8)]
 
+QUARTETS = "data.source=benchmarks.accuracy.quartets:quartets"
+HARD = Arm(
+    "fashion-large",
+    (
+        *COMMON[1:],
+        QUARTETS,
+        "data.options={images: 15000}",
+        "data.image_size=56",
+        "data.augment={crop: shift, shift: 4, flip: 0.5}",
+        "model.name=resnet18",
+    ),
+    held_out=(QUARTETS, "data.options.of=held-out"),
+)
+"""four pictures in one image, 100 classes, and a network of 18 layers; 293 steps"""
+HARD_STANDS = Side("as it stands, best of 4 rates", rates(HARD, 0.75, 1.5, 3.0, 6.0))
+
 CLAIMS = (
     Claim(
         "LARS at 4,096", STANDS, Side("SGD, best of 4 rates", rates(LARGE.but(SGD), 0.2, 0.4, 0.8, 1.6)),
@@ -237,6 +253,31 @@ CLAIMS = (
         one("8 local steps", "stages=[{until: 20ep, images_per_worker: 512}]",
             "synchrony={form: local, local_steps: 8, outer: {lr: 0.7, momentum: 0.6, nesterov: true}}", of=SMALL),
         LIKE_SMALL, Criterion(-0.25), "arXiv 2311.08105",
+    ),
+    Claim(
+        "harder set: LARS at 4,096", HARD_STANDS,
+        Side("SGD, best of 4 rates", rates(HARD.but(SGD), 0.1, 0.2, 0.4, 0.8)), Criterion(0.5), "arXiv 1708.03888",
+        seeds=3,
+    ),
+    Claim(
+        "harder set: batch-size control, against large from the start", HARD_STANDS,
+        Side("4,096 from the start, best of 4 rates", rates(HARD.but(AT_4096), 1.5, 3.0, 6.0, 12.0)), Criterion(0.5),
+        "arXiv 1811.05233", seeds=3,
+    ),
+    Claim(
+        "harder set: batch-size control, against small throughout", HARD_STANDS,
+        Side("1,024 throughout, best of 4 rates", rates(HARD.but(AT_1024), 0.75, 1.5, 3.0, 6.0)), Criterion(-0.3),
+        "arXiv 1811.05233", seeds=3,
+    ),
+    Claim(
+        "harder set: polish, form 1", HARD_STANDS,
+        Side("augmented to the end", tuple(arm.but(ending("")) for arm in HARD_STANDS.arms)), Criterion(),
+        "Fujitsu, HPDC 2020", seeds=3,
+    ),
+    Claim(
+        "harder set: polish, form 2", HARD_STANDS,
+        Side("running averages", tuple(arm.but("polish=null") for arm in HARD_STANDS.arms)), Criterion(), "ours",
+        seeds=3,
     ),
     *(
         Claim(

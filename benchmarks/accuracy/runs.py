@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -39,10 +39,12 @@ class Arm:
     recipe: str
     changes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ("data.validation_images=null",)
+    """changes by which the held-out images are classified in place of those for validation"""
 
     def but(self, *changes: str) -> "Arm":
         """The same with further changes."""
-        return Arm(self.recipe, (*self.changes, *changes), self.options)
+        return replace(self, changes=(*self.changes, *changes))
 
     def words(self, seed: int) -> list[str]:
         """Of the command that trains it, after `torusgd`."""
@@ -137,7 +139,8 @@ def look(arm: Arm, seed: int, data: Path | None, out: Path) -> None:
     run, found = out / f"{arm.sha256}-{seed}", {"top1": 0.0, "eval_images": None}
     if line["weights"] is not None:
         result = run / "held-out.json"
-        words = ["eval", str(run), *_from(data), "--set", "data.validation_images=null", "--json", str(result)]
+        sets = [word for change in arm.held_out for word in ("--set", change)]
+        words = ["eval", str(run), *_from(data), *sets, "--json", str(result)]
         subprocess.run(_torusgd(words), check=True, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     told = {name: line[name] for name in (*KEY, "weights")}
