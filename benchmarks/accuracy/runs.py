@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -124,13 +125,21 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
     found = {
         **dict(zip(KEY, arm.key(seed), strict=True)), "validation": summary["top1"],
         "images": summary.get("eval_images"), "steps": summary.get("steps"), "core_seconds": round(seconds, 1),
-        "weights": summary.get("weights_sha256"), "command": " ".join(["torusgd", *arm.words(seed)]), **_when(),
+        "weights": summary.get("weights_sha256"), "noise_scale": _noise_scale(run),
+        "command": " ".join(["torusgd", *arm.words(seed)]), **_when(),
     }  # fmt: skip
     if not has_line:
         _add(RUNS, found)
     elif found["weights"] != (known := next(line for line in read(RUNS) if key_of(line) == arm.key(seed)))["weights"]:
         raise SystemExit(f"{found['command']}: weights {found['weights']}, in {RUNS} {known['weights']}")
     return True
+
+
+def _noise_scale(run: Path) -> float | None:
+    """The median of the gradient noise scale over the steps that measured it, in images."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = [event["noise_scale"] for event in events if "noise_scale" in event]
+    return median(found) if found else None
 
 
 def look(arm: Arm, seed: int, data: Path | None, out: Path) -> None:
