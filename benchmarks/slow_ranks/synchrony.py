@@ -71,7 +71,7 @@ class FittedElfving:
 
 
 def cutoff(options: argparse.Namespace) -> None:
-    nodes, workers, half = 8, 10, 150
+    (nodes, workers), half = options.nodes, 150
     n = nodes * workers
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(options.seeds):
@@ -85,7 +85,7 @@ def cutoff(options: argparse.Namespace) -> None:
             "static, 96 %": with_counts(times, lambda row: round(0.96 * len(row))),
             "Elfving, of the step before": with_counts(times, FittedElfving()),
             "moving average": with_predictor(times, average),
-            "state space, learned": with_predictor(times, StateSpace(fit(known, seed), known, seed)),
+            "state space, learned": with_predictor(times, StateSpace(fit(known, seed, states=nodes), known, seed)),
             "oracle": with_counts(times, lambda row: best_cutoff(np.sort(row))),
         }
         for name, run in runs.items():
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="of SGD")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 128], help="of averaging")
     parser.add_argument("--momentum", type=float, default=0.0, help="of the server, under barriers")
+    parser.add_argument("--nodes", type=int, nargs=2, default=[4, 40], help="of cutoff, and workers of each")
     parser.add_argument("--epochs", type=int, default=40, help="of averaging")
     parser.add_argument("--forms", nargs="+", help="instead of those of the comparison")
     options = parser.parse_args()

@@ -1,7 +1,9 @@
 """What closes a step, by the times of the steps before; steps in virtual time; DropCompute's automatic threshold."""
 
+from functools import partial
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torusgd.synchrony.limits import (
     each_alone,
     threshold_at,
 )
+from torusgd.synchrony.state_space import fit
 
 
 def limits(workers: int, **settings: Any) -> Limits:
@@ -38,6 +41,33 @@ def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
     counts, seconds = [len(step.workers) for step in found[20:]], [step.seconds for step in found[20:]]
     assert 60 < np.mean(counts) < 90
     assert sum(counts) / sum(seconds) > 0.92 * 31.9
+
+
+@pytest.mark.slow
+def test_the_learned_count_follows_who_turns_slow_together() -> None:
+    """Two nodes of three workers, of which one at a time is three times as slow for spells of ten steps."""
+    rule, random, taken = limits(6, count="learned", warmup=64, warm=64), np.random.default_rng(0), []
+    for step in range(100):
+        slow = np.repeat([step // 10 % 3 == 1, step // 10 % 3 == 2], 3)
+        times = (1.0 + 2.0 * slow) * np.exp(0.05 * random.normal(size=6))
+        count = rule.next(step).count
+        end = np.sort(times)[count - 1]
+        rule.observe(np.where(times <= end, times, np.nan), end)
+        taken.append((count, int(slow.any()), count / end))
+    assert {count for count, _, _ in taken[:64]} == {6}
+    # In spells the slow node is left out, at times even from their first step on; otherwise all are waited for.
+    rates = [rate for _, _, rate in taken[64:]]
+    assert np.mean(rates) > 1.2 * np.mean([rate for _, _, rate in taken[:64]])
+    assert {3, 6} <= {count for count, _, _ in taken[64:]}
+
+
+def test_a_learned_count_waits_for_all_until_it_has_learned() -> None:
+    rule = limits(3, count="learned", warmup=32, warm=32)
+    with patch("torusgd.synchrony.state_space.fit", partial(fit, iterations=2)):
+        for step in range(32):
+            assert rule.next(step) == Limit(3)
+            rule.observe(np.array([1.0, 1.1, 1.2]), 1.3)
+    assert 1 <= rule.next(32).count <= 3
 
 
 def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:

@@ -112,7 +112,8 @@ def simulate(
         option(
             "--synchrony",
             "Simulate bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
-            "threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. Default: the recipe's.",
+            "cutoff:learned, threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. "
+            "Default: the recipe's.",
             FORM,
             "FORM",
         ),

@@ -56,6 +56,10 @@ _NEEDED = {
 """key that a form needs, and its meaning"""
 
 
+# Steps of a warm-up from which a model of workers' times can be fitted: two of its windows.
+LEAST_LEARNED = 32
+
+
 class Synchrony(Section):
     """What a step waits for. With backup and cutoff the mean is over the gradients that came in time, exactly."""
 
@@ -68,9 +72,9 @@ class Synchrony(Section):
     (SSP) or at none; gossip: means of pairs; elastic: a pull towards a centre (EASGD)"""
     backups: Count | None = None
     """backup: a step takes the first virtual_workers - backups of them"""
-    count: Count | Literal["predicted"] | None = None
+    count: Count | Literal["predicted", "learned"] | None = None
     """cutoff: a step takes so many, the first to finish; predicted: by the times of earlier steps, as many as make the
-    most gradients a second"""
+    most gradients a second; learned: the same by a model of hidden states, fitted on a warm-up of 32 steps or more"""
     threshold: Positive | Literal["measured"] | None = None
     """cutoff: seconds of each rank's own clock after which it leaves out the rest; measured: by the times of the
     warm-up, what makes the most gradients a second"""
@@ -104,13 +108,15 @@ class Synchrony(Section):
             raise ValueError(f"{key}: is missing; give {_NEEDED[self.form][1]}")
         if self.form == "cutoff" and (self.count is None) == (self.threshold is None):
             raise ValueError("count, threshold: form: cutoff needs one of them")
+        if self.count == "learned" and self.warmup < LEAST_LEARNED:
+            raise ValueError(f"warmup: {self.warmup} steps are too few to learn from; give {LEAST_LEARNED} or more")
         return self
 
     @property
     def is_simulated(self) -> bool:
         return self.form in SIMULATED
 
-    def count_of(self, virtual_workers: int) -> int | Literal["predicted"] | None:
+    def count_of(self, virtual_workers: int) -> int | Literal["predicted", "learned"] | None:
         """Number of virtual workers that a step waits for; None: all."""
         return self.count if self.backups is None else virtual_workers - self.backups
 

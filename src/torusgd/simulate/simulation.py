@@ -34,7 +34,7 @@ from ..errors import UserError
 from ..models import model_of
 from ..optim.sgd import Sgd
 from ..recipe.schedule import Schedule
-from ..recipe.schema import Outer, Recipe, Synchrony
+from ..recipe.schema import LEAST_LEARNED, Outer, Recipe, Synchrony
 from ..rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
 from ..synchrony import barriers
 from ..synchrony.barriers import Barrier, passages
@@ -61,7 +61,8 @@ class Passes:
         self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
         self._model = model_of(recipe, len(train.source.classes))
         self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
-        self.initial = parameters_to_vector(self._model.parameters()).detach().clone()
+        self._parameters = list(self._model.parameters())
+        self.initial = parameters_to_vector(self._parameters).detach().clone()
         known = min(_CHUNK * _STATISTICS, len(train.source))
         self._known = train.training_batch(np.arange(known), np.zeros(known, dtype=np.int64), augment=False)
         self._held_out = held_out.validation_batch(np.arange(len(held_out.source)))
@@ -75,7 +76,7 @@ class Passes:
         seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
         logits = self._model(batch.images)
         loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(self._model.parameters()))])
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self._parameters)])
 
     @torch.no_grad()
     def error(self, weights: Tensor) -> float:
@@ -102,7 +103,7 @@ class Passes:
 
     def _put(self, weights: Tensor) -> None:
         # Views of the vector, not copies; nothing writes through them.
-        vector_to_parameters(weights, self._model.parameters())
+        vector_to_parameters(weights, self._parameters)
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ FORMS = {
     "pbsp:B": "as bsp, of B workers drawn at random",
     "pssp:BxS": "as ssp, of B workers drawn at random",
     "backup:B": "the first P - B workers to finish",
-    "cutoff:C": "the first C; cutoff:predicted: as many as make the most gradients a second, by earlier steps",
+    "cutoff:C": "the first C; predicted or learned: as many as make the most gradients a second, by earlier steps",
     "threshold:MxT": "M micro-batches a step; those that end after T s are left out",
     "local:H": "the mean of all workers' weights every H steps",
     "diloco:H": "as local, with an outer SGD of rate 0.7 and Nesterov momentum 0.9",
@@ -281,6 +282,8 @@ FORMS = {
 # The pull of all workers together, and DiLoCo's outer SGD, are the authors'.
 ELASTIC_BETA = 0.9
 OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()}
+# Steps that wait for all, from whose times the count is predicted.
+_BY_TIMES = {"predicted": 20, "learned": LEAST_LEARNED}
 # Of the text of a form the key of a recipe's `synchrony` that its value stands for.
 _KEYS: dict[str, tuple[str, type]] = {
     "backup": ("backups", int),
@@ -408,8 +411,9 @@ def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:
         elif name in _KEYS:
             key, kind = _KEYS[name]
             outer = {"outer": OUTER[name]} if name in OUTER else {}
-            settings = {"form": "local" if outer else name, key: value if value == "predicted" else kind(value)}
+            settings = {"form": "local" if outer else name, key: value if value in _BY_TIMES else kind(value)}
             # A number needs no steps that wait for all, to learn from; a recipe takes two at least.
-            known = {"warmup": 2} if key in ("backups", "count") and value != "predicted" else {}
+            warmup = _BY_TIMES.get(value, 2 if key in ("backups", "count") else None)
+            known = {} if warmup is None else {"warmup": warmup}
             return recipe_moments(Synchrony.model_validate(settings | outer | known))
     raise UserError(f"simulate: no form {form!r}; write {listed(FORMS)}")

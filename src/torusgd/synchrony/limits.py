@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from .cutoff import MovingAverage, best_cutoff, expected_order
+from .cutoff import MovingAverage, Predictor, best_cutoff, expected_order
 from .delays import F64, DelayModel
 
 CANDIDATES = 200
@@ -92,7 +92,8 @@ class Limits:
         shares: Workers of each rank, in the order in which it computes them; numbers from 0 on.
         seed: Of the predictor's draws.
         count: Workers that a step takes; predicted: the number with most gradients a second, by a moving average of
-            their times (Teng and Wood); None: all.
+            their times; learned: the same by a state-space model that is fitted on the times of the first `warmup`
+            steps (Teng and Wood); None: all.
         threshold: Seconds after which a step takes nothing more; measured: those with most gradients a second, on the
             times of the first `warmup` steps that are observed (DropCompute); None: it waits.
         warmup: Steps by which a threshold is measured.
@@ -104,14 +105,17 @@ class Limits:
         shares: Sequence[Sequence[int]],
         seed: int,
         *,
-        count: int | Literal["predicted"] | None,
+        count: int | Literal["predicted", "learned"] | None,
         threshold: float | Literal["measured"] | None,
         warmup: int,
         warm: int,
     ) -> None:
         self._shares, self._count, self._warmup, self._warm = shares, count, warmup, warm
-        self._workers = sum(map(len, shares))
-        self._predictor = MovingAverage(self._workers, seed) if count == "predicted" else None
+        self._workers, self._seed = sum(map(len, shares)), seed
+        # Until the model is fitted, and for who was not seen for how long, the average is kept.
+        self._average = None if isinstance(count, int | None) else MovingAverage(self._workers, seed)
+        self._predictor: Predictor | None = self._average
+        self._is_learning = count == "learned"
         self._is_measuring = threshold == "measured"
         self._seconds = threshold if isinstance(threshold, float) else inf
         self._measured: list[F64] = []
@@ -121,7 +125,7 @@ class Limits:
         """The limit of the step of this number."""
         if step < self._warm or (self._predictor is not None and not self._steps):
             return Limit(self._workers)
-        if self._predictor is not None and self._predictor.unseen.max() >= self._look:
+        if self._average is not None and self._average.unseen.max() >= self._look:
             return Limit(self._workers, self._seconds)
         if self._predictor is not None:
             expected = expected_order(self._predictor.samples(DRAWS))
@@ -138,18 +142,30 @@ class Limits:
         # The time beside the passes, such as that of the messages, is the same for any count: a mean over all steps.
         overhead = max(seconds - float(np.nanmax(finished)), _LEAST)
         self._overhead += (overhead - self._overhead) / self._steps
-        if self._predictor is not None:
-            if self._predictor.unseen.max() >= self._look and not np.isnan(finished).any():
+        if self._average is not None:
+            if self._average.unseen.max() >= self._look and not np.isnan(finished).any():
                 self._look *= 2
+            self._average.observe(finished, float(np.nanmax(finished)))
+        if self._predictor is not None and self._predictor is not self._average:
             self._predictor.observe(finished, float(np.nanmax(finished)))
-        if self._is_measuring:
+        if self._is_measuring or self._is_learning:
             self._measured.append(finished)
-        if not self._is_measuring or len(self._measured) < self._warmup:
+        if len(self._measured) < self._warmup or not (self._is_measuring or self._is_learning):
+            return None
+        if self._is_learning:
+            self._is_learning, self._predictor = False, self._learned(np.array(self._measured))
             return None
         self._is_measuring = False
         found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
         self._seconds = found.seconds
         return found
+
+    def _learned(self, times: F64) -> Predictor:
+        from .state_space import STATES, StateSpace, fit
+
+        # What turns slow together is a rank's work, or a few ranks' on one machine.
+        model = fit(times, self._seed, states=min(STATES, max(2, len(self._shares))))
+        return StateSpace(model, times, self._seed)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ times together (arXiv 1803.04209; the model is Krishnan, Shalit and Sontag's dee
     z_t ~ N(transition(z_(t-1)))        a gated mean and a diagonal variance
     x_t ~ N(emission(z_t))              logarithms of the times, independent given the state
 
-The guide q(z_t | x_1..x_t) is a network too: it is trained once, together with the model, to maximise the evidence
-lower bound on journalled times, and afterwards finds the state of new times in one pass (amortised). The coming step
-is then drawn: a state from the guide, the next one by the transition, times by the emission.
+The guide q(z_t | z_(t-1), x_1..x_t) is a network too: it is trained once, together with the model, to maximise the
+evidence lower bound on journalled times, and afterwards finds the state of new times in one pass (amortised). The
+coming step is then drawn: a state from the guide, the next one by the transition, times by the emission.
 
-What differs from the paper. Times are taken as logarithms, so that no draw is negative. The guide is a GRU over the
-past alone and knows no z_(t-1) (the paper's is conditioned on it), so that all steps of a window are trained at once.
-The sizes are ours, and so is the training: a few seconds of Adam on a CPU, once, on one journal.
+What differs from the paper. Times are taken as logarithms, so that no draw is negative. The guide's GRU reads the past
+alone, as a predictor must. The sizes are ours, and so is the training: some seconds of Adam on a CPU, once, on one
+journal.
 """
 
 import math
@@ -26,7 +26,8 @@ from .delays import F64
 
 # Steps that the guide reads.
 WINDOW = 16
-_STATE, _HIDDEN = 6, 32
+STATES = 6
+_HIDDEN = 32
 _BATCH, _RATE = 16, 0.01
 # Of a logarithm: no time is known better than to 1 %.
 _LEAST_DEVIATION = 0.01
@@ -38,31 +39,44 @@ class StateSpaceModel(nn.Module):
     `centre` is the mean logarithm of each worker's times, float32 [n], `scale` their standard deviation around it.
     """
 
-    def __init__(self, centre: Tensor, scale: float) -> None:
+    def __init__(self, centre: Tensor, scale: float, states: int) -> None:
         super().__init__()
         workers = len(centre)
-        self.centre, self.scale = centre, scale
+        self.centre, self.scale, self.states = centre, scale, states
         self.reader = nn.GRU(workers, _HIDDEN)
-        self.guide = nn.Linear(_HIDDEN, 2 * _STATE)
-        self.gate = nn.Linear(_STATE, _STATE)
-        self.moved = nn.Sequential(nn.Linear(_STATE, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _STATE))
-        self.spread = nn.Linear(_STATE, _STATE)
-        self.emission = nn.Sequential(nn.Linear(_STATE, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 2 * workers))
+        self.before = nn.Linear(states, _HIDDEN)
+        self.guide = nn.Linear(_HIDDEN, 2 * states)
+        self.gate = nn.Linear(states, states)
+        self.moved = nn.Sequential(nn.Linear(states, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, states))
+        self.spread = nn.Linear(states, states)
+        self.emission = nn.Sequential(nn.Linear(states, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 2 * workers))
 
     def transition(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the next state: [..., _STATE] to two of that shape."""
+        """Mean and standard deviation of the next state: [..., states] to two of that shape."""
         gate = torch.sigmoid(self.gate(state))
         return (1 - gate) * state + gate * self.moved(state), softplus(self.spread(state)) + 1e-3
 
     def emit(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the standardised logarithms: [..., _STATE] to two of [..., n]."""
+        """Mean and standard deviation of the standardised logarithms: [..., states] to two of [..., n]."""
         mean, spread = self.emission(state).chunk(2, dim=-1)
         return mean, softplus(spread) + _LEAST_DEVIATION / self.scale
 
-    def infer(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """The guide: mean and standard deviation of each step's state from standardised times [steps, windows, n]."""
-        mean, spread = self.guide(self.reader(windows)[0]).chunk(2, dim=-1)
-        return mean, softplus(spread) + 1e-3
+    def infer(self, windows: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """The guide: of each step's state the mean, the standard deviation, and a draw that the next one is given.
+
+        From standardised times [steps, windows, n] to three of [steps, windows, states].
+        """
+        read = self.reader(windows)[0]
+        state, found = read.new_zeros(*read.shape[1:-1], self.states), []
+        for step in read:
+            # What was read, and the state before: their mean, as in the deep Markov model.
+            mean, spread = self.guide((step + torch.tanh(self.before(state))) / 2).chunk(2, dim=-1)
+            spread = softplus(spread) + 1e-3
+            # By its normal draw gradients pass (reparametrised).
+            state = mean + spread * torch.randn(mean.shape, generator=draws)
+            found.append((mean, spread, state))
+        means, spreads, states = (torch.stack(each) for each in zip(*found, strict=True))
+        return means, spreads, states
 
     def standardised(self, seconds: Tensor) -> Tensor:
         """Logarithms of times [..., n], centred and scaled."""
@@ -70,10 +84,9 @@ class StateSpaceModel(nn.Module):
 
     def lower_bound(self, windows: Tensor, draws: torch.Generator) -> Tensor:
         """The evidence lower bound a window and step, [], of standardised times [steps, windows, n]."""
-        guided, spread = self.infer(windows)
-        # One draw a step, by which gradients pass (reparametrised); the model's prior of each step is the transition
-        # from the draw of the step before, of the first step a standard normal.
-        states = guided + spread * torch.randn(guided.shape, generator=draws)
+        # The model's prior of each step is the transition from the draw of the step before, of the first step a
+        # standard normal.
+        guided, spread, states = self.infer(windows, draws)
         means, deviations = self.transition(states[:-1])
         means = torch.cat([torch.zeros_like(guided[:1]), means])
         deviations = torch.cat([torch.ones_like(guided[:1]), deviations])
@@ -86,22 +99,22 @@ class StateSpaceModel(nn.Module):
     @torch.no_grad()
     def forecast(self, window: Tensor, count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         """The coming step's standardised times after a window [steps, n]: `count` pairs of means and deviations."""
-        guided, spread = (each[-1].expand(count, -1) for each in self.infer(window[:, None]))
-        mean, deviation = self.transition(guided + spread * torch.randn(guided.shape, generator=draws))
+        states = self.infer(window[:, None].expand(-1, count, -1), draws)[2]
+        mean, deviation = self.transition(states[-1])
         return self.emit(mean + deviation * torch.randn(mean.shape, generator=draws))
 
 
-def fit(times: F64, seed: int, iterations: int = 800) -> StateSpaceModel:
+def fit(times: F64, seed: int, iterations: int = 800, states: int = STATES) -> StateSpaceModel:
     """Trains model and guide on journalled times (seconds [steps, n], all above 0, more than 16 steps).
 
-    It takes some seconds of CPU time; the same seed gives the same model on the same machine. Each iteration of Adam
-    takes 16 windows.
+    `states` are the numbers of the hidden state, such as the nodes that turn slow by themselves. It takes some seconds
+    of CPU time; the same seed gives the same model on the same machine. Each iteration of Adam takes 16 windows.
     """
     logarithms = torch.from_numpy(times).log().float()
     centre = logarithms.mean(dim=0)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = StateSpaceModel(centre, float((logarithms - centre).std()) + 1e-6)
+        model = StateSpaceModel(centre, float((logarithms - centre).std()) + 1e-6, states)
     draws = torch.Generator().manual_seed(seed)
     data = model.standardised(torch.from_numpy(times).float())
     optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
