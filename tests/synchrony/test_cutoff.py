@@ -90,7 +90,7 @@ def test_times_beyond_the_cutoff_are_imputed_beyond_it(name: str) -> None:
         for row in known:
             predictor.observe(row, row.max())
     else:
-        predictor = StateSpace(fit(known, seed=0, iterations=3), known, seed=0)
+        predictor = StateSpace(fit(known, seed=0, iterations=60), known, seed=0)
     seconds = np.where(np.arange(20) < 15, 1.0, np.nan)
     before = predictor.samples(64).mean(axis=0)
     predictor.observe(seconds, 50.0)
