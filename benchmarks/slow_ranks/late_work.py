@@ -7,6 +7,8 @@ of work in a step takes is a keyed draw, the same for all. Cutoff takes the rank
 has computed by a threshold; both are the classes that a run has (`synchrony.limits`), and learn from the steps before.
 Work stealing and shares by speed are a run's too (`step.work_stealing`, `step.rank_times`), on a virtual clock. These
 leave nothing out, so their weights are those of synchronous steps in every bit, and so is their accuracy by steps.
+
+Needs: nothing.
 """
 
 import heapq
