@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -164,6 +165,18 @@ def test_a_fork_server_that_is_ended_is_named_and_the_next_attempt_starts_anothe
     assert forkserver_has_ended(server)
     assert not forkserver_has_ended(forkserver_process())
     assert [result[3] for result in attempts.results(be_well)] == [2.0, 2.0]
+
+
+def leave_a_thread(liveness: Liveness) -> str:
+    threading.Thread(target=time.sleep, args=(3600,), daemon=False).start()
+    return "done"
+
+
+def test_a_rank_whose_process_does_not_end_after_its_result_is_killed(attempts: Attempts, monkeypatch: Any) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(attempts.supervisor, "_report", lines.append)
+    assert [result[-1] for result in attempts.results(leave_a_thread)] == [None, "done"]
+    assert lines == [f"rank 1 ends only now, killed {BEAT:g} s after the result was there"]
 
 
 def test_a_frozen_rank_is_named(attempts: Attempts) -> None:

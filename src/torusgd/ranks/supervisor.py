@@ -26,7 +26,7 @@ from .forkserver import forkserver_has_ended, forkserver_process, start_forkserv
 from .generations import Generations
 from .gpus import free_local_rank
 from .join import JoinedNode, Listener, RemoteRank
-from .liveness import BEAT_SECONDS, Limits, Watch
+from .liveness import BEAT_SECONDS, Limits, Unchanged, Watch
 from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 
 # Seconds for the other ranks to say why they end as well, before they are killed.
@@ -173,6 +173,10 @@ class Supervisor:
                     self._generations.announce([])
                     self._end_within(EXPLAIN_SECONDS)
                     break
+                if lasting := self._outlasting():
+                    who = ranks_do(lasting, "end")
+                    self._report(f"{who} only now, killed {self._limits.beat:g} s after the result was there")
+                    break
                 self._resize(function, None if self._in(Part.JOINS) else requested())
                 continue
             if any(map(self._has_result, self._table)):
@@ -203,7 +207,7 @@ class Supervisor:
         # A prefix of its own, since addresses of dead ranks would be found under an old one.
         self._attempt, self._store = attempt, PrefixStore(keys.ATTEMPT.format(attempt=attempt), self._root)
         self._table: dict[int, RankEntry] = {}
-        self._watch = Watch(self._store, range(self.size), self._limits)
+        self._watch, self._over = Watch(self._store, range(self.size), self._limits), Unchanged()
         self._joining_since = 0.0
         # Step of the last rank that was called in.
         self._called_in_at = -1
@@ -396,6 +400,17 @@ class Supervisor:
         end = time.monotonic() + seconds
         while any(rank.runs for rank in self._table.values()) and time.monotonic() < end:
             self._exits(max(0.0, end - time.monotonic()))
+
+    def _outlasting(self) -> list[int]:
+        """Ranks whose processes still run, though all ranks have ended for so long that one without a beat was lost."""
+        # After its last beat a process may still wait for a thread or a child of its own, and nobody would notice.
+        is_over = all(beat is not None and beat.ended for beat in self._watch.beats.values())
+        seconds = self._over.seconds(is_over)
+        return (
+            [rank.number for rank in self._table.values() if rank.runs]
+            if is_over and seconds > self._limits.beat
+            else []
+        )
 
     def _is_lost(self, exit: Exit) -> bool:
         """Whether a rank was ended from outside, without a word."""
