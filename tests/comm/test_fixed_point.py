@@ -197,6 +197,8 @@ def test_mistakes_are_told_on_every_rank(on_ranks):
         ([[], [], []], ["no rank has an addend"] * 3),
         ([[float_], [float_, pair], []], ["another rank", "make them equal", "another rank"]),
         ([[torch.ones(1, dtype=torch.int64)], [float_], []], ["give float16", "another rank", "another rank"]),
+        ([1.5, [float_], [None]], ["of type float; give a tensor", "another rank", "of type list; give a tensor"]),
+        ([{"a": float_}, [torch.eye(2).to_sparse()], []], ["of type dict; ", "tensor.to_dense()", "another rank"]),
     ):
         for error, expected in zip(on_ranks(exact_all_reduce, shares), words, strict=True):
             assert isinstance(error, UserError)

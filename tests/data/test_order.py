@@ -80,3 +80,8 @@ def test_nonsense_is_refused() -> None:
     for seed in (0.5, 2**63, 2**70):
         with pytest.raises(ValueError, match="seed: needs an integer of 64 bits"):
             StreamOrder(3, seed)  # type: ignore[arg-type]
+    for arguments in ((5.5, 0), (5, 0, 0), (5, 0, 1.5)):
+        with pytest.raises(ValueError, match="a stream "):
+            StreamOrder(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whole numbers"):
+        StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.messages import refused
 from torch import Tensor, nn
 
-from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
+from torusgd.optim import BLOCK, VARIANTS, AdamW, Lars, Sgd, lars, layer_norms, layer_rates
 
 PATHS = {"fused": None, "foreach": True, "plain": False}
 
@@ -301,3 +301,13 @@ def test_a_users_mistake_is_named(wrong: dict[str, Any]) -> None:
     key = [*wrong][-1]
     with refused(f"LARS with {key} = {wrong[key]}", f"{key} = "):
         Lars([nn.Parameter(torch.ones(1))], **{"lr": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("optimizer", [Lars, Sgd, AdamW], ids=["lars", "sgd", "adamw"])
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    before = embedding.weight.detach().clone()
+    with refused("a sparse gradient"):
+        optimizer(embedding.parameters(), lr=0.1).step()
+    assert torch.equal(embedding.weight, before)

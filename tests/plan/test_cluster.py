@@ -77,6 +77,10 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
         ({"bandwith": 1}, "bandwith:"),
         ({"taper": 2.0}, "taper = 2.0:"),
         ({"inside": {"alpha": 1e-6, "bandwidth": "fast"}}, 'inside.bandwidth = "fast":'),
+        ({"between": {"alpha": 1e9, "bandwidth": 1e9}}, "between.alpha = 1000000000.0:"),
+        ({"between": {"alpha": 1e-6, "bandwidth": 1.0}}, "between.bandwidth = 1.0:"),
+        ({"inside": {"alpha": 1e-6, "bandwidth": 1e9, "efficiency": 1e-9}}, "inside.efficiency = 1e-09:"),
+        ({"speeds": [1.0, 1e-9]}, "speeds.1 = 1e-09:"),
     ],
 )
 def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], key: str) -> None:

@@ -131,9 +131,10 @@ class _Common(NamedTuple):
 def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
     # Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends.
     problem = _problem(addends, ranks)
+    addends = [] if problem else addends
     width = 3 + _MOST_DIMS
     own = [0] * width
-    if addends and not problem:
+    if addends:
         first = addends[0]
         own = [_DTYPES.index(first.dtype), int(first.device.type == "cuda"), first.dim(), *first.shape]
         own += [0] * (width - len(own))
@@ -160,12 +161,16 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
     return _Common(torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total)
 
 
-def _problem(addends: Sequence[Tensor], ranks: Group) -> str:
+def _problem(addends: object, ranks: Group) -> str:
     if ranks.size > _MOST_RANKS:
         return f"{ranks.size} ranks; it takes at most {_MOST_RANKS}"
+    if not isinstance(addends, Sequence) or not all(isinstance(each, Tensor) for each in addends):
+        return f"addends of type {type(addends).__name__}; give a tensor, or a list of tensors"
     if not addends:
         return ""
     first = addends[0]
+    if any(each.layout is not torch.strided or each.is_meta for each in addends):
+        return "an addend that is sparse, or holds no values; give dense ones, such as tensor.to_dense()"
     if first.dtype not in _DTYPES or first.dim() > _MOST_DIMS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         return f"an addend of {first.dtype} and {first.dim()} dims; give {names}, of at most {_MOST_DIMS} dims"

@@ -40,9 +40,11 @@ class StreamOrder:
     """
 
     def __init__(self, length: int, seed: int, repeats: int = 1) -> None:
-        if length < 1:
-            raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
-        if not (isinstance(seed, int | np.integer) and -(2**63) <= seed < 2**63):
+        if not (_is_whole(length) and length >= 1):
+            raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length!r}")
+        if not (_is_whole(repeats) and repeats >= 1):
+            raise ValueError(f"repeats: a stream has each image at least once, got {repeats!r}")
+        if not (_is_whole(seed) and -(2**63) <= seed < 2**63):
             raise ValueError(f"seed: needs an integer of 64 bits, got {seed!r}")
         self.length = length
         self.seed = seed
@@ -62,8 +64,8 @@ class StreamOrder:
             epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it. Copies after
                 the first have `copy * COPY` added, so that each is augmented differently.
         """
-        if start < 0 or count < 0:
-            raise ValueError(f"start and count must not be negative, got {start} and {count}")
+        if not (_is_whole(start) and _is_whole(count) and start >= 0 and count >= 0):
+            raise ValueError(f"start and count must be whole numbers, not negative, got {start!r} and {count!r}")
         if start + count > 2**63 - 1:
             raise ValueError(f"start: positions end at 2**63 - 1, got {start} and {count} more")
         # Batch 3: positions become samples. Copies first, then epochs, so that an image follows itself.
@@ -93,3 +95,7 @@ class StreamOrder:
             made.set_result(self.permutation(epoch))
         except BaseException as error:
             made.set_exception(error)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer)

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..scalars import power
 from .lars import Norms
 from .norms import layer_norms
-from .sgd import add_param_group, value_of
+from .sgd import add_param_group, has_gradient, value_of
 
 
 class AdamW(Optimizer):
@@ -54,7 +54,7 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = value_of(closure)
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
+            params = [param for param in group["params"] if has_gradient(param)]
             if params:
                 self._apply(group, params, [self._direction(param, group) for param in params])
         return loss

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..errors import UserError
 from .norms import layer_norms
-from .sgd import add_param_group, momentum_buffer, momentum_step, value_of
+from .sgd import add_param_group, has_gradient, momentum_buffer, momentum_step, value_of
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
@@ -132,7 +132,7 @@ class Lars(Optimizer):
         # Gradient 10: the new weight; each layer's rate follows the norms of its weights and of its gradient.
         for group in self.param_groups:
             hyper = {key: group[key] for key in _HYPER}
-            with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if p.grad is not None]
+            with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if has_gradient(p)]
             # Scaled and plain layers apart: one call each, so that a sharded run exchanges norms once a group.
             for scaled, trust in ((True, group["trust"]), (False, None)):
                 params = [param for param, is_scaled in with_grad if is_scaled == scaled]

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
+from ..errors import UserError
+
 # Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise.
 _VECTOR = 16
 
@@ -30,6 +32,18 @@ def value_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def has_gradient(param: Tensor) -> bool:
+    """Whether there is a gradient to take; UserError if it, or the parameter, is sparse or complex."""
+    if param.grad is None:
+        return False
+    if param.layout is not torch.strided or param.grad.layout is not torch.strided or param.is_complex():
+        raise UserError(
+            f"a {'complex' if param.is_complex() else 'sparse'} parameter or gradient of shape {tuple(param.shape)}: "
+            "the update takes dense real ones; give its layer sparse=False, or another optimizer such as SparseAdam"
+        )
+    return True
 
 
 class Sgd(SGD):
@@ -46,7 +60,7 @@ class Sgd(SGD):
         loss = value_of(closure)
         # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if has_gradient(p)]
             buffers = [momentum_buffer(self, p) for p in params]
             values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
             momentum_step(params, [p.grad for p in params], buffers, **values)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
 from ..comm.tuning.profile import Backend, Profile, ranks_a_host
@@ -27,17 +27,36 @@ from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Sect
 D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
 Grid = Annotated[tuple[Count, Count], Field(strict=False)]
-# Bytes or FLOP a second, and seconds, of any machine: beyond them a plan's figures would overflow.
-Rate = Annotated[float, Field(ge=1, le=1e30)]
-Latency = Annotated[float, Field(ge=0, le=1e6)]
+
+
+def _within(least: float, most: float, what: str) -> AfterValidator:
+    """Bounds that no machine is beyond, with the reason: a plan of something else would only look like one."""
+
+    def check(value: float) -> float:
+        if not least <= value <= most:
+            raise ValueError(f"beyond what machines have ({what}); give {least:g} to {most:g}")
+        return value
+
+    return AfterValidator(check)
+
+
+Compute = Annotated[float, _within(1e6, 1e21, "FLOP/s of one device; a Cray-1 had 1.6e8, a rack of GPUs has 4e17")]
+MemoryRate = Annotated[float, _within(1e6, 1e18, "bytes/s of a memory; a wafer of SRAM has 2e16")]
+LinkRate = Annotated[float, _within(1e3, 1e18, "bytes/s of a link; a modem had 7e3, a fibre has 1e14")]
+Latency = Annotated[float, _within(0, 10, "seconds of a message; light needs 1.3 s to the moon")]
+# Seconds that a program takes for a kernel, a message, a rank: beyond these it hangs.
+Overhead = Annotated[float, _within(0, 10, "seconds of a program for one of many small things")]
+Efficiency = Annotated[float, _within(1e-4, 1, "fraction of what the hardware can do; below a ten-thousandth it idles")]
+Slowdown = Annotated[float, _within(1, 1e4, "factor by which devices that share something are slower")]
+Speed = Annotated[float, _within(1e-4, 1e4, "speed of a device against another one of the same run")]
 
 
 class Device(Section):
     """One processor that trains: a GPU, or a CPU node or socket."""
 
     name: str
-    peak: Annotated[dict[Precision, Rate], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
-    memory_bandwidth: Rate  # bytes/s
+    peak: Annotated[dict[Precision, Compute], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
+    memory_bandwidth: MemoryRate  # bytes/s
     memory: Positive | None = None  # bytes; null: not limited
 
 
@@ -45,10 +64,10 @@ class Link(Section):
     """A network in alpha-beta terms."""
 
     alpha: Latency  # seconds a message takes before its first byte arrives, the library's own part included
-    bandwidth: Rate
+    bandwidth: LinkRate
     """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
-    efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that payload gets
-    stream: Rate | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
+    efficiency: Efficiency = 1.0  # fraction of the bandwidth that payload gets
+    stream: LinkRate | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
 
 
 class Cluster(Section):
@@ -60,15 +79,15 @@ class Cluster(Section):
     device: Device
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
-    crowding: dict[Count, Annotated[float, Field(ge=1)]] = Field(default_factory=dict)
+    crowding: dict[Count, Slowdown] = Field(default_factory=dict)
     """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
     one number to the next, constant beyond the last"""
-    speeds: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    speeds: Annotated[tuple[Speed, ...], Field(strict=False)] = ()
     """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None  # number of nodes with full bandwidth among them; null: the whole machine
-    taper: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that leaves a rack
+    taper: Efficiency = 1.0  # fraction of the bandwidth that leaves a rack
     in_network_reduction: bool = False  # whether switches can add (SHARP)
     profile: Profile | None = None  # measurement of torusgd tune, if the machine is this one
 
@@ -115,8 +134,8 @@ class Communication(Section):
     contention: Fraction = 0.0  # fraction of the hidden communication by which it slows the computation that hides it
     streams: Count = 1
     """number of connections between two devices for one message, each of them as quick as a link's `stream`"""
-    message: NotNegative = 0.0  # seconds a message costs the program on top of the link's alpha
-    coordination: NotNegative = 0.0  # seconds a rank and step that a central coordinator needs
+    message: Overhead = 0.0  # seconds a message costs the program on top of the link's alpha
+    coordination: Overhead = 0.0  # seconds a rank and step that a central coordinator needs
     gather_ahead: bool = False
     """whether a sharded update gathers new weights as the next forward pass needs them, and hides that behind it"""
     statistic_bytes: NotNegative = 0.0
@@ -155,9 +174,9 @@ class Software(Section):
     precision: Precision = "float32"
     fused: bool = False  # whether activations and additions are done inside the kernel before them
     quartiles: tuple[Positive, Positive] | None = None  # seconds of a measured run's steps; null: of no such run
-    math: Annotated[float, Field(gt=0, le=1)] = 0.6  # fraction of the device's peak in convolutions and products
-    memory: Annotated[float, Field(gt=0, le=1)] = 0.75  # fraction of the memory bandwidth
-    launch: NotNegative = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework
+    math: Efficiency = 0.6  # fraction of the device's peak in convolutions and products
+    memory: Efficiency = 0.75  # fraction of the memory bandwidth
+    launch: Overhead = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework
     jitter: NotNegative = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
     sharded_update: bool = False  # whether each rank updates a shard of the weights
     shares: Literal["even", "speed"] = "even"
@@ -316,4 +335,6 @@ def local_cluster(profile: Profile) -> Cluster:
 
 def _link(link: MeasuredLink | None) -> Link | None:
     # A latency or slope of zero is below the resolution of tune.
-    return None if link is None else Link(alpha=link.latency, bandwidth=1 / max(link.per_byte, 1e-12))
+    if link is None:
+        return None
+    return validate(Link, {"alpha": link.latency, "bandwidth": 1 / max(link.per_byte, 1e-12)}, "a link of the profile")
