@@ -28,7 +28,7 @@ FOLDER = "TORUSGD_CAMPAIGN"  # as in in_rank.py, which imports torch; here it wo
 LIMIT = 60.0
 """seconds of a command without a new line, after which it hangs: this process ends, all stacks in the file `hang`"""
 BUSY_LIMIT = 300.0
-"""the same while its processes compute, on a machine that has other work too"""
+"""the same while its processes compute, or wait for a core of a machine that has other work too"""
 MOMENTS = (*(("any", step) for step in range(1, STEPS + 1)), ("images", 5), ("train", 7), ("audit", 3), ("evaluate", 4),
            ("checkpoint", 5), ("evaluate", STEPS), ("checkpoint", STEPS), ("polish", STEPS))  # fmt: skip
 """phase and step of a rank at which an event strikes, or at the first progress in a later step"""
@@ -163,15 +163,15 @@ class Player:
             sys.stdout.flush()
 
     def _end_late(self, done: threading.Event) -> None:
-        size, last, worked = -1, time.monotonic(), 0.0
+        size, last, wanted = -1, time.monotonic(), 0.0
         while (waited := time.monotonic() - last) < BUSY_LIMIT:
             if done.wait(1.0):
                 return
             with contextlib.suppress(FileNotFoundError):
                 found = self._size() + (self._run / "events.jsonl").stat().st_size
                 if found != size:
-                    size, last, worked = found, time.monotonic(), _cpu_seconds(os.getpid())
-            if waited > LIMIT and _cpu_seconds(os.getpid()) - worked < 0.05 * waited:
+                    size, last, wanted = found, time.monotonic(), _wanted_seconds(os.getpid())
+            if waited > LIMIT and _wanted_seconds(os.getpid()) - wanted < 0.2 * waited:
                 break
         for process in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -248,6 +248,16 @@ def _cpu_seconds(process: int) -> float:
         with contextlib.suppress(OSError):
             fields += Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:15]
     return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+
+
+def _wanted_seconds(process: int) -> float:
+    """For which threads of a process, and of those below it, have had a core or waited for one."""
+    seconds = 0.0
+    for each in (process, *_descendants(process)):
+        for path in Path(f"/proc/{each}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                seconds += 1e-9 * sum(map(int, path.read_text().split()[:2]))
+    return seconds
 
 
 def _children(process: int | None) -> list[int]:
