@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.fuzz import readers
 from tools.fuzz.inputs import Fuzz
 from tools.fuzz.tally import Tally, fed
 
+import torusgd
 from torusgd.data.decode import Undecodable
 
 KINDS = list(Fuzz(0, Path()).kinds)
@@ -27,6 +29,15 @@ def test_some_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) 
     tally = Fuzz(1, tmp_path).run(kind, share=0.05)
     assert not tally.problems
     assert tally.inputs >= 5
+
+
+def test_each_reader_is_tried_or_has_a_reason() -> None:
+    found = set(readers.found(Path(torusgd.__file__).parent))
+    assert found == readers.READERS.keys()
+    kinds = {kind for kind in readers.READERS.values() if not kind.startswith("- ")}
+    assert kinds <= {*KINDS, "Parquet"}
+    missing = [reason.split(": tests/")[1] for reason in readers.READERS.values() if ": tests/" in reason]
+    assert all((Path(__file__).parents[1] / path).is_file() for path in missing)
 
 
 @pytest.mark.slow

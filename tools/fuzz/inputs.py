@@ -29,6 +29,7 @@ from torusgd.run.trained_weights import open_trained
 from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, write_checkpoint
 from torusgd.rundir.run_dir import dump_recipe
 
+from . import run_files
 from .mutations import WORDS, damaged, drawn, plain_values, with_size
 from .tally import Tally, fed
 from .uses import (
@@ -75,6 +76,7 @@ class Fuzz:
             "clusters and software": (120, self.machines),
             "plans": (50, self.plans),
             "runs": (120, self.runs),
+            **run_files.kinds(self.file),
         }
 
     def run(self, kind: str, share: float) -> Tally:
