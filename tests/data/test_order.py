@@ -82,6 +82,6 @@ def test_nonsense_is_refused() -> None:
             StreamOrder(3, seed)  # type: ignore[arg-type]
     for arguments in ((5.5, 0), (5, 0, 0), (5, 0, 1.5)):
         with pytest.raises(ValueError, match="a stream "):
-            StreamOrder(*arguments)  # type: ignore[arg-type]
+            StreamOrder(*arguments)
     with pytest.raises(ValueError, match="whole numbers"):
         StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def _run(file: File, name: str) -> dict[str, bytes]:
     folder = file(f"{name}/recipe.yaml", dump_recipe(recipe).encode()).parent
     lines = RecordFile(folder / "records.jsonl", 0, 0)
     known = {"recipe_sha256": recipe.sha256(), "train_images": 1437, "data_sha256": "d", "init_sha256": "i"}
-    lines.add(BeginLine(step=0, operators="", **known))  # type: ignore[arg-type]
+    lines.add(BeginLine(step=0, operators="", **known))
     lines.add(ConditionsLine(step=0, conditions={"cpu": "x", "threads": 1}, mixed=[]))
     for step in (0, 4, 8):
         lines.add(StateLine(step=step, tensors={"a": "0" * 64}, images="1" * 64, rates=(0.1, 0.9, 1.0)))
