@@ -1,18 +1,11 @@
-"""The scripts beside the package: each compiles, and whatever it imports from torusgd, wherever in the file, exists.
+"""The scripts beside the package: each starts; two that put a step together of the package's classes take one."""
 
-Two of them put a step together out of the package's own classes; these steps are taken once, on one rank.
-"""
-
-import ast
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from runpy import run_module
 from types import SimpleNamespace
@@ -28,6 +21,7 @@ from benchmarks.record import RESULTS, recorded, runs, sample
 from benchmarks.tables import DOCS, written
 from torch._C._autograd import DeviceType
 
+from tests.commands import ran
 from torusgd.data.pipeline import Batch
 
 ROOT = Path(__file__).parents[1]
@@ -35,50 +29,6 @@ RANK_ALONE = {
     "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
 """as torchrun sets them"""
-FOLDERS = ("benchmarks", "examples", "tools")
-SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-
-
-def imported(script: str) -> Iterator[tuple[str, str | None]]:
-    """Each import from torusgd as (module, name); None: the module alone."""
-    for node in ast.walk(ast.parse((ROOT / script).read_text(), script)):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            found: list[tuple[str, str | None]] = [(node.module or "", alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found = [(alias.name, None) for alias in node.names]
-        else:
-            continue
-        yield from (each for each in found if each[0].split(".")[0] == "torusgd")
-
-
-def exists(module: str, name: str | None = None) -> bool:
-    """Whether a module can be imported, and has the name or is a folder with a module of that name."""
-    try:
-        home = import_module(module)
-    except ModuleNotFoundError:
-        return False
-    return name is None or hasattr(home, name) or exists(f"{module}.{name}")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_whatever_a_script_imports_from_the_package_exists(script: str) -> None:
-    compile((ROOT / script).read_text(), script, "exec")
-    assert not [each for each in imported(script) if not exists(*each)]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_reads_no_private_attribute_of_an_object(script: str) -> None:
-    """A rename inside the package would break it, and no import would tell."""
-    reads = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Attribute)]
-    private = [node for node in reads if node.attr.startswith("_") and not node.attr.endswith("__")]
-    assert not [ast.unparse(node) for node in private if ast.unparse(node.value) not in ("self", "os")]  # os._exit
-
-
-def test_a_name_that_is_gone_is_found_out() -> None:
-    assert exists("torusgd")
-    assert exists("torusgd.run", "build")
-    assert not exists("torusgd.run.build", "no_such_name")
-    assert not exists("torusgd.no_such_module", "build")
 
 
 @pytest.mark.parametrize("command", [" ".join(name) for name in commands()])
@@ -101,14 +51,11 @@ def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatc
 )  # fmt: skip
 def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "TORUSGD_RESULTS": str(tmp_path)}
+    environment = {"PYTHONPATH": path, "TORUSGD_RESULTS": str(tmp_path)}
     environment |= RANK_ALONE if command.startswith("allreduce") else {}
     words = [sys.executable, "-m", "benchmarks", *command.split()]
     for number in (1, 2):
-        done = subprocess.run(
-            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        ran(words, cwd=ROOT, env=os.environ | environment)
         (file,) = tmp_path.glob("*.json")
         found = runs(file)
         assert len(found) == number
@@ -334,9 +281,6 @@ def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_par
     ],
 )
 def test_the_list_of_benchmarks(words: list[str], listed: int, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == code
+    done = ran([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, code=code)
     assert len(done.stdout.splitlines()) >= listed
     assert ("none of that name" in done.stderr) == (code == 2)

@@ -1,12 +1,12 @@
 """What a process is prepared with before it computes."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.commands import ran
 from torusgd import runtime
 from torusgd.recipe.load import load_recipe
 
@@ -27,10 +27,7 @@ print(taken() - before)
 def pages_taken_again(**environment: str) -> int:
     """Pages that the system hands out anew when 64 MiB are freed and taken four times."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PAGES], env=clean | environment, capture_output=True, text=True, timeout=240, check=True
-    )
-    return int(done.stdout)
+    return int(ran([sys.executable, "-c", PAGES], env=clean | environment).stdout)
 
 
 def test_freed_memory_is_kept_for_the_next_step():

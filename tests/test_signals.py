@@ -1,7 +1,8 @@
 """Signals that ask for a stop, as a process of its own gets them."""
 
-import subprocess
 import sys
+
+from tests.commands import ran
 
 SWALLOWED = """
 import os, signal, time
@@ -21,5 +22,4 @@ except Stopped as stop:
 
 
 def test_a_stop_that_a_library_swallows_comes_again() -> None:
-    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout == "2\n"
+    assert ran([sys.executable, "-c", SWALLOWED]).stdout == "2\n"

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tests.commands import command
 from tests.polling import until
 from tests.run.processes import Process, last_step, torusgd, wait_for_step
-from tests.run.runs import command
 from typer import Option
 
 from ..record import sample

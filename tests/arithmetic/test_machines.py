@@ -2,13 +2,13 @@
 
 import ast
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.arithmetic.small_training import train
+from tests.commands import ran
 
 import torusgd
 from torusgd.arithmetic import VERSION, portable
@@ -40,15 +40,8 @@ def run(settings: dict[str, str], *words: str) -> str:
     """The hash that a process of its own prints."""
     script = Path(__file__).with_name("small_training.py")
     known = {key: value for key, value in os.environ.items() if key not in FAR}
-    done = subprocess.run(
-        [sys.executable, script, *words],
-        env={**known, "OMP_NUM_THREADS": "1", **settings},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return done.stdout.strip()
+    environment = known | {"OMP_NUM_THREADS": "1"} | settings
+    return ran([sys.executable, script, *words], timeout=300, env=environment).stdout.strip()
 
 
 def test_the_golden_hash() -> None:

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.commands import command, ran
 from tests.plan.measured import link, measured_run, network
-from tests.run.runs import command
 
 from torusgd.cli.bench import compare
 from torusgd.comm.tuning.profile import Profile
@@ -18,27 +17,19 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment
-    )
-
-
 @pytest.mark.slow
 def test_tune_writes_a_profile_and_bench_measures_auto_by_it(tmp_path: Path) -> None:
     profile, file = tmp_path / "profile.json", tmp_path / "records.json"
-    done = run("tune", "--workers", "2", "--seconds", "1", "--out", profile)
-    assert done.returncode == 0, done.stderr
+    ran(command("tune", "--workers", "2", "--seconds", "1", "--out", profile))
     measured = Profile.load(profile)
     assert [crowd.ranks for crowd in measured.crowding] == [2]
     assert [point.size for point in measured.in_steps] == [16 << 10, 256 << 10]
     assert measured.hosts == (0, 0)
 
-    done = run(
+    done = ran(command(
         "bench", "allreduce", "--workers", "2", "--sizes", "4KiB,64KiB", "--algorithms", "native,ring,auto", "-n", "2",
         "--profile", profile, "--json", file,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    ))  # fmt: skip
     records = json.loads(file.read_text())
     assert [(r["bytes"], r["algorithm"]) for r in records] == [
         (size, name) for size in (4096, 65536) for name in ("native", "ring", "auto")
@@ -64,8 +55,7 @@ def test_mistakes_are_one_line_and_exit_code_2(words: str, mistake: Callable[...
 
 @pytest.mark.slow
 def test_a_mistake_that_ranks_find_is_one_line_and_exit_code_2() -> None:
-    done = run("bench", "allreduce", "--workers", "2", "--algorithms", "torrus")
-    assert done.returncode == 2
+    done = ran(command("bench", "allreduce", "--workers", "2", "--algorithms", "torrus"), code=2)
     assert "torrus" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -88,8 +78,7 @@ def test_scaling_puts_runs_beside_the_plan_from_the_first_of_them(tmp_path: Path
 def test_scaling_runs_on_one_rank_and_on_two(tmp_path: Path) -> None:
     file, temporary = tmp_path / "points.json", Path(tempfile.mkdtemp())  # a short name, for the sockets there
     flags = ("--workers", "2", "--steps", "4", "--seconds", "1", "--json", file)
-    done = run("bench", "scaling", "digits", *flags, TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
+    done = ran(command("bench", "scaling", "digits", *flags), env=os.environ | {"TMPDIR": str(temporary)})
     assert "run 2 of 2: ranks 2, steps 4" in done.stdout
     temporary.rmdir()  # nothing is left in it
     alone, two = json.loads(file.read_text())

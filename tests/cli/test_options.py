@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import typer
 import yaml
+from tests.commands import ran
 from tests.messages import refused
 from tests.plan.measured import measured_run, network
 from typer.main import get_command
@@ -85,8 +85,7 @@ def test_help_comes_without_torch_and_pydantic() -> None:
         "try: torusgd.cli.main()\n"
         "except SystemExit: print({'torch', 'pydantic', 'numpy'} & set(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.endswith("set()\n")
+    assert ran([sys.executable, "-c", script]).stdout.endswith("set()\n")
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -141,10 +140,8 @@ def test_doctor_ends_with_1_where_ranks_have_no_shared_memory(run_cli: Run, monk
 def test_a_shell_completes_commands_and_their_options() -> None:
     script = "from torusgd.__main__ import main; main()"
     asked = {"_TORUSGD_COMPLETE": "complete_bash", "COMP_WORDS": "torusgd verify --fi", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.argv = ['torusgd']; {script}"],
-        check=False, capture_output=True, text=True, timeout=240, env={**os.environ, **asked},
-    )  # fmt: skip
+    words = [sys.executable, "-c", f"import sys; sys.argv = ['torusgd']; {script}"]
+    done = ran(words, code=None, env=os.environ | asked)
     assert done.stdout.split() == ["--final"]
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.commands import command, ran
 from tests.messages import refused
-from tests.run.runs import command
 
 from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
@@ -83,9 +83,5 @@ def test_names_in_letters_that_the_terminal_lacks_are_written_out(
 
 def test_a_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     """Parts of torch make a folder there for compiled code as soon as they are imported."""
-    words = command("plan", "digits", "--cluster", "abci", "--devices", "4")
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
-    assert done.returncode == 0, done.stderr
+    ran(command("plan", "digits", "--cluster", "abci", "--devices", "4"), env=os.environ | {"TMPDIR": str(tmp_path)})
     assert not list(tmp_path.iterdir())

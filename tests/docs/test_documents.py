@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import yaml
+from tests.commands import ran
 from tests.messages import sentences
 
 import torusgd
@@ -218,9 +218,7 @@ def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
     commands = commands_of(DOCS / "tour.md")
     assert len(commands) > 8
     for command in commands:
-        words = [sys.executable, "-m", "torusgd", *shlex.split(command)[1:]]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        ran([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, timeout=600)
     hashes = {
         json.loads((tmp_path / "runs" / name / "summary.json").read_text())["weights_sha256"]
         for name in ("digits", "on-3", "stopped")
@@ -252,10 +250,7 @@ def test_the_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
                 (folder / f"{index}.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
     script = "\n".join(["set -e", *commands])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=1400, check=False, env=environment
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(["bash", "-c", script], cwd=tmp_path, timeout=1400, env=environment)
     output = (done.stdout + done.stderr).splitlines()
     first, second, portable = re.findall(r"weights_sha256 (\w{64})", done.stdout)[1:4]
     assert first == second, "on 3 workers with a kill, as on 2"
@@ -274,11 +269,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "data", "build"))
     environment = {**os.environ, "PYTHONPATH": str(root / "src")}
     for words in (["tools.reference_pages"], ["zensical", "build", "--strict"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=root, capture_output=True, text=True, timeout=280, check=False,
-            env=environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        ran([sys.executable, "-m", *words], cwd=root, timeout=280, env=environment)
     assert "exact_all_reduce" in (root / "build" / "site" / "api.html").read_text()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.commands import ran
 from tests.report.test_page import copied
 from tests.run.runs import run_here, sets, train
 
@@ -165,8 +165,5 @@ def test_mlperfs_own_checker_passes_a_scaled_down_run(tmp_path: Path, run_cli: A
     for division in ("open", "closed"):
         code, _, errors = run_cli("export", tmp_path / "run", "--format", "mlperf", "--division", division)
         assert (code, errors) == (0, "")
-        done = subprocess.run(
-            [sys.executable, *words, str(log)], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = ran([sys.executable, *words, log], cwd=tmp_path)
         assert "SUCCESS" in done.stdout + done.stderr

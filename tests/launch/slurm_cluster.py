@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from tests.commands import ran
 from tests.polling import until
 from tests.run.processes import children, open_files
 
@@ -94,5 +95,5 @@ def lose_node(folder: Path, environment: dict[str, str], name: str) -> None:
 
 
 def ask(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = ran(command, code=None, env=environment)
     return (done.stdout or done.stderr).strip()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import command, ran
 from tests.messages import refused
-from tests.run.runs import TINY, command, sets, train
+from tests.run.runs import TINY, sets, train
 
 from torusgd import signals
 from torusgd.errors import RunError, write_exit
@@ -115,12 +116,8 @@ def test_exit_codes_and_the_line_for_schedulers(tmp_path: Path, run_cli: Any, mo
 @pytest.mark.slow
 def test_a_time_limit_ends_a_run_with_75(tmp_path: Path) -> None:
     settings = sets(*TINY, "stages=[{until: 100000st, images_per_worker: 3}]", "evaluate.every=null")
-    environment = {**os.environ, "TORUSGD_EXIT_FILE": str(tmp_path / "exit.json")}
-    done = subprocess.run(
-        command("train", "digits", "--out", tmp_path / "run", *settings, "--workers", "2", "--time-limit", "0.3"),
-        capture_output=True, text=True, timeout=180, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 75, done.stderr
+    words = command("train", "digits", "--out", tmp_path / "run", *settings, "--workers", "2", "--time-limit", "0.3")
+    done = ran(words, code=75, env=os.environ | {"TORUSGD_EXIT_FILE": str(tmp_path / "exit.json")})
     assert "stopped by SIGUSR1" in done.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["again"] is True
 

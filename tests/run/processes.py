@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.commands import command
 from tests.polling import until
-from tests.run.runs import command
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from tests.commands import command, ran
 from torusgd.comm.groups import group_of
 from torusgd.observe.events import plan_table
 from torusgd.precision import arithmetic_of
@@ -82,17 +81,9 @@ def around_steps(run: Run, call: Callable[..., Any]) -> None:
     run.trainer = replace(run.trainer, ahead=steps)
 
 
-def command(*arguments: object) -> list[str]:
-    """The command line of `torusgd` in this interpreter."""
-    return [sys.executable, "-m", "torusgd", *map(str, arguments)]
-
-
 def train(out: Path, *arguments: object, recipe: str = "digits", timeout: float = 240) -> dict[str, Any]:
     """Runs `torusgd train` to its end; the summary."""
-    done = subprocess.run(
-        command("train", recipe, "--out", out, *arguments), capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(command("train", recipe, "--out", out, *arguments), timeout=timeout)
     return json.loads((out / "summary.json").read_text())
 
 

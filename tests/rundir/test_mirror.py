@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import command, ran
 
 pytest.importorskip("fsspec")
 
@@ -17,7 +18,7 @@ from tests.data.buckets import KINDS, bucket
 from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import Process
-from tests.run.runs import TINY, command, run_here, sets
+from tests.run.runs import TINY, run_here, sets
 
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
@@ -161,10 +162,7 @@ def on(tmp_path: Path) -> Any:
     """Gives a command to another machine, which is one with another cache."""
 
     def run(machine: str, *words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "TORUSGD_CACHE": str(tmp_path / machine)}
-        return subprocess.run(
-            command(*words), capture_output=True, text=True, timeout=300, check=False, env=environment
-        )
+        return ran(command(*words), code=None, timeout=300, env=os.environ | {"TORUSGD_CACHE": str(tmp_path / machine)})
 
     return run
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import ran
 from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.groups import group_of
@@ -125,9 +126,7 @@ def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pyte
 
 
 def test_who_asks_does_not_wait_for_torch() -> None:
-    import subprocess
     import sys
 
     script = "import sys, torusgd.rundir.run_view; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout == "set()\n"
+    assert ran([sys.executable, "-c", script]).stdout == "set()\n"

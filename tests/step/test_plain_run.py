@@ -1,10 +1,10 @@
 """A plain run: it imports nothing of the GPU form, and needs no Triton, on a CPU or a GPU."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import ran
 
 import torusgd
 
@@ -33,22 +33,9 @@ print(*(name for name in sys.modules if name.startswith(("torusgd.cuda", "triton
 """
 
 
-def imported_by_steps(device: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, device],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_plain_steps_import_nothing_of_the_gpu_form_and_need_no_triton(device: str) -> None:
-    assert imported_by_steps(device) == ""
+    assert ran([sys.executable, "-c", TRAIN, device], cwd=Path(__file__).parents[2]).stdout.strip() == ""
 
 
 def test_one_import_leads_to_the_gpu_form() -> None:

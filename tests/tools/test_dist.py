@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,17 +11,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.commands import ran
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str | Path, cwd: Path, code: int = 0, timeout: float = 240) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, words)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return ran(words, code=code, cwd=cwd, timeout=timeout, env=clean).stdout
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -103,9 +99,7 @@ def test_the_wheel_brings_all_that_it_needs(tmp_path: Path) -> None:
     python, torusgd = (tmp_path / "env" / "bin" / name for name in ("python", "torusgd"))
     pip = [str(python), "-m", "pip"]
     install = [*pip, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[{EXTRAS}]"]
-    asked = subprocess.run(
-        [*install, "--dry-run", "--report", "-"], capture_output=True, text=True, timeout=600, check=False
-    )
+    asked = ran([*install, "--dry-run", "--report", "-"], code=None, timeout=600)
     if asked.returncode:
         pytest.skip(f"no index is in reach: {asked.stderr[-300:]}")
     versions = {

@@ -1,12 +1,12 @@
 """Whatever is read works or is refused in one line: some inputs of every kind here, all of them as a slow test."""
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.commands import ran
 from tools.fuzz import readers
 from tools.fuzz.inputs import Fuzz
 from tools.fuzz.tally import Tally, fed
@@ -68,5 +68,5 @@ def test_the_campaign_sees_memory() -> None:
     lines += ["tally.fed(own, 'memory', lambda: b'x' * (1 << 29))", "print(own.problems)"]
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", "\n".join(lines)]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    ended = ran(command, cwd=root, code=None)
     assert "own: memory: took" in ended.stdout, ended.stdout + ended.stderr
