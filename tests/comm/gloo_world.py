@@ -4,11 +4,15 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import queue
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from torusgd.comm.tuning.profile import Link, Profile, Timing
@@ -18,30 +22,43 @@ from torusgd.ranks.rank import serve_store
 TIMEOUT = timedelta(seconds=240)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
+_STARTED: dict[str, int] = {}
+"""the process that ranks of tests are forked from"""
 
 
 def start_forkserver() -> None:
-    """Starts the process that ranks are forked from, before a test of the launcher starts its own for all of them.
+    """Starts the process that ranks are forked from, in the place of one that a test of the launcher has started.
 
-    DistributedDataParallel imports torch._dynamo, which takes seconds. What ranks print goes nowhere.
+    An optimizer's first step imports torch._dynamo, which takes seconds. What ranks print goes nowhere.
     """
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None and server._forkserver_pid == _STARTED.get("here"):
+        return
+    with suppress(FileNotFoundError):  # the launcher's removes its socket itself
+        server._stop()
     of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
     multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     multiprocessing.forkserver.ensure_running()
+    _STARTED["here"] = server._forkserver_pid
     os.dup2(output, 1)
     os.close(output)
     os.close(nothing)
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, answers: Any) -> None:
+def _find_others(rank: int, size: int, port: int) -> None:
+    """Sets what torchrun would; the test holds the store."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+
+
+def _rank(rank: int, size: int, port: int, answers: Any, function: Callable[..., Any], *arguments: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")  # the test holds the store
+    _find_others(rank, size, port)
     try:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         dist.barrier()  # who ends before another has connected fails that one's init_process_group
@@ -53,6 +70,18 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
     os._exit(0)
 
 
+def _script(rank: int, size: int, port: int, answers: Any, path: str, *words: str) -> None:
+    _find_others(rank, size, port)
+    multiprocessing.set_start_method("fork", force=True)  # a script's own; here it would be that of this process
+    sys.argv = [path, *words]
+    try:
+        with redirect_stdout(StringIO()) as printed:
+            run_path(path, run_name="__main__")
+        answers.put((rank, printed.getvalue(), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+
+
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 240
 ) -> list[Any]:
@@ -60,18 +89,27 @@ def run_ranks(
 
     With `expected`, only so many ranks answer (the test loses the others on purpose).
     """
+    return _run(_rank, size, (function, *arguments), expected or size, timeout)
+
+
+def run_script(size: int, path: Path, *words: object) -> list[str]:
+    """What each rank prints of a script that joins ranks as under torchrun, and without its start of each of them."""
+    return _run(_script, size, (str(path), *map(str, words)), size, 240)
+
+
+def _run(target: Callable[..., None], size: int, arguments: tuple[Any, ...], expected: int, timeout: float) -> Any:
+    start_forkserver()
     store = serve_store()
     answers = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_rank, args=(function, rank, size, store.port, arguments, answers), daemon=True)
-        for rank in range(size)
+        _CONTEXT.Process(target=target, args=(rank, size, store.port, answers, *arguments)) for rank in range(size)
     ]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     try:
-        while len(results) < (expected or size):
+        while len(results) < expected:
             rank, result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
             assert error is None, f"rank {rank}: {error}"
             results[rank] = result

@@ -1,9 +1,10 @@
 """The stream for a DataLoader: nothing lost or repeated, whatever draws ahead, on any number of ranks."""
 
+import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.comm.gloo_world import start_forkserver
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
 from torusgd.data.order import StreamOrder
@@ -231,43 +233,41 @@ def test_a_state_of_another_stream_or_an_older_one_is_refused() -> None:
         sampler.load_state_dict(old)
 
 
-SCRIPT = """
-import json, os, sys, torch
-from pathlib import Path
-from torch.utils.data import DataLoader
-from torusgd import StreamSampler
-
-folder = Path(sys.argv[1])
-weights = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(weights.parameters(), lr=0.0)
-sampler = StreamSampler(37, 6)
-saved = folder / "state.json"
-seen = []
-if saved.exists():
-    state = json.loads(saved.read_text())
-    sampler.load_state_dict(state["sampler"])
-    seen = state["seen"]
-loader = DataLoader(range(37), batch_sampler=sampler, num_workers=2, persistent_workers=True)
-while True:
-    for batch in loader:
-        seen += batch.tolist()
-        optimizer.step()
-        sampler.step()
-        if sys.argv[2] == str(sampler.steps):
-            (folder / "between").touch()
-            import time; time.sleep(600)
-        (folder / "new.json").write_text(json.dumps({"sampler": sampler.state_dict(), "seen": seen}))
-        os.replace(folder / "new.json", saved)
-        if sampler.steps == 20:
-            print(json.dumps(seen)); os._exit(0)
-"""
+def train_and_save(folder: Path, sleeps_at: int) -> None:
+    """Twenty steps, saved after each; sleeps for ever between one of them and its save."""
+    os.setsid()  # a group of its own, with its loaders
+    multiprocessing.set_start_method("fork", force=True)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.0)
+    sampler, saved, seen = StreamSampler(LENGTH, 6), folder / "state.json", list[int]()
+    if saved.exists():
+        state = json.loads(saved.read_text())
+        sampler.load_state_dict(state["sampler"])
+        seen = state["seen"]
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2, persistent_workers=True)
+    while sampler.steps < 20:
+        for batch in loader:
+            seen += batch.tolist()
+            optimizer.step()
+            sampler.step()
+            if sampler.steps == sleeps_at:
+                (folder / "between").touch()
+                time.sleep(600)
+            (folder / "new.json").write_text(json.dumps({"sampler": sampler.state_dict(), "seen": seen}))
+            (folder / "new.json").replace(saved)
+            if sampler.steps == 20:
+                os._exit(0)
 
 
 def test_a_kill_between_the_optimizers_step_and_the_save(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen([*command, "11"], start_new_session=True) as process:
-        until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
-        os.killpg(process.pid, signal.SIGKILL)
-    done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=240, check=True)
+    start_forkserver()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=train_and_save, args=(tmp_path, 11))
+    process.start()
+    until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
+    os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    again = context.Process(target=train_and_save, args=(tmp_path, 0))
+    again.start()
+    again.join(240)
     # The eleventh step's weights are lost with the process, and so it is done again: with the same samples.
-    assert done.stdout.strip() == str(stream(120))
+    assert json.loads((tmp_path / "state.json").read_text())["seen"] == stream(120)

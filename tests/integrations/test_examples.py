@@ -1,35 +1,17 @@
 """The examples print one hash on any number of ranks."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from torusgd.ranks.rank import LOOPBACK, serve_store
+from tests.comm.gloo_world import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed(name: str, ranks: int, *options: str) -> str:
-    """What rank 0 prints; the ranks find what torchrun would give them, and need not wait until it has started."""
-    store = serve_store()
-    given = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    given |= {"WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLES / name), *options],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **given, "RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert not any(process.returncode for process in processes)
-    return outputs[0]
+def printed(name: str, ranks: int, *options: object) -> str:
+    """What rank 0 prints."""
+    return run_script(ranks, EXAMPLES / name, *options)[0]
 
 
 def weights(text: str) -> str:
@@ -39,17 +21,17 @@ def weights(text: str) -> str:
 
 def test_a_loop_of_ones_own_on_one_and_three_ranks_and_stopped_between(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    alone = weights(printed("own_loop.py", 1, "--steps", "12"))
+    alone = weights(printed("own_loop.py", 1, "--steps", 12))
     state = tmp_path / "state.pt"
-    assert weights(printed("own_loop.py", 3, "--steps", "5", "--checkpoint", str(state))) != alone
-    assert weights(printed("own_loop.py", 2, "--steps", "12", "--checkpoint", str(state))) == alone
+    assert weights(printed("own_loop.py", 3, "--steps", 5, "--checkpoint", state)) != alone
+    assert weights(printed("own_loop.py", 2, "--steps", 12, "--checkpoint", state)) == alone
 
 
 @pytest.mark.parametrize("name", ["segmentation.py", pytest.param("causal_text.py", marks=pytest.mark.slow)])
 def test_a_loss_over_tokens_or_pixels(name: str) -> None:
-    one = printed(name, 1, "--steps", "3")
-    assert weights(one) == weights(printed(name, 3, "--steps", "3"))
-    coarse, fine = (printed(name, 2, "--steps", "1", "--micro-batches", count) for count in ("6", "12"))
+    one = printed(name, 1, "--steps", 3)
+    assert weights(one) == weights(printed(name, 3, "--steps", 3))
+    coarse, fine = (printed(name, 2, "--steps", 1, "--micro-batches", count) for count in (6, 12))
     assert weights(coarse) != weights(fine)
     for what in ("loss", "gradient"):
         first, second = (float(re.findall(rf"{what} ([\d.]+)", text)[0]) for text in (coarse, fine))

@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from torch import nn
@@ -17,7 +16,11 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3).to(torch.bfloat16))
 
 
-def _compared(flipped: str, odd: int, ddp: bool) -> str:
+def _compared(*cases: tuple[str, int, bool]) -> list[str]:
+    return [_compared_once(*case) for case in cases]
+
+
+def _compared_once(flipped: str, odd: int, ddp: bool) -> str:
     """What a comparison says after two steps, when one bit of a tensor of one rank is flipped before it."""
     network = _network()
     model: nn.Module = DistributedDataParallel(network) if ddp else network
@@ -42,32 +45,31 @@ def _compared(flipped: str, odd: int, ddp: bool) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize(
-    ("flipped", "ddp"),
-    [
-        ("0.weight", True),
-        ("2.bias", False),
-        ("1.running_var", False),
-        ("1.num_batches_tracked", True),
-        ("momentum_buffer of 2.weight", True),
-    ],
-)
-def test_one_bit_is_found_and_its_rank_and_tensor_named(flipped: str, ddp: bool) -> None:
-    said = run_ranks(3, _compared, flipped, 1, ddp)
-    assert len(set(said)) == 1
-    assert said[0].startswith("2: after 3 steps rank 1 on ")
-    assert f"differs from most ranks, in {flipped}" in said[0]
+def test_one_bit_is_found_and_its_rank_and_tensor_named() -> None:
+    cases = [
+        ("0.weight", 1, True), ("2.bias", 1, False), ("1.running_var", 1, False), ("1.num_batches_tracked", 1, True),
+        ("momentum_buffer of 2.weight", 1, True),
+    ]  # fmt: skip
+    first, *others = run_ranks(3, _compared, *cases)
+    assert others == [first] * 2
+    for said, (flipped, _, _) in zip(first, cases, strict=True):
+        assert said.startswith("2: after 3 steps rank 1 on ")
+        assert f"differs from most ranks, in {flipped}" in said
 
 
 def test_equal_ranks_pass_and_of_two_no_one_is_to_blame_alone() -> None:
-    assert run_ranks(2, _compared, "", -1, True) == ["equal", "equal"]
-    said = run_ranks(2, _compared, "0.bias", 0, False)
-    assert "rank 0 on " in said[1]
-    assert "rank 1 on " in said[1]
-    assert "no majority" in said[1]
+    for equal, said in run_ranks(2, _compared, ("", -1, True), ("0.bias", 0, False)):
+        assert equal == "equal"
+        assert "rank 0 on " in said
+        assert "rank 1 on " in said
+        assert "no majority" in said
 
 
-def _of_own_data(ignore: tuple[str, ...]) -> str:
+def _of_own_data() -> list[str]:
+    return [_of_own_data_but(ignore) for ignore in ((), ("*running_mean", "*running_var"))]
+
+
+def _of_own_data_but(ignore: tuple[str, ...]) -> str:
     model = DistributedDataParallel(_network()[:2])
     replicas = Replicas(model, every=1, ignore=ignore)
     torch.manual_seed(int(os.environ["RANK"]))
@@ -80,8 +82,9 @@ def _of_own_data(ignore: tuple[str, ...]) -> str:
 
 
 def test_batch_norm_in_ddp_is_explained_and_can_be_left_out() -> None:
-    assert "ignore=" in run_ranks(2, _of_own_data, ())[0]
-    assert run_ranks(2, _of_own_data, ("*running_mean", "*running_var"))[0] == "equal"
+    explained, left_out = run_ranks(2, _of_own_data)[0]
+    assert "ignore=" in explained
+    assert left_out == "equal"
 
 
 def _sharded() -> list[str]:
@@ -108,7 +111,11 @@ def test_sharded_weights_and_state_and_nothing_at_all_are_refused() -> None:
         assert "no parameter and no buffer" in nothing
 
 
-def _of_odd_kinds(odd: str) -> str:
+def _of_odd_kinds(*each: str) -> list[str]:
+    return [_of_an_odd_kind(odd) for odd in each]
+
+
+def _of_an_odd_kind(odd: str) -> str:
     """A model with sparse and complex buffers, in which one rank differs."""
     model, is_odd = nn.Linear(2, 2, bias=False), os.environ["RANK"] == "1"
     torch.nn.init.ones_(model.weight)
@@ -125,14 +132,15 @@ def _of_odd_kinds(odd: str) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [
-        ("", "equal"),
-        ("sparse", "no majority says who is right, in sparse"),
-        ("view", "no majority says who is right, in view"),
-        ("state", "exp_avg of weight, exp_avg_sq of weight, step of weight on rank 1 alone"),
-    ],
-)
-def test_tensors_of_any_kind_and_those_of_one_rank_alone_are_named(odd: str, said: str) -> None:
-    assert all(each.endswith(said) for each in run_ranks(2, _of_odd_kinds, odd))
+ODD = {
+    "": "equal",
+    "sparse": "no majority says who is right, in sparse",
+    "view": "no majority says who is right, in view",
+    "state": "exp_avg of weight, exp_avg_sq of weight, step of weight on rank 1 alone",
+}
+
+
+def test_tensors_of_any_kind_and_those_of_one_rank_alone_are_named() -> None:
+    for found in run_ranks(2, _of_odd_kinds, *ODD):
+        for said, expected in zip(found, ODD.values(), strict=True):
+            assert said.endswith(expected)

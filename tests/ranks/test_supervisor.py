@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.commands import ran
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.step.trainers import job_of, take, trainer_of
@@ -118,8 +118,8 @@ def sleep_for_ever(liveness: Liveness) -> None:
 
 
 def work_for_long(liveness: Liveness) -> None:
-    for unit in range(60):  # three times as long as without a beat, twice as long as without progress
-        time.sleep(3 * BEAT / 60)
+    for unit in range(60):  # twice as long as without a beat, half as long again as without progress
+        time.sleep(2 * BEAT / 60)
         liveness.progress("train", 3, unit)
 
 
@@ -233,5 +233,5 @@ print(process.exitcode)
 
 def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() -> None:
     """Each would take seconds for it otherwise."""
-    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True)
-    assert ran.stdout.strip() == "1", ran.stderr
+    done = ran([sys.executable, "-c", FORK])
+    assert done.stdout.strip() == "1", done.stderr
