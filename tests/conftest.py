@@ -107,7 +107,7 @@ def memory_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.filesystem("memory").store.clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a short recipe, to which something may happen while it runs (`tests.run.processes`)."""
     path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
@@ -115,7 +115,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of a run that nothing happens to: one rank, no launcher, no pauses."""
     return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))

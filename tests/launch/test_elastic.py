@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.commands import command
 from tests.data.pictures import write_folder
+from tests.launch.driven import Driven, job_of, kill
 from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
-    is_alive,
     last_step,
     pauses,
     results,
     summary,
     torusgd,
-    wait_for_phase,
     wait_for_step,
 )
-from tests.run.runs import command
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
@@ -50,16 +48,8 @@ from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
 
 
-def kill(*pids: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(map(is_alive, pids)), "they are dead")
-
-
-def assert_went_on(process: Process, out: Path, undisturbed: dict[str, Any], lost: int) -> dict[str, Any]:
+def assert_went_on(out: Path, undisturbed: dict[str, Any], lost: int) -> dict[str, Any]:
     """The run has ended as if nothing had happened; its summary."""
-    assert process.end() == 0, process.output
     told = summary(out)
     assert results(told) == undisturbed
     assert (told["restarts"], told["resumed_from"], len(told["lost_ranks"])) == (0, 0, lost)
@@ -78,41 +68,28 @@ def assert_verified(folder: Path, out: Path, held: Path) -> None:
 
 
 def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_and_the_last_is_alone(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    process = torusgd(tmp_path / "1", out, recipe, "--workers", "4", *pauses(0.01, 0.04))
-    wait_for_step(out, 3, process)
-    began = process.ranks()
-    first = process.rank(out, 0)
-    kill(first)
-    wait_for_step(out, 10, process)
-    wait_for_phase(out, "evaluate", process)
-    writer = process.rank(out, 0)
-    assert writer != first  # from here on by number: when ranks change, its file is closed for a moment
-    kill(next(pid for pid in process.ranks() if pid != writer))
-    wait_for_step(out, 12, process)
-    assert set(process.ranks()) < set(began)
-    assert len(process.ranks()) == 2
-    kill(next(pid for pid in process.ranks() if pid != writer))
-    wait_for_step(out, 14, process)
-    assert process.ranks() == [writer]
+    def drive(run: Driven) -> None:
+        run.reach(3)
+        kill(run.pid(0))
+        run.reach(10)
+        run.until(lambda: run.status().get("phase") == "evaluate")
+        kill(run.pid(2))
+        run.reach(12)
+        assert run.ranks() == [run.pid(1), run.pid(3)]
+        kill(run.pid(3))
+        run.reach(14)
+        assert run.ranks() == [run.pid(1)]
 
-    told = assert_went_on(process, out, undisturbed, lost=3)
-    assert (told["lost_ranks"][0], told["world_size"]) == (0, 1)
-    assert [line.rpartition("; ")[2].split()[0] for line in process.err.splitlines()] == ["ranks", "ranks", "rank"]
-    assert "resumed" not in process.out
-    assert "restart" not in process.err
-
-
-@pytest.mark.slow
-def test_two_ranks_are_lost_at_once(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
-    out = tmp_path / "out"
-    process = torusgd(tmp_path / "1", out, recipe, "--workers", "3", *pauses(0.01))
-    wait_for_step(out, 4, process)
-    kill(*process.ranks()[:2])
-    told = assert_went_on(process, out, undisturbed, lost=2)
-    assert (told["lost_ranks"], told["world_size"]) == ([0, 1], 1)
+    job = job_of(
+        tmp_path, recipe, "data.options.pause=0.01", "data.options.eval_pause=0.04", workers=4, checkpoint_every="4st"
+    )
+    run = Driven(job, drive, monkeypatch)
+    told = assert_went_on(tmp_path, undisturbed, lost=3)
+    assert (told["lost_ranks"], told["world_size"]) == ([0, 2, 3], 1)
+    assert [line.rpartition("; ")[2].split()[0] for line in run.lines] == ["ranks", "ranks", "rank"]
+    assert len(run.started) == 4
 
 
 def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
@@ -121,7 +98,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out, held = tmp_path / "out", tmp_path / "held"
     held.touch()
-    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.15", "--track", "tensorboard"]
+    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.1", "--track", "tensorboard"]
     process = torusgd(tmp_path, out, recipe, "--workers", "1", *words, TORUSGD_HELD=str(held))
 
     def status() -> dict[str, Any]:
@@ -146,7 +123,8 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     wait_for(shares={"0": 4})
     assert process.ranks() == began
     held.unlink()
-    told = assert_went_on(process, out, undisturbed, lost=1)
+    assert process.end() == 0, process.output
+    told = assert_went_on(out, undisturbed, lost=1)
     assert (told["world_size"], told["shares"]) == (1, {"0": 4})
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
@@ -252,7 +230,8 @@ def test_20_seeded_kills_at_random_moments(tmp_path: Path, recipe: Path, undistu
             victims = draw.sample(ranks, min(draw.choice((1, 1, 2)), len(ranks) - 1))
             kill(*victims)
             kills, lost = kills + 1, lost + len(victims)
-        assert_went_on(process, out, undisturbed, lost)
+        assert process.end() == 0, process.output
+        assert_went_on(out, undisturbed, lost)
 
 
 class Dying:

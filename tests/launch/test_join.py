@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,22 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import command, ran
+from tests.launch.driven import Driven, job_of, noting
 from tests.polling import until
 from tests.run.processes import LOOPBACK, Process, is_alive, last_step, listening, pauses, results, summary, torusgd
-from tests.run.runs import command
 
 from torusgd.errors import RunError, UserError
-from torusgd.launch import local, node_agent
-from torusgd.launch.local import TOKEN, Entrance, launch
+from torusgd.launch import node_agent
+from torusgd.launch.local import TOKEN, Entrance
 from torusgd.launch.node_agent import join_run
-from torusgd.ranks import supervisor
 from torusgd.ranks.join import Channel, pass_on, read_token
-from torusgd.ranks.rank import start_rank
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
-from torusgd.run.saving import RunResult
-from torusgd.runtime import resolve_auto
 from torusgd.signals import STOP_SIGNALS
 
 HERE = socket.gethostname()
@@ -62,14 +57,10 @@ class Agent:
         return self.outcome
 
 
-class Driven:
-    """A run in this thread, while a function in another one does something to it."""
+class Gated(Driven):
+    """A run that others may join, and that takes its time as long as its gate is closed."""
 
-    def __init__(
-        self, job: Job, drive: Callable[["Driven"], None], monkeypatch: pytest.MonkeyPatch, **more: Any
-    ) -> None:
-        self.lines: list[str] = []
-        self.job, self._drive, self._error = job, drive, list[BaseException]()
+    def __init__(self, job: Job, drive: Callable[["Gated"], None], monkeypatch: pytest.MonkeyPatch) -> None:
         self.channels: list[Channel] = []
         """of the agents, in the order in which they came"""
 
@@ -77,36 +68,12 @@ class Driven:
             self.channels.append(Channel(*arguments))
             return self.channels[-1]
 
-        monkeypatch.setattr(local, "warn", self.lines.append)
         monkeypatch.setattr(node_agent, "warn", lambda line: None)
         monkeypatch.setattr(node_agent, "Channel", channel)
-        thread = threading.Thread(target=self._run, daemon=True)
-        thread.start()
-        self.result: RunResult = launch(job, False, Entrance(("127.0.0.1", 0)))
-        thread.join(240)
-        if self._error:
-            raise self._error[0]
+        super().__init__(job, drive, monkeypatch, Entrance(("127.0.0.1", 0)))
 
-    def _run(self) -> None:
-        try:
-            self._drive(self)
-        except BaseException as error:
-            self._error.append(error)
-            gate_of(self.job).unlink(missing_ok=True)
-
-    def until(self, check: Callable[[], Any]) -> Any:
-        return until(check, "what was waited for", state=lambda: "\n".join([*self.lines, str(self.shares())]))
-
-    def line(self, text: str) -> str:
-        """Waits for a line of the launcher that holds this text."""
-        return self.until(lambda: next((line for line in self.lines if text in line), ""))
-
-    def shares(self) -> dict[str, int]:
-        """By rank, as `torusgd status` tells."""
-        try:
-            return json.loads((self.job.out / "status.json").read_text()).get("shares", {})
-        except (OSError, ValueError):
-            return {}
+    def give_up(self) -> None:
+        gate_of(self.job).unlink(missing_ok=True)
 
     @property
     def port(self) -> int:
@@ -124,18 +91,7 @@ def job(tmp_path: Path, recipe: Path) -> Job:
     gate = tmp_path / "gate"
     gate.touch()
     own = ["data.source=tests.run.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}"]
-    loaded = resolve_auto(load_recipe(str(recipe), own).recipe, "cpu")
-    return Job(loaded, RuntimeOptions(workers=1, checkpoint_minutes=10), "cpu", tmp_path / "out")
-
-
-def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
-    """`start_rank`, which notes the processes that it starts."""
-
-    def start(spec: Any) -> BaseProcess:
-        started.append(start_rank(spec))
-        return started[-1]
-
-    return start
+    return job_of(tmp_path / "out", recipe, *own, workers=1, checkpoint_minutes=10)
 
 
 def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_disturb_nothing(
@@ -146,7 +102,7 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
     started = list[BaseProcess]()
     monkeypatch.setattr(node_agent, "start_rank", noting(started))
 
-    def drive(run: Driven) -> None:
+    def drive(run: Gated) -> None:
         silent = socket.create_connection(("127.0.0.1", run.port))  # says nothing as long as the run lasts
         token = read_token(job.out / TOKEN)
         with socket.create_connection(("127.0.0.1", run.port)) as garbage:
@@ -170,7 +126,7 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
         silent.close()
         ended["lines"] = run.lines
 
-    told = Driven(job, drive, monkeypatch).result.summary
+    told = Gated(job, drive, monkeypatch).result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [2, 3], 0)
     assert set(json.loads(ended["told"])) == {"torusgd", "nonce"}
@@ -194,20 +150,14 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
 ) -> None:
     seen = dict[str, Any]()
 
-    def status(run: Driven) -> Any:
-        try:
-            return json.loads((job.out / "status.json").read_text())["phase"]
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def drive(run: Driven) -> None:
+    def drive(run: Gated) -> None:
         token = read_token(run.until(lambda: run.port and job.out / TOKEN))
-        run.until(lambda: status(run) == "wait for ranks")  # before the first step: one core here
+        run.until(lambda: run.status().get("phase") == "wait for ranks")  # before the first step: one core here
         first = Agent(run.port, token, 2)
         run.until(lambda: set(run.shares()) == {"0", "1"})  # no more than the most
         run.channels[-1]._connection.shutdown(socket.SHUT_RDWR)
         first.end()
-        run.until(lambda: status(run) == "wait for ranks")
+        run.until(lambda: run.status().get("phase") == "wait for ranks")
         seen["checkpoints"] = len(list((job.out / "checkpoints").glob("step-*")))
         second = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "2"})
@@ -217,7 +167,7 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
 
     options = RuntimeOptions(workers_range=(2, 2), checkpoint_minutes=10)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    told = Driven(replace(job, options=options), drive, monkeypatch).result.summary
+    told = Gated(replace(job, options=options), drive, monkeypatch).result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [1], 0)
     assert (seen["checkpoints"], seen["second"]) == (1, 0)
@@ -238,7 +188,7 @@ def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on
 
     monkeypatch.setattr(node_agent, "pass_on", noted)
 
-    def drive(run: Driven) -> None:
+    def drive(run: Gated) -> None:
         agent = Agent(run.port, read_token(job.out / TOKEN), 1)
         run.until(lambda: set(run.shares()) == {"0", "1"})
         for link in links:
@@ -248,7 +198,7 @@ def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on
         gate_of(job).unlink()
         agent.end()
 
-    assert results(Driven(job, drive, monkeypatch).result.summary) == undisturbed
+    assert results(Gated(job, drive, monkeypatch).result.summary) == undisturbed
 
 
 @pytest.mark.slow
@@ -256,16 +206,15 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
     job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
-    ended, started = dict[str, Any](), list[BaseProcess]()
-    monkeypatch.setattr(supervisor, "start_rank", noting(started))
+    ended = dict[str, Any]()
 
-    def lose_rank_0(run: Driven, again: str) -> None:
+    def lose_rank_0(run: Gated, again: str) -> None:
         reached = last_step(job.out)
-        started[-1].kill()
+        run.started[-1].kill()
         run.until(lambda: set(run.shares()) == {again, "1"})
         run.until(lambda: last_step(job.out) > reached)
 
-    def drive(run: Driven) -> None:
+    def drive(run: Gated) -> None:
         token = read_token(run.until(lambda: run.port and job.out / TOKEN))
         first = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "1"})
@@ -275,7 +224,7 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
         ended["first"] = first.end()
         ended["lines"] = [line for line in run.lines if "takes its place" in line]
 
-    told = Driven(job, drive, monkeypatch).result.summary
+    told = Gated(job, drive, monkeypatch).result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"], told["resumed_from"]) == (2, [0, 2], 0, 0)
     assert ended["first"] == 0
@@ -317,9 +266,7 @@ def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_campaign_of_losses_and_joins_ends_with_the_same_weights() -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "changes.py"
-    words = [sys.executable, str(script), "--changes", "8", "--seed", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [sys.executable, "-m", "benchmarks", "elastic", "changes", "--changes", "8", "--seed", "1"]
+    done = ran(words, cwd=Path(__file__).parents[2], timeout=800)
     assert "8 changes" in done.stdout
     assert "0 restarts, weights those of the undisturbed run" in done.stdout

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.comm.gloo_world import start_forkserver
 from tests.polling import until
 from tests.run.processes import (
     STEPS,
@@ -26,6 +27,7 @@ from tests.run.processes import (
     wait_for_step,
 )
 
+from torusgd.__main__ import main
 from torusgd.comm import groups
 from torusgd.launch import torchrun as torchrun_ranks
 from torusgd.ranks.liveness import Limits
@@ -38,11 +40,48 @@ def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[s
     return Process(folder, sys.executable, *launcher, *options, *words[1:])
 
 
-def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) -> list[Process]:
+class Forked:
+    """A command in a process that is forked from one which has torch imported."""
+
+    def __init__(self, folder: Path, words: list[str], environment: dict[str, str]) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_command, args=(folder, words, environment)
+        )
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def end(self) -> int | None:
+        self._process.join(240)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    @property
+    def out(self) -> str:
+        return (self._folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._folder / "err").read_text()
+
+
+def _command(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(environment)
+    sys.argv = words
+    main()
+
+
+def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) -> list[Forked]:
     """Ranks whose variables a script has set."""
+    start_forkserver()
     told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
-    words = torusgd_words(out, recipe, *flags)
-    return [Process(folder / str(rank), *words, environment=told | {"RANK": str(rank)}) for rank in range(size)]
+    words = torusgd_words(out, recipe, *flags)[2:]
+    return [Forked(folder / str(rank), words, told | {"RANK": str(rank)}) for rank in range(size)]
 
 
 def ours(process: Process) -> list[str]:
@@ -77,7 +116,7 @@ def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finis
     assert told["world_size"] == 3
     assert_told_once(out, STEPS)
     assert "done: top-1 " in ranks_by_hand[0].out
-    assert [process.output.strip() for process in ranks_by_hand[1:]] == ["", ""]
+    assert [process.out + process.err for process in ranks_by_hand[1:]] == ["", ""]
 
 
 @pytest.mark.slow
@@ -95,7 +134,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
 def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
-    wait_for_step(out, 5, ranks[0])
+    until(lambda: last_step(out) >= 5, "step 5")
     os.kill(ranks[1].pid, signal.SIGINT)
     assert [process.end() for process in ranks] == [143, 130]
     assert (out / "checkpoints" / f"step-{last_step(out):08d}").is_dir()
@@ -105,7 +144,7 @@ def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path
 def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     ranks = by_hand(tmp_path, out, recipe, 3, pauses(0.01))
-    wait_for_step(out, 5, ranks[0])
+    until(lambda: last_step(out) >= 5, "step 5")
     ranks[1].kill()
     assert [ranks[0].end(), ranks[2].end()] == [1, 1]
     (line,) = (ranks[0].err + ranks[2].err).splitlines()

@@ -16,21 +16,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.comm.gloo_world import run_ranks
+from tests.commands import command, ran
 from tests.data.buckets import bucket
 from tests.polling import until
-from tests.run.runs import command, run_here, sets, train
+from tests.run.runs import TINY as BASE
+from tests.run.runs import run_here, train_on_ranks
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
 from torusgd.launch import verification
 from torusgd.launch.verification import Range, drawn
 from torusgd.precision import arithmetic_of
+from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Step
 from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.run.saving import RunResult
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
 from torusgd.step.stats import StepStats
@@ -39,6 +44,7 @@ from torusgd.weights import weights_sha256
 
 TINY = (
     "precision=portable",
+    "model.options.width=4",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
     "augment: {crop: shift, shift: 1, flip: 0.5}}",
     "virtual_workers=2",
@@ -434,14 +440,8 @@ def test_a_run_in_a_bucket_is_checked(
 
 
 def test_ranks_of_their_own_compute_it(run: Path) -> None:
-    done = subprocess.run(
-        command("verify", run, "--steps", "2:4", "--workers", "2"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    done = ran(command("verify", run, "--steps", "2:4", "--workers", "2"))
+    assert done.stderr == ""
     assert "steps 2:4  equal" in done.stdout
 
 
@@ -467,18 +467,25 @@ def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatc
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("portable", marks=pytest.mark.slow)])
 def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path, run: Path) -> None:
-    states = {}
-    for update in ("replicated", "sharded"):
-        out = tmp_path / update
-        words = ("--workers", "2", "--update", update, "--verify-every", "2st", "--max-steps", "4")
-        train(out, *words, *sets(*TINY, f"precision={precision}"), timeout=240)
-        lines = parse_records((out / "records.jsonl").read_text())[0]
-        states[update] = [line.tensors for line in lines if isinstance(line, StateLine)]
-    assert len(states["sharded"]) == 3
-    assert states["sharded"] == states["replicated"]
+    run_ranks(2, train_both_ways, tmp_path, precision)
+    replicated, sharded = (states_of(tmp_path / update) for update in ("replicated", "sharded"))
+    assert len(sharded) == 3
+    assert sharded == replicated
     if precision == "portable":
-        lines = parse_records((run / "records.jsonl").read_text())[0]
-        assert states["sharded"] == [line.tensors for line in lines if isinstance(line, StateLine)][:3]
+        assert sharded == states_of(run)[:3]
+
+
+def train_both_ways(out: Path, precision: str) -> None:
+    recipe = resolve_auto(load_recipe("digits", [*BASE, *TINY, f"precision={precision}"]).recipe, "cpu")
+    for update in ("replicated", "sharded"):
+        options = RuntimeOptions(verify_every=Duration(2, "st"), update=update)
+        with arithmetic_of(recipe):
+            train_on_ranks(out / update, recipe, options, max_steps=4)
+
+
+def states_of(folder: Path) -> list[dict[str, str]]:
+    lines = parse_records((folder / "records.jsonl").read_text())[0]
+    return [line.tensors for line in lines if isinstance(line, StateLine)]
 
 
 def test_a_light_checkpoint_is_what_its_record_hashes_and_takes_the_bytes_that_were_said(
@@ -555,11 +562,7 @@ def test_a_run_in_an_s3_bucket_is_trained_and_checked(
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     with bucket("s3", monkeypatch) as (_, url):
         out, words = f"{url}/run", [word for each in TINY for word in ("--set", each)]
-        done = subprocess.run(
-            command("train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *words),
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        ran(command("train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *words))
         monkeypatch.setenv(CACHE, str(tmp_path / "elsewhere"))
         code, found = verify(out, "--all")
         assert (code, len(found)) == (0, 4)

@@ -3,9 +3,6 @@
 import base64
 import json
 import os
-import shlex
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
@@ -18,8 +15,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
+from tests.commands import command, ran
 from tests.messages import refused
-from tests.run.runs import TINY, command, run_here, sets
+from tests.run.processes import Process, held_port
+from tests.run.runs import TINY, run_here, sets
 from torusgd.arithmetic import portable
 from torusgd.arithmetic.mode import PortableMode
 from torusgd.data.decode import DECODER_SET
@@ -213,28 +212,19 @@ def trained(out: Path, *words: str, recipe: str = "digits-portable", **environme
     """The hash of a run of `torusgd train`, over the golden hash's steps unless the words say otherwise."""
     words = ("--max-steps", str(STEPS), "--out", str(out), *words)
     known = {name: value for name, value in os.environ.items() if name not in FAR}
-    done = subprocess.run(
-        command("train", recipe, *words),
-        env=known | environment,
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(command("train", recipe, *words), timeout=540, env=known | environment)
     return str(json.loads((out / "summary.json").read_text())["weights_sha256"])
 
 
 def test_ranks_under_other_conditions_train_in_shards_and_go_on_elsewhere(tmp_path: Path) -> None:
     """A step by two ranks, of which one has other kernels; then one rank with a third kind."""
     out, shards = tmp_path / "run", ["--update", "sharded", "--allreduce", "ring"]
-    train = shlex.join(command("train", "digits-portable", "--out", str(out), *FEW, "--max-steps", "1", *shards))
-    kernels = " ".join(f"{name}={value}" for name, value in FAR.items())
-    each = f"if [ $RANK = 1 ]; then export {kernels}; fi; exec {train}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    done = subprocess.run([*launcher, "sh", "-c", each], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert trained(out, "--workers", "1", *FEW, MKL_CBWR="COMPATIBLE") == GOLDEN_OF_FEW
+    words = command("train", "digits-portable", "--out", out, *FEW, "--max-steps", "1", *shards)
+    pair = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
+    ranks = [Process(tmp_path / str(rank), *words, environment={**pair, "RANK": str(rank), **kernels})
+             for rank, kernels in enumerate(({}, FAR))]  # fmt: skip
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert trained(out, *FEW, MKL_CBWR="COMPATIBLE", **pair | {"WORLD_SIZE": "1", "RANK": "0"}) == GOLDEN_OF_FEW
     assert not json.loads((out / "summary.json").read_text())["other_conditions"]
 
 

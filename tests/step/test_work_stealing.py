@@ -1,15 +1,16 @@
 """Idle ranks take over what a late one has not begun: the same weights, each virtual worker once, in the events."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
+from tests.launch.driven import Driven, kill
+from tests.launch.driven import job_of as job_of_run
 from tests.polling import until
-from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd
-from tests.run.runs import TINY, events, run_here, sets
+from tests.run.processes import assert_told_once, results, run_alone
+from tests.run.runs import TINY, events, run_here
 from tests.step.trainers import job_of, run_of
 from torch import Tensor
 
@@ -59,15 +60,19 @@ def test_a_late_ranks_work_is_done_by_others_with_the_same_weights(tmp_path: Pat
     assert summary["taken_over_saved_seconds"] >= 0
 
 
-def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again(tmp_path: Path, recipe: Path) -> None:
+def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, short = tmp_path / "out", ("virtual_workers=12", "stages=[{until: 12st, images_per_worker: 3}]")
     undisturbed = results(run_alone(tmp_path / "alone", recipe, *short))
-    slow = sets(*short, "data.options={pause: 0.02, rank: 1}")
-    process = torusgd(tmp_path / "1", out, recipe, "--workers", "3", "--work-stealing", "--shares", "even", *slow)
-    until(lambda: last_step(out) >= 6, "it trains", process)
-    os.kill(process.rank(out, 0), signal.SIGKILL)  # it has most often just taken something over
-    assert process.end() == 0, process.output
-    told = summary(out)
+
+    def drive(run: Driven) -> None:
+        run.reach(6)
+        kill(run.pid(0))  # it has most often just taken something over
+
+    slow = (*short, "data.options={pause: 0.02, rank: 1}")
+    job = job_of_run(out, recipe, *slow, workers=3, work_stealing=True, shares="even", checkpoint_every="4st")
+    told = Driven(job, drive, monkeypatch).result.summary
     assert results(told) == undisturbed
     assert (told["lost_ranks"], told["restarts"]) == ([0], 0)
     assert told["late_ranks"]["1"] > 0
