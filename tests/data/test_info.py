@@ -2,10 +2,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.data.pictures import encoded, photo, write_folder
-from tests.data.test_files import arrays, write_arrays, write_idx
+from tests.data.test_files import write_arrays, write_idx
 from tests.messages import refused
 from torusgd.data.registry import describe, undecodable
 
@@ -30,13 +29,6 @@ def test_idx_files(tmp_path: Path) -> None:
     assert "9 for training, 4 held out" in lines[1]
     assert "3 training images" in lines[3]
     assert lines[4].startswith("sizes     5 x 6 (9) ")
-
-
-@pytest.mark.parametrize("kind", ["npz", "npy"])
-def test_arrays(tmp_path: Path, kind: str) -> None:
-    path = write_arrays(tmp_path, kind, arrays())
-    assert "data.source numpy" in describe(path)[0]
-    assert list(undecodable(path)) == []
 
 
 def test_many_classes_are_cut_short(tmp_path: Path) -> None:

@@ -52,10 +52,11 @@ class Gated(Stripes):
 
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 4), (3, 2), (4, 9)])
 def test_batches_are_those_of_the_pipeline_in_order(tmp_path: Path, threads: int, ahead: int) -> None:
-    pipeline, order = pictures(tmp_path), StreamOrder(12, 0)
+    pipeline, order, before = pictures(tmp_path), StreamOrder(12, 0), torch.get_num_threads()
     background = Loader(pipeline, order, threads, ahead)
     batches = list(run(background, shares(12)))
     assert len(batches) == 12
+    assert torch.get_num_threads() == before, "the consumer's own are left alone"
     for share, batch in zip(shares(12), batches, strict=True):
         expected = pipeline.training_batch(*order.at(share.start, share.count), share.augment)
         assert torch.equal(batch.images, expected.images)
@@ -156,14 +157,6 @@ def test_time_kept_waiting_is_counted_and_no_other(monkeypatch: pytest.MonkeyPat
         next(taking)
         assert background.wait_seconds == number  # one tick from before the wait to after it
         next(ticks)  # the consumer computes
-    background.close()
-
-
-def test_the_consumers_threads_are_left_alone() -> None:
-    before = torch.get_num_threads()
-    background = loader(Stripes(30), threads=3)
-    list(run(background, shares(8)))
-    assert torch.get_num_threads() == before
     background.close()
 
 

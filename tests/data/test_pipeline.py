@@ -62,6 +62,7 @@ PIPELINES = {
     "resized": Data(**TILES, image_size=12, resize=15, augment=Augment(crop="resized")),
     "folder": folder_data(),
     "folder, not square": folder_data(image_size=(16, 24)),
+    "folder, one channel": folder_data(channels=1, mean=(0.5,), std=(0.5,)),
     "folder, shifted": folder_data(augment=Augment(crop="shift", shift=3, flip=0.5)),
 }
 
@@ -94,6 +95,7 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
             assert torch.equal(whole.images, torch.cat([batch.images for batch in batches]))
             assert torch.equal(whole.targets, torch.cat([batch.targets for batch in batches]))
             assert whole.replaced == sum(batch.replaced for batch in batches)
+        assert whole.images.shape == (len(indices), PIPELINES[name].channels, *PIPELINES[name].sizes.sides)
         assert whole.images.is_contiguous()
         assert whole.images.dtype == torch.float32
         assert whole.targets.dtype == torch.int64
@@ -289,14 +291,6 @@ def test_images_of_another_size_or_kind_are_refused() -> None:
             pipeline.validation_batch(np.array([0]))
         with refused(f"an image of {what}", "data."):
             pipeline.training_batch(np.array([0]), EPOCH_0[:1], augment=True)
-
-
-def test_one_channel_of_a_folder(tmp_path: Path) -> None:
-    batch = pictures(tmp_path, channels=1, mean=(0.5,), std=(0.5,)).training_batch(
-        np.arange(4), EPOCH_0[:4], augment=True
-    )
-    assert batch.images.shape == (4, 1, 24, 24)
-    assert len({image.numpy().tobytes() for image in batch.images}) == 4
 
 
 def test_the_augmentation_is_pinned() -> None:
