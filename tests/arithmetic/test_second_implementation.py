@@ -46,13 +46,14 @@ SHORT = (
 """two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps"""
 
 
-def test_numpy_has_the_hashes_of_digits_portable() -> None:
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(20, marks=pytest.mark.slow)])
+def test_numpy_has_the_hashes_of_digits_portable(steps: int) -> None:
     run, found = Training(read_recipe(RECIPE)), {}
-    for step in range(1, max(HASHES) + 1):
+    for step in range(1, steps + 1):
         run.step()
         if step in HASHES:
             found[step] = run.sha256()
-    assert found == HASHES
+    assert found == {step: known for step, known in HASHES.items() if step <= steps}
     assert HASHES[20] in (ROOT / "README.md").read_text()
 
 
@@ -82,7 +83,7 @@ def by_numpy(steps: int, *changes: str, numbers: Numbers | None = None) -> str:
     return run.sha256()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("steps", [2, 20])
 def test_a_short_run_has_the_same_weights_by_both(tmp_path: Path, steps: int) -> None:
     assert by_the_package(tmp_path, steps, *SHORT) == by_numpy(steps, *SHORT)
 

@@ -144,7 +144,6 @@ def test_a_rank_that_begins_late_is_found_in_the_skew_and_not_in_the_time() -> N
     with Lab([Host(latency=0.005, rate=1e9)] * 4) as lab:
         found = records(lab.run([str(HERE / "program_skew.py")], timeout=240))
     assert all(each["late"] == found[0]["late"] for each in found), "all ranks agree"
-    (seconds, _), (late_seconds, skew), old = (found[0][name] for name in ("on_time", "late", "from_barrier"))
-    assert skew == pytest.approx(0.05, abs=0.005)
-    assert late_seconds - seconds < 0.025
-    assert old - seconds > 0.025, "from a barrier on the time of the others has it"
+    (_, usual), (seconds, skew), old = (found[0][name] for name in ("on_time", "late", "from_barrier"))
+    assert skew > max(usual, 0.045), "it sleeps for 50 ms"
+    assert seconds < old, "from a barrier on the time of the others has it"

@@ -116,7 +116,7 @@ SOME = [
     (1, ["LARS, ring"]),
     (2, ["LARS, bfloat16, torus"]),
     (3, ["LARS, ring", "skipped steps", "redone steps", "64-bit sums"]),
-    pytest.param(5, ["SGD with an average, native"], marks=pytest.mark.slow),
+    pytest.param(5, ["SGD with averages, native"], marks=pytest.mark.slow),
     pytest.param(3, list(CASES), marks=pytest.mark.slow),
 ]
 
