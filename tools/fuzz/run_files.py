@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
@@ -21,6 +22,7 @@ from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe
 from torusgd.report.read_run import read_log, read_run, read_verified
 from torusgd.run.claims import read_claims
+from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir, dump_recipe
 from torusgd.rundir.run_view import HEAD, STATUS, WORKERS, RunRequests, read_status
 from torusgd.step.journal import Journal, JournalHead, entry_of, read_journal
@@ -133,14 +135,13 @@ def statuses(file: File, count: int, rng: random.Random) -> Inputs:
 def _look(folder: Path) -> None:
     status, run = read_status(folder), RunDir(folder)
     assert isinstance(status.reported, dict)
-    run.data_revision(), run.journal_reached(), run.read_summary(), run._agents()
+    run.data_revision(), run.journal_reached(), run.read_summary(), run.agents()
     read_run(folder)
 
 
 def _requests(folder: Path) -> None:
-    requests = RunRequests(folder)
-    requests._looked = time.monotonic() - 10.0
-    number = requests.workers()
+    with patch.object(run_view, "SECONDS", 0.0):  # the first look is not put off
+        number = RunRequests(folder).workers()
     assert number is None or number > 0
 
 

@@ -83,7 +83,7 @@ class RunDir:
         belongs to another recipe's run that has begun, or holds files that no run wrote.
         """
         with self._telling():
-            known = self._agents()
+            known = self.agents()
             # They start the ranks again with the same words when one fails or the nodes change; then `--fresh` is old.
             fresh = fresh and known.isdisjoint(agents)
             if not self._is_run():
@@ -139,7 +139,8 @@ class RunDir:
         with self._telling():
             return [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
 
-    def _agents(self) -> set[int]:
+    def agents(self) -> set[int]:
+        """The agents of torchrun that have begun ranks here; none if that was not noted, or the note is damaged."""
         try:
             return set(parse_json(read_text(self.path / _AGENTS)))
         except (OSError, ValueError, TypeError):
