@@ -7,7 +7,9 @@ file NAME.json, whose newest run is shown.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -15,6 +17,11 @@ from typing import Any
 from .__main__ import docstrings
 from .accuracy import proof
 from .record import RESULTS, runs
+
+DOCS = Path(__file__).parents[1] / "docs"
+_NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
+_EXAMPLE = re.compile(r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", re.MULTILINE)
+_MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
 def listed() -> str:
@@ -37,15 +44,6 @@ def listed() -> str:
     return "\n".join(found)
 
 
-DOCS = Path(__file__).parents[1] / "docs"
-WRITERS: dict[str, Callable[[], str]] = {
-    "commands": listed, "proof": proof.table, "proof-choices": proof.choices,
-}  # fmt: skip
-_NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
-_EXAMPLE = re.compile(r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", re.MULTILINE)
-_MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
-
-
 def table(run: dict[str, Any]) -> str:
     """Markdown: what ran where, and a line for each figure."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
@@ -61,6 +59,36 @@ def table(run: dict[str, Any]) -> str:
         ends = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         lines.append(f"| {name} | {median(values):.4g} | {ends[0]:.4g} to {ends[2]:.4g} | {len(values)} |")
     return "\n".join(lines)
+
+
+def pooled(name: str) -> str:
+    """Each figure of a file with the samples of all its runs, for a benchmark that is run in parts."""
+    found = runs(RESULTS / f"{name}.json")
+    samples = defaultdict[str, list[float]](list)
+    for run in found:
+        for figure, values in run["samples"].items():
+            samples[figure] += values
+    dates, loads = sorted({run["date"][:10] for run in found}), [load for run in found for load in run["load"]]
+    machines = ", ".join(sorted({run["processor"] for run in found}))
+    lines = [
+        f"{len(found)} runs, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}, {machines}, "
+        f"load {min(loads):.1f} to {max(loads):.1f}:",
+        "",
+        "| figure | median | least to most | n |",
+        "| --- | --- | --- | --- |",
+    ]
+    for figure, values in samples.items():
+        lines.append(f"| {figure} | {median(values):.4g} | {min(values):.4g} to {max(values):.4g} | {len(values)} |")
+    return "\n".join(lines)
+
+
+WRITERS: dict[str, Callable[[], str]] = {
+    "commands": listed,
+    "proof": proof.table,
+    "proof-choices": proof.choices,
+    "step-records": partial(pooled, "step-records"),
+}
+"""tables that are not the newest run of a file"""
 
 
 def made(name: str) -> str:

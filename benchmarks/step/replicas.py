@@ -5,6 +5,8 @@
 Two ranks train a network by SGD with momentum, on the same images and so without messages, which would make a step
 longer. Each round takes some steps, then compares weights, buffers and momentum some times. Printed are both, and the
 cost with one comparison every 100 steps, which is the default: the comparison's time over that of 100 steps.
+
+Needs: nothing.
 """
 
 import statistics

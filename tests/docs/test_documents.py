@@ -119,6 +119,16 @@ def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> Non
     assert (DOCS / "pictures" / "report.png").is_file()
 
 
+def test_times_that_the_proof_repeats_are_those_of_the_benchmarks() -> None:
+    text, there = (DOCS / "proof.md").read_text(), (DOCS / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| (?!technique|---)(.*) \|$", text[text.index("## Time") :], re.MULTILINE)
+    assert len(rows) >= 7
+    for row in rows:
+        told = " ".join(row.split(" | ")[1:3])
+        for figure in re.findall(r"(?<![\dx])\d[\d,.]*\d", told):
+            assert figure in there, (row, figure)
+
+
 def test_the_table_of_keys_is_current_and_has_every_meaning() -> None:
     text = (DOCS / "recipes.md").read_text()
     assert text.endswith(reference()), "run: torusgd recipes --keys, and put its output at the end of docs/recipes.md"
