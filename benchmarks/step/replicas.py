@@ -26,7 +26,7 @@ from torusgd.recipe.schema import Model
 from ..ranks import on_ranks
 from ..record import sample
 
-RANKS, COMPARISONS, EVERY = 2, 10, 100
+RANKS, COMPARISONS, EVERY = 2, 2, 100
 CASES = (("digits-net", 8, 1, 64), ("fashion-net", 28, 1, 64), ("resnet50", 64, 3, 8))
 """network, pixels a side, channels, images a rank"""
 
