@@ -16,7 +16,7 @@ from tools.model_families import FAMILIES
 
 from torusgd.errors import UserError, in_one_line
 from torusgd.models import MODELS
-from torusgd.run import operators
+from torusgd.run import fingerprint as operators
 
 FILE = Path(operators.__file__).with_name(operators.STORED)
 SIZES = {"digits-net": (1, 8), "fashion-net": (1, 28), "cd-dnn": (1, [11, 39]), "overfeat-fast": (3, 231)}

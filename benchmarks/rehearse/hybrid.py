@@ -6,7 +6,7 @@
 Each host is one rank with a link of set latency and bandwidth (`torusgd.rehearse.lab`). A step is the trainer's own:
 forward, backward, exact sums, SGD, of two linear layers of 1,024 inputs and outputs; what is before them is left out.
 The bytes are what the kernel counted at the hosts' interfaces, headers included. Beside them stands the exact volume
-of Das et al. (arXiv 1602.06709; `torusgd.tensor_parallel.volume`), and what the planner's formula takes to be the
+of Das et al. (arXiv 1602.06709; `torusgd.tensor_parallel.tail`), and what the planner's formula takes to be the
 best.
 
 Needs: root, for the network lab.
@@ -23,7 +23,7 @@ from typer import Option
 
 from torusgd.comm.clock import Elapsed
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
-from torusgd.tensor_parallel.volume import best_groups, hybrid_volume
+from torusgd.tensor_parallel.tail import best_groups, hybrid_volume
 
 from ..record import sample
 

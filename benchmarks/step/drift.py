@@ -27,7 +27,7 @@ from torusgd.run.build import build
 from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
-from torusgd.step.drift import steps_between
+from torusgd.step.corruption import steps_between
 from torusgd.step.journal import synchronous
 from torusgd.step.watch import StepView
 

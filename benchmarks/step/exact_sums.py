@@ -23,7 +23,7 @@ from torusgd.gradients.layout import Slot, plan_buckets
 from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
-from torusgd.step.drift import DriftWatch
+from torusgd.step.corruption import DriftWatch
 from torusgd.step.membership import even_shares
 from torusgd.step.watch import StepView
 

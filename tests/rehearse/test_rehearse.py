@@ -20,7 +20,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.rehearse import lab
 from torusgd.rehearse.player import dump, elements
 from torusgd.rehearse.rehearsal import SHARE, Ceiling, choose_scale
-from torusgd.tensor_parallel.volume import hybrid_volume
+from torusgd.tensor_parallel.tail import hybrid_volume
 
 AWS = load_cluster("aws-c4.8xlarge")
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.run.runs import run_here
 from torusgd.arithmetic import operators_of
 from torusgd.errors import UserError
-from torusgd.run import operators
+from torusgd.run import fingerprint as operators
 
 
 def names(words: tuple[str, ...]) -> list[str]:

@@ -74,7 +74,7 @@ def test_no_floating_operator_of_a_whole_run_is_beside_the_rules(
     monkeypatch.setattr(PortableMode, "__torch_dispatch__", marked)
     monkeypatch.setattr("torusgd.run.newest_state.price", lambda device: "")  # it times float32's own product
     for name in ("check_stored", "operators_of_passes"):  # which record torch's own operators, and use no value
-        monkeypatch.setattr(f"torusgd.run.network_parts.{name}", lambda *_: ())
+        monkeypatch.setattr(f"torusgd.run.fingerprint.{name}", lambda *_: ())
     every_thread = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=every_thread) as found:
         run_here(tmp_path / "run", *WHOLE, max_steps=2)

@@ -25,8 +25,8 @@ from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
-from torusgd.step.audit import Audit
 from torusgd.step.control_vector import ControlVector, Counts
+from torusgd.step.corruption import Audit
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares
 from torusgd.step.watch import Requests, StepView

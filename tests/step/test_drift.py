@@ -27,7 +27,7 @@ from torusgd.run.run import Run
 from torusgd.run.saving import RunState
 from torusgd.signals import StopFlag
 from torusgd.step.control_vector import ControlVector, Counts
-from torusgd.step.drift import DriftWatch, steps_between
+from torusgd.step.corruption import DriftWatch, steps_between
 
 STEPS, FLIPPED_AFTER = 5, 3
 STAGES = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.step.deadlines import deadlines_of
+from torusgd.step.deadlines import PassThread, deadlines_of
 from torusgd.step.journal import JournalEntry, entry_of, read_journal, synchronous
-from torusgd.step.pass_thread import PassThread
 
 BASE = (
     "virtual_workers=8",

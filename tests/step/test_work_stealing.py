@@ -33,7 +33,7 @@ def train_with_a_late_rank(out: str) -> dict[str, Any]:
     passes: Any = run.trainer.step.forward_backward
     stealing = run.trainer.step.stealing
     assert stealing is not None
-    claims, forward = stealing.claims, passes.forward
+    claims, forward = stealing.keywords["claims"], passes.forward
 
     def late(step: Any, worker: int, *more: Any) -> Tensor:
         if world.rank == 2 and worker == 8 and step.index in LATE_STEPS:

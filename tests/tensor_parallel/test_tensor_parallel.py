@@ -18,8 +18,7 @@ from torusgd.comm import groups
 from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.tensor_parallel.tail import column_tail
-from torusgd.tensor_parallel.volume import choose_parallel
+from torusgd.tensor_parallel.tail import choose_parallel, column_tail
 from torusgd.weights import load_weights
 
 STEPS = 4

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.tensor_parallel.volume import best_groups, hybrid_volume, optimal_groups
+from torusgd.tensor_parallel.tail import best_groups, hybrid_volume, optimal_groups
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ..errors import CorruptionError, UserError
 from ..gradients.integer_hash import tensor_hash
 from ..rng import AUDIT, keyed_integer, keyed_uniform
 from ..run.fingerprint import machine
-from ..step.drift import named_with_host
+from ..step.corruption import named_with_host
 
 
 class GradientAudit:

@@ -13,7 +13,7 @@ from ..comm.groups import Group, group_of
 from ..errors import CorruptionError, UserError
 from ..gradients.integer_hash import odd_keys, tensor_hash
 from ..rng import DRIFT
-from ..step.drift import differing, named_with_host
+from ..step.corruption import differing, named_with_host
 
 _MOST_NAMED = 4
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..recipe.section import MOST_RANKS
-from ..tensor_parallel.volume import best_groups, hybrid_volume
+from ..tensor_parallel.tail import best_groups, hybrid_volume
 from .cluster import Cluster, Link, Software
 from .forecast import Forecast, Workload, forecast
 from .model_cost import Layer, ModelCost, pass_seconds

@@ -19,7 +19,7 @@ from ..comm.tuning import cost as prices
 from ..comm.tuning.cost import AlphaBeta, Axis, Cost, Topology
 from ..comm.tuning.profile import Profile, expect, waited
 from ..comm.tuning.profile import hidden as hidden_seconds
-from ..tensor_parallel.volume import hybrid_volume
+from ..tensor_parallel.tail import hybrid_volume
 from .cluster import Cluster, Communication, Software
 from .model_cost import Layer, ModelCost, Pass, pass_seconds, update_seconds
 from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, activation_bytes, compose, split_layers

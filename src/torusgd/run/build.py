@@ -1,8 +1,7 @@
 """Puts a run together on one rank, once for each generation of ranks.
 
 images      `open_data`       what a virtual worker computes with
-network     `network_parts`   the weights that the seed gives, their update, forward and backward passes
-sums        `summing`         all-reduce and reducer: from a gradient to the sum over ranks
+parts       `parts`           all-reduce and reducer; the network, its update, forward and backward passes
 step        `build`           joins them, with the watchers of the step
 """
 
@@ -18,9 +17,8 @@ from ..comm.monitor import Monitor
 from ..gradients.reducer import BucketRebuild, hook_parameters
 from ..observe.trace import StepTrace
 from ..recipe.schedule import Schedule
-from ..step.audit import Audit
 from ..step.control_vector import ControlMessage
-from ..step.drift import DriftWatch, steps_between
+from ..step.corruption import Audit, DriftWatch, steps_between
 from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
@@ -30,11 +28,19 @@ from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
-from .fingerprint import Conditions, Fingerprint, check_ranks_agree
+from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
 from .job import Job, check_job, images_at
-from .network_parts import Network, draw_network, fingerprint_on_rank, passes_of, state_of, thread_of
 from .open_data import Data
-from .summing import Sums, explanations, sums_of
+from .parts import (
+    Network,
+    Sums,
+    draw_network,
+    explanations,
+    passes_of,
+    state_of,
+    sums_of,
+    thread_of,
+)
 
 if TYPE_CHECKING:
     from ..cuda.form import GpuForm
@@ -64,7 +70,7 @@ class Trainer:
     """by which autograd hands over each gradient"""
 
     def close(self) -> None:
-        """Ends threads and groups; every rank calls it, with nothing under way."""
+        """Every rank calls it, with nothing under way."""
         for hook in self.hooks:
             hook.remove()
         self.step.close()
@@ -85,14 +91,13 @@ def build(
     """A run's parts on this rank; every rank calls it, since groups are made. UserError if the job can't be run.
 
     `watchers` look at each step besides those of the options; `generation` counts the times that the ranks of `world`
-    have met anew. `fingerprint` costs hashes of data and weights, so a rank that has found it gives it again, and the
-    `network` too, whose weights may be any.
+    have met anew. A rank that has a `fingerprint` and a `network` (with any weights) gives them again.
     """
     recipe, options = job.recipe, job.options
     schedule = Schedule(recipe, len(data.training.source))
     check_job(job, world.size, world.device.type, len(schedule))
     network = network or draw_network(job, data, world.device)
-    fingerprint = fingerprint or fingerprint_on_rank(job, data, network, world.device)
+    fingerprint = fingerprint or fingerprint_on_rank(job, data, network.model, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     # Before any group but the first is made: ranks with other options would make others, and wait for each other.
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,8 @@ class Claims:
 
     def conditions_at(self, step: int) -> ConditionsLine | None:
         """Those under which the steps up to a record of a state were computed."""
-        found = None
-        for line in self.lines:
-            if isinstance(line, ConditionsLine):
-                found = line
-            if isinstance(line, StateLine) and line.step >= step:
-                return found
-        return found
+        before = takewhile(lambda line: not (isinstance(line, StateLine) and line.step >= step), self.lines)
+        return next((line for line in reversed([*before]) if isinstance(line, ConditionsLine)), None)
 
     def contradictions(self) -> list[str]:
         """Where what the folder says does not fit together, so that nothing need be computed to know it is wrong."""
@@ -117,10 +113,7 @@ class Claims:
 
 
 def read_claims(run: Path, overrides: list[str]) -> Claims:
-    """Reads what there is of a run; UserError if it is none, or was trained without records.
-
-    `overrides` name keys of the recipe, with its own values, whose code may be run.
-    """
+    """What there is of a run; UserError if it is none, or has no records. Code of the keys `overrides` may be run."""
     folder = RunDir(local_run(run))
     if not folder.recipe.is_file():
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
@@ -144,22 +137,16 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
         lines, head, problem = parse_records(read_text(folder.records, MOST_BYTES))
     if not lines:
         raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
-    claims = Claims(run, folder.path, recipe, tuple(lines), head, problem, summary or {})
-    if not recipe.synchrony.keeps_journal:
-        return claims
-    return _with_journal(claims, folder)
-
-
-def _with_journal(claims: Claims, folder: RunDir) -> Claims:
-    with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
-        check_regular(folder.journal)
-        text = read_text(folder.journal, MOST_BYTES)
-    text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
-    problem, journal, recipe = claims.problem, None, claims.recipe
-    try:
-        journal = parse_journal(
-            text, "journal.txt", recipe.sha256(), recipe.virtual_workers, claims.summary.get("journal")
-        )
-    except UserError as error:
-        problem = str(error)
-    return Claims(claims.run, claims.folder, recipe, claims.lines, claims.head, problem, claims.summary, journal, text)
+    journal, text, summary = None, "", summary or {}
+    if recipe.synchrony.keeps_journal:
+        with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
+            check_regular(folder.journal)
+            text = read_text(folder.journal, MOST_BYTES)
+        text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
+        try:
+            journal = parse_journal(
+                text, "journal.txt", recipe.sha256(), recipe.virtual_workers, summary.get("journal")
+            )
+        except UserError as error:
+            problem = str(error)
+    return Claims(run, folder.path, recipe, tuple(lines), head, problem, summary, journal, text)

@@ -3,33 +3,47 @@
 The recipe, the data and the initial weights decide the result: ranks or checkpoints that differ in them are of another
 run. The conditions (processor, GPU, builds of libraries, their environment) decide the bits: ranks of one run must have
 the same unless the run allows mixed ones, and a run that goes on under others says so.
+
+With portable arithmetic the operators of the network's passes decide the bits in place of the conditions. Those of the
+built-in networks, and of families of torchvision and timm, are stored with the torch that gave them
+(`tools/operator_sequences.py`), so that another torch which takes a network apart otherwise is found.
 """
 
+import copy
 import hashlib
 import json
 import os
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from ..arithmetic import operators_of
 from ..comm.groups import Group
 from ..data.decode import SET_VERSION
+from ..data.pipeline import Batch
 from ..data.registry import PICTURES, data_sha256
 from ..data.types import Source
 from ..errors import UserError
 from ..hub import commit_of
-from ..recipe.schema import Recipe
+from ..models.registry import construct
+from ..recipe.schema import Model, Recipe
+from ..recipe.section import sides
 from ..runtime import cpu_flags, cpu_info
+from ..step.forward_backward import loss_of
 from ..weights import weights_sha256
 from .job import Job
+from .open_data import Data
 from .trained_weights import read_initial
 
 Conditions = dict[str, str | int]
@@ -55,11 +69,7 @@ def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     if recipe.precision == "portable":
         decoders = {"decoder_set": SET_VERSION} if recipe.data.pixels == "portable" else {}
         return {"arithmetic": recipe.arithmetic, **decoders}
-    return {
-        **machine(device),
-        **_decoders(recipe),
-        "threads": recipe.threads,
-    }
+    return {**machine(device), **_decoders(recipe), "threads": recipe.threads}
 
 
 def machine(device: torch.device) -> Conditions:
@@ -75,17 +85,12 @@ def machine(device: torch.device) -> Conditions:
         "torch": torch.__version__,
         "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
         "numpy": np.__version__,
-        "environment": " ".join(library_variables()),
-    }
-
-
-def library_variables() -> list[str]:
-    """The environment's `NAME=value` by which numerical libraries may choose other kernels, sorted."""
-    return sorted(
-        f"{name}={value}"
-        for name, value in os.environ.items()
-        if _LIBRARY_VARIABLE.match(name) and not _HARMLESS.search(name)
-    )
+        # By which libraries may choose other kernels.
+        "environment": " ".join(
+            sorted(f"{name}={value}" for name, value in os.environ.items()
+                   if _LIBRARY_VARIABLE.match(name) and not _HARMLESS.search(name))
+        ),
+    }  # fmt: skip
 
 
 def _cpu() -> Conditions:
@@ -164,7 +169,6 @@ class Fingerprint:
     recipe_sha256: str
     train_images: int
     data_sha256: str
-    """names, sizes, labels and a sample, see `data.registry.data_sha256`"""
     init_sha256: str
     """of the weights of --init; empty: drawn from the seed"""
     drawn_sha256: str
@@ -175,7 +179,7 @@ class Fingerprint:
     data_revision: str = ""
     """the commit of a data set of the hub; empty: it is none of the hub's"""
     operators: str = ""
-    """of a virtual worker's passes by portable arithmetic, see `run.operators`; empty for other precisions"""
+    """of a virtual worker's passes by portable arithmetic, see `operators_of_passes`; empty for other precisions"""
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
         """UserError if `other`, a checkpoint's, is of another recipe, data set or initial weights."""
@@ -228,14 +232,22 @@ def fingerprint_of(
     )
 
 
+def fingerprint_on_rank(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+    """Of a job on this rank, with the hash of the weights as they were drawn, and the operators of its passes."""
+    recipe, drawn = job.recipe, weights_sha256(model.state_dict())
+    operators = ""
+    if recipe.precision == "portable":
+        check_stored(recipe.model.name)
+        operators = " ".join(sorted(operators_of_passes(model, recipe)))
+    sources = (data.training.source, data.held_out.source)
+    return fingerprint_of(job, *sources, drawn, conditions(recipe, device), operators)
+
+
 def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: Group, mixed: bool) -> list[Conditions]:
     """Compares all ranks' fingerprints, and options, which decide what messages there are, with rank 0's.
 
-    Every rank calls it. Returns the conditions of ranks that have others than rank 0, each once, if they may be
-    `mixed`.
-
-    Raises:
-        UserError: On every rank, naming the first rank that differs, its host, the key and both values.
+    Every rank calls it; UserError on every rank, naming the first that differs, its host, the key and both values.
+    Returns the conditions of ranks that have others than rank 0, each once, if they may be `mixed`.
     """
     mine_text = json.dumps([socket.gethostname(), {**options, **mine.as_dict()}])
     host, first = json.loads(world.broadcast_text(mine_text))
@@ -283,9 +295,69 @@ def _shown(one: object, two: object) -> tuple[str, str]:
     if not (isinstance(one, str) and isinstance(two, str) and len(one) + len(two) > _LONG):
         return repr(one), repr(two)
     words, others = dict.fromkeys(one.split()), dict.fromkeys(two.split())
-    return _first(word for word in words if word not in others), _first(word for word in others if word not in words)
+    mine, theirs = ([word for word in a if word not in b] for a, b in ((words, others), (others, words)))
+    first, second = (repr(" ".join(x[:_WORDS] + ["..."] * (len(x) > _WORDS))) for x in (mine, theirs))
+    return first, second
 
 
-def _first(words: Iterable[str]) -> str:
-    found = list(words)
-    return repr(" ".join(found[:_WORDS] + ["..."] * (len(found) > _WORDS)))
+_IMAGES = 2
+_CLASSES = 10
+STORED = "operators.json"
+
+
+def operators_of_passes(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+    """The words (`arithmetic.operators_of`) of forward, loss and backward of a copy of the network, on the CPU."""
+    trial, settings = copy.deepcopy(model).cpu().train(), recipe.data.augment
+    images, labels = torch.zeros(_IMAGES, recipe.data.channels, *recipe.data.sizes.sides), torch.zeros(_IMAGES).long()
+    mixed = (labels, torch.ones(_IMAGES)) if settings.mixup or settings.cutmix else (None, None)
+    batch = Batch(images, labels, np.arange(_IMAGES), 0, *mixed)
+    with torch.random.fork_rng(devices=[]):
+        return operators_of(lambda: loss_of(recipe, trial(images), labels, batch).backward())
+
+
+def words_of(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    """The words of a network by name, with the options, channels and image size of its stored entry."""
+    images = torch.zeros(_IMAGES, entry["channels"], *sides(entry["size"]))
+    labels = torch.zeros(_IMAGES, dtype=torch.int64)
+
+    def passes() -> None:
+        F.cross_entropy(trial(images), labels, label_smoothing=0.1).backward()
+
+    with torch.random.fork_rng(devices=[]):
+        model = Model(name=name, options=entry["options"])
+        trial = construct(model, classes=_CLASSES, channels=entry["channels"]).train()
+        return operators_of(passes)
+
+
+def code_of(words: tuple[str, ...]) -> str:
+    """A hexadecimal digit for each word: a change reaches nearly all words behind it."""
+    return "".join(word[-1] for word in words)
+
+
+def library_of(name: str) -> str:
+    """Name and version of the library that a network is of; empty: torusgd."""
+    library, colon, _ = name.partition(":")
+    found = _version(library) if colon else ""
+    return f"{library} {found}" if found else ""
+
+
+def check_stored(name: str) -> None:
+    """UserError if a network whose operators are stored has others by this torch.
+
+    Networks of another version of their library have operators of their own, which say nothing.
+    """
+    stored = json.loads(files(__package__).joinpath(STORED).read_text())
+    entry = stored.get(name)
+    if entry is None or entry["library"] != library_of(name):
+        return
+    words = words_of(name, entry)
+    # Sorted: C++ may work out the arguments of a function in any order, and builds for x86 and aarch64 differ in it. A
+    # word has the hashes of what made its operands, so the same words are the same computation.
+    if sorted(code := code_of(words)) != sorted(entry["code"]):
+        pairs = zip(code, entry["code"], strict=False)
+        place = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(words) - 1)
+        raise UserError(
+            f"portable arithmetic: torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}, "
+            f"from operator {place} of {len(words)} on, {words[place].partition('.')[0]}: weights would have other "
+            f"bits; use torch {entry['torch']}, or precision: float32"
+        )

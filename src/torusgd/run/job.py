@@ -48,16 +48,14 @@ class Job:
     replay: Journaled | None = None
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     expected: Expected | None = None
-    """what the state must be after some steps, which are computed anew; None: this is a run of its own"""
+    """the states that steps computed anew must reach; None: this is a run of its own"""
     delays: str = ""
-    """a model of delays that the ranks sleep; empty: none"""
+    """a model of delays that the ranks sleep"""
     lists: tuple[str, ...] | None = None
-    """what the launcher has found of the images, for its ranks (`open_data.LauncherArrays`); None: nobody's launcher is
-    ours, and the ranks find it together"""
+    """what our launcher has found of the images (`open_data.LauncherArrays`); None: the ranks find it together"""
     trace: TracedSteps | None = None
-    """the steps of which a trace is written"""
     bucket: str | None = None
-    """the URL to which what stands in `out` is copied; None: nowhere"""
+    """the URL to which what stands in `out` is copied"""
 
     def as_dict(self) -> dict[str, Any]:
         """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""
@@ -94,7 +92,7 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
 
 
 def check_job(job: Job, ranks: int, device: str, steps: int) -> None:
-    """UserError if a job of so many steps can't be run on these ranks, which compute on `device`."""
+    """UserError if a job of so many steps can't be run on these ranks."""
     check_trace(job.trace, steps)
     check(setup_of(job, ranks, device=device))
     for text in {job.delays, job.recipe.synchrony.delays or ""} - {""}:

@@ -32,9 +32,9 @@ from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
 from .fingerprint import Fingerprint, changes
 from .job import Job, images_at, setup_of
-from .network_parts import Network
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
+from .parts import Network
 from .saving import LastSaved, RunState, resumed, share_tensors
 from .trained_weights import fit, read_initial
 
@@ -112,12 +112,12 @@ class Offer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """From what all ranks go on."""
+    """From what all ranks go on; ranks are group indices."""
 
     source: int
-    """group index of the rank that sends it"""
+    """rank that sends it"""
     holders: frozenset[int] = frozenset()
-    """group indices of the ranks that hold the state themselves; none: no rank has begun"""
+    """ranks that hold the state themselves; none: no rank has begun"""
     is_copy: bool = False
     """a copy in the memory of the source's node"""
 
@@ -128,7 +128,7 @@ class Agreed:
 
     state: RunState
     holders: frozenset[int]
-    """group indices of the ranks that hold this state, and go on from their own; none: no rank had begun"""
+    """see `Choice`; they go on from their own"""
     tensors: Iterator[tuple[str, Tensor]]
     """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
     origin: str = ""
@@ -203,7 +203,6 @@ class Beginning:
         return Offer(copy=self._copy.step, digest=int(weights_sha256(self._copy.tensors)[:15], 16), disk=disk)
 
     def wait(self) -> None:
-        """Every rank calls it before one of them reads."""
         self._liveness.outside("the checkpoint", str(self._checkpoints))
 
     def read(self, is_copy: bool) -> Found:
@@ -248,11 +247,8 @@ class Beginning:
 def agree(retained: Retained, world: Group, beginning: Beginning | None = None) -> Agreed:
     """Finds the newest state, and has one rank send it to all; every rank calls it.
 
-    `beginning` says where to look if no rank holds a state; None: one does.
-
-    Raises:
-        UserError: On every rank: what was found does not fit the job.
-        RunError: On every rank: it can't be read, or no good checkpoint is left.
+    `beginning` says where to look if no rank holds a state; None: one does. On every rank UserError if what was found
+    does not fit the job, RunError if it can't be read or no good checkpoint is left.
     """
     # One small message of each rank, from which each finds the same choice: nobody has to announce it.
     offer = beginning.offer(world.rank == 0) if beginning is not None else Offer()
@@ -311,7 +307,7 @@ def _found(
 
 
 def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, origin: str) -> None:
-    """Says what the run is and what it begins with. `origin`: see `Agreed`."""
+    """Says what the run is and what it begins with."""
     telemetry.console.print(plan_table(job.recipe, trainer.step.schedule, trainer.step.world.size))
     if trainer.explanation:
         telemetry.say(trainer.explanation)

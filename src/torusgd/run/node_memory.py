@@ -42,7 +42,6 @@ class NodeMemory:
         self._copying = 0.0
 
     def is_due(self) -> bool:
-        """Whether to save a copy now: seldom enough that the limits above hold, and not while one is being written."""
         if self.writer is None or self.writer.is_writing:
             return False
         # The dearer a copy was, the longer the pause: its cost stays a fixed fraction of the run.
@@ -50,7 +49,7 @@ class NodeMemory:
         return time.monotonic() - self._began >= pause
 
     def keep(self, state: RunState, step_state: StepState) -> None:
-        """Copies the state between two steps and has it written beside the next ones; nothing on most ranks."""
+        """Copies the state between two steps and has it written beside the next ones."""
         if self.writer is None:
             return
         self._began = time.monotonic()

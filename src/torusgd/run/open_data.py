@@ -45,10 +45,7 @@ class LauncherArrays:
 
 
 class MappedArrays:
-    """A `Once` of a rank alone, which maps what its launcher has made, and waits for no other rank.
-
-    `paths` are of the launcher's `LauncherArrays`, or of another rank's; beyond them the arrays are made here.
-    """
+    """A `Once` of a rank alone, which maps what its launcher, or another rank, has made; it makes the rest."""
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
         self.paths = tuple(paths)
@@ -63,9 +60,8 @@ class MappedArrays:
 class HostShare:
     """A `Once` of a run's ranks, each of which calls it, and waits for `what` at a place `where`, both for people.
 
-    The `key` says which arrays. Ranks that want others, such as those of another folder, make their own; that they
-    should not is for the comparison of the ranks to find. With `keeps` processes that a rank starts later find the
-    arrays in `paths`, as long as the rank that made them lives.
+    The `key` says which arrays: ranks that want others make their own. With `keeps` processes that a rank starts later
+    find the arrays in `paths`, as long as the rank that made them lives.
     """
 
     def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:

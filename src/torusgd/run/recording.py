@@ -28,13 +28,11 @@ from ..step.records import (
     StateLine,
     figures_of,
     first_differences,
-    rates_of,
     recorded_tensors,
     state_digests,
 )
 from ..step.stats import StepStats
 from ..text import byte_size, plural
-from .fingerprint import Fingerprint
 from .job import Job
 from .saving import RunState
 
@@ -43,10 +41,7 @@ MOST = 200
 
 
 class Recorder:
-    """Writes the records of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
-
-    `every` are the steps after which `verify_every` wants a record and a checkpoint, `steps` is the last step.
-    """
+    """Writes the records of a run; every rank has one and calls it after the same steps, rank 0 alone writes."""
 
     def __init__(self, job: Job, world: Group, every: Collection[int], steps: int) -> None:
         self._job, self._world, self._is_first = job, world, world.rank == 0
@@ -62,7 +57,7 @@ class Recorder:
         self.watch = RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
     def begin(self, state: RunState, tensors: StepState) -> str:
-        """Opens the records behind the step of the state; every rank calls it. Returns a line for people, if any."""
+        """Opens the records behind the step of the state; every rank calls it. Returns a line for people."""
         if self._is_first:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
@@ -77,11 +72,11 @@ class Recorder:
         )
 
     def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
-        """Records the state after a step if that is due, and saves it with `verify_every`; every rank calls it."""
         if not stats.record:
             return
         journal = None if state.journal is None else state.journal.sha256
-        line = StateLine(step=state.step, images=self.watch.images, rates=rates_of(stats.step), journal=journal)
+        rates = (stats.step.lr, stats.step.momentum, stats.step.weight_decay_factor)
+        line = StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
         line = self._record(state, tensors, line)
         if self._job.expected is not None:
             self._compare(line, self._job.expected)
@@ -112,7 +107,8 @@ class Recorder:
             self._file = None
 
     def _open(self, state: RunState) -> None:
-        begin = begin_line(state.fingerprint)
+        known = state.fingerprint.as_dict()
+        begin = BeginLine(step=0, **{name: known[name] for name in BeginLine.model_fields.keys() & known.keys()})
         folder = RunDir(self._job.out)
         self._file = RecordFile(folder.records, state.step, state.evaluated)
         first = self._file.lines[0] if self._file.lines else None
@@ -153,7 +149,6 @@ class Recorder:
         return steps - self._last_step >= self._steps / MOST and cost <= FRACTION * (time.monotonic() - self._began)
 
     def _record(self, state: RunState, tensors: StepState, line: StateLine) -> StateLine:
-        """Adds the hashes of the state to a line, and writes it."""
         began = time.monotonic()
         line = line.model_copy(update={"tensors": state_digests(tensors, state.step, self._world)})
         if self._file is not None:
@@ -161,12 +156,6 @@ class Recorder:
         cost = time.monotonic() - began + self.watch.seconds
         self._last_step, self._cost, self._spent = state.step, max(self._cost, cost), self._spent + cost
         return line
-
-
-def begin_line(fingerprint: Fingerprint) -> BeginLine:
-    """The first line of a run's records."""
-    known = fingerprint.as_dict()
-    return BeginLine(step=0, **{name: known[name] for name in BeginLine.model_fields.keys() & known.keys()})
 
 
 def checkpoint_bytes(tensors: StepState) -> int:

@@ -19,6 +19,7 @@ from ..observe.events import Telemetry, evaluation_event
 from ..precision import arithmetic_of
 from ..ranks.generations import Generations
 from ..recipe.section import Duration
+from ..rundir.checkpoint import step_on_disk
 from ..signals import StopFlag
 from ..step.deadlines import as_seconds, deadlines_of
 from ..step.evaluate import Evaluation, evaluate
@@ -34,7 +35,7 @@ from .job import Job
 from .newest_state import Agreed, Beginning, Retained, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
 from .recording import Recorder
-from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
+from .saving import RunResult, RunState, Saver, weights_metadata, write_result
 from .state_feed import StateFeeds
 
 T = TypeVar("T")
@@ -65,9 +66,8 @@ class End(Enum):
 class Run:
     """One rank's part in a run, as long as its ranks do not change; UserError if the job can't be run.
 
-    `stop` is read once a step, `restarts` counts the launcher's starts after the first. `retained` is what this rank
-    has of the same run with other ranks (None: it begins), `generations` is given where others may join, and in the
-    `memory` of this node copies of the state outlive its ranks (None: nobody starts ranks again).
+    `restarts` counts the launcher's starts after the first. `retained` is what this rank has of the same run with other
+    ranks, `generations` is given where others may join, and in the `memory` of this node copies outlive its ranks.
     """
 
     def __init__(
@@ -143,9 +143,7 @@ class Run:
             self.journal = journal_of(job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
             if self._is_first:
                 self._open_telemetry(agreed)
-            news = self._recorder.begin(state, self.trainer.step.state)
-            if news and self.telemetry is not None:
-                self.telemetry.say(news)
+            self._say(self._recorder.begin(state, self.trainer.step.state))
             try:
                 end = self._train(*self._saved(agreed))
             except DivergedError as error:
@@ -209,7 +207,7 @@ class Run:
         `saved` is the step of the last checkpoint; with `is_due` one of the state as it is must be written at once.
         """
         state, trainer, saver = self.state, self.trainer, self._saver
-        saver.begin(saved)
+        saver.saved = saved
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:
@@ -274,8 +272,7 @@ class Run:
         rebuilt = self.trainer.bucket_rebuild.after_step()
         if self.telemetry is not None:
             self.telemetry.step(stats, state.seconds, self.membership)
-            for text in filter(None, (rebuilt, news)):
-                self.telemetry.say(text)
+        self._say(rebuilt, news)
         if self._generations is not None and self._generations.joiners and self._feeds is None:
             self._feeds = StateFeeds(self._generations)
         if self._feeds is not None:
@@ -290,7 +287,7 @@ class Run:
         self._counted = now
 
     def _evaluate_and_report(self) -> bool:
-        """Evaluates the weights of this step; False if a stop was requested meanwhile."""
+        """False if a stop was requested meanwhile."""
         state, target = self.state, self.job.recipe.target_top1
         started = time.perf_counter()
         self._tell_phase("evaluate")
@@ -333,8 +330,7 @@ class Run:
             without = self._classify()
             assert without is not None
             top1["top1_without_average"] = without.top1
-            if self.telemetry is not None:
-                self.telemetry.say(f"without the average of the weights top-1 is {without.top1:.2%}")
+            self._say(f"without the average of the weights top-1 is {without.top1:.2%}")
         with step_state.result_in_model(self.state.step):
             if self.job.recipe.polish is not None:
                 evaluation = self._polish()
@@ -397,6 +393,11 @@ class Run:
         if self.telemetry is not None:
             self.telemetry.status.update(now=True, phase=phase)
 
+    def _say(self, *lines: str) -> None:
+        for line in filter(None, lines):
+            if self.telemetry is not None:
+                self.telemetry.say(line)
+
     def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         # SIGKILL 13: a new rank 0 adds what a lost one may not have written, and drops what is done again.
@@ -414,8 +415,7 @@ class Run:
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
-        for line in filter(None, (self.retained.news, agreed.others)):
-            self.telemetry.say(line)
+        self._say(self.retained.news, agreed.others)
         if agreed.saved is None:  # whoever wrote into the folder was killed
             with suppress(OSError):
                 self.retained.run_dir.sweep()
@@ -426,8 +426,11 @@ class Run:
             return agreed.saved.step, False
         if not agreed.holders and self.memory is None:
             return self.state.step, False  # from which the run begins, or it begins with nothing
-        # Rank 0 may have been lost before it had written its last.
-        saved = saved_on_disk(self.retained.run_dir.checkpoints, self.world, self.state.step)
+        # Rank 0 may have been lost before it had written its last; a silent disk is the next write's error.
+        checkpoints = self.retained.run_dir.checkpoints
+        saved = step_on_disk(checkpoints, unread=self.state.step) if self._is_first else 0
+        # The same on all ranks, since all compare their weights before one is written.
+        saved = int(self.world.broadcast_json(saved))
         return saved, saved < self.state.step
 
     @property

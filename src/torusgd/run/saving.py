@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from ..data.registry import open_sources
 from ..errors import RunError, UserError, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..rundir.checkpoint import FORMAT, MODEL, Checkpoint, CheckpointTimes, CheckpointWriter, step_on_disk
+from ..rundir.checkpoint import FORMAT, MODEL, Checkpoint, CheckpointTimes, CheckpointWriter
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..signals import exit_code
@@ -31,10 +30,8 @@ from .job import Job
 from .trained_weights import Fit
 
 _Steps = Annotated[int, Field(ge=0)]
-
-
+# What of a fingerprint only a rank knows, which has the network.
 _OF_A_NETWORK = ("drawn_sha256", "operators")
-"""what of a fingerprint only a rank knows, which has the network"""
 
 
 @dataclass
@@ -94,7 +91,7 @@ class RunState:
 
 
 def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
-    """The state of a run that goes on from a checkpoint with this progress; UserError if it is not of this run."""
+    """The state of a run that goes on from a checkpoint's progress; UserError if it is not of this run."""
     whose = f"the checkpoint of step {tree.get('step')}"
     if tree.get("format") != FORMAT:
         raise UserError(
@@ -146,18 +143,10 @@ class LastSaved(NamedTuple):
     """when it was taken, or the run began (time.monotonic of that rank)"""
 
 
-def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
-    """The step of the newest checkpoint; every rank calls it, rank 0 looks. `reached`: the step done."""
-    # If the disk does not answer, the next write says what is wrong.
-    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0
-    # The same on all ranks, since all compare their weights before one is written.
-    return int(world.broadcast_json(saved))
-
-
 class Saver:
     """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
 
-    `metadata` goes into each file of weights; `steps` and `last`: see `CheckpointTimes`.
+    `steps` and `last`: see `CheckpointTimes`.
     """
 
     def __init__(
@@ -182,10 +171,6 @@ class Saver:
         """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
         return self._is_first and self._times.is_due(steps)
 
-    def begin(self, saved: int) -> None:
-        """Takes the step of the newest checkpoint, before the first step."""
-        self.saved = saved
-
     def save(self, state: RunState, trainer: Trainer) -> None:
         """Has the state of this step written, unless it is already."""
         if self.saved < state.step:
@@ -199,7 +184,6 @@ class Saver:
         self._times.taken()
 
     def last(self) -> LastSaved | None:
-        """The newest checkpoint; None: not known yet."""
         return None if self.saved < 0 else LastSaved(self.saved, self._world.ranks[0], self._times.last)
 
     def wait(self, step: int) -> None:
@@ -237,8 +221,7 @@ class RunResult:
 def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
     """The summary of a job that its folder holds the result of; None if there is work left. `once` lists the images.
 
-    Raises:
-        UserError: The result is of another data set or other initial weights, or the job can't be run as given.
+    UserError if the result is of another data set or other initial weights, or the job can't be run as given.
     """
     # Opened in any case, since a wrong path is to be found before any rank is started.
     train, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed, once)

@@ -56,7 +56,7 @@ class StateFeeds:
     def end(self) -> None:
         """The ranks change as planned, after this step: threads send what is left, and end."""
         for feed in self._feeds.values():
-            feed.end()
+            feed.messages.put(None)
         self._feeds = {}
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class _Feed:
 
     def __init__(self, rank: int, generations: Generations) -> None:
         self._rank, self._generations = rank, generations
-        self._messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
+        self.messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
         self._group: Group | None = None
         self._is_over = False
         self._most = LEAST_WAITING
@@ -81,33 +81,29 @@ class _Feed:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if is_whole:
             self._most = max(self._most, 4 * size)
-        elif self._messages.qsize() * size > self._most:
+        elif self.messages.qsize() * size > self._most:
             # A mean gradient is half of what the step's own all-reduce has sent, or less. So this network is slower
             # than the steps, and the queue would only grow; the ranks that meet send the state.
             self.close()
         if not self._is_over:
-            self._messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
-
-    def end(self) -> None:
-        """Nothing follows."""
-        self._messages.put(None)
+            self.messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
 
     def close(self) -> None:
         """Sends nothing any more; the rank at the other end learns of it."""
         self._is_over = True
         with suppress(Empty):
             while True:
-                self._messages.get_nowait()
-        self._messages.put(None)
+                self.messages.get_nowait()
+        self.messages.put(None)
         if self._group is not None:
             self._group.abort()
 
     def _run(self) -> None:
         with suppress(CommError):  # the rank is lost, or the feed is closed
             group = self._group = self._generations.meet_joiner(self._rank, lambda: self._is_over)
-            while (message := self._messages.get()) is not None:
+            while (message := self.messages.get()) is not None:
                 header, tensors = message
-                group.broadcast_text(json.dumps({**header, "behind": self._messages.qsize()}))
+                group.broadcast_text(json.dumps({**header, "behind": self.messages.qsize()}))
                 for _ in share_tensors(tensors, group):
                     pass
             if not self._is_over:
@@ -152,7 +148,6 @@ class StateFollower:
             source.abort()
 
     def keep(self) -> Retained:
-        """What this rank has when it takes part."""
         self._trainer.close()
         state, event = self._state, self._event
         if state is None:

@@ -22,10 +22,10 @@ from ..ranks.generations import RanksChange
 from ..ranks.liveness import Heartbeat
 from ..recipe.runtime_options import RuntimeOptions
 from ..signals import StopFlag
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, fingerprint_on_rank
 from .job import Job
-from .network_parts import draw_network, fingerprint_on_rank
 from .newest_state import Retained, nothing_yet
+from .parts import draw_network
 from .run import Run
 from .state_feed import StateFollower
 
@@ -50,7 +50,7 @@ class TrainRank:
             retained = nothing_yet(job, alone(device), heartbeat, self._began)
             network = draw_network(job, retained.data, device)
             # Other ranks give it their weights, and so it needs no file of initial ones.
-            mine = replace(fingerprint_on_rank(job, retained.data, network, device), init_sha256=run.init_sha256)
+            mine = replace(fingerprint_on_rank(job, retained.data, network.model, device), init_sha256=run.init_sha256)
             mine.check_joins(run, job.options.mixed)
             self._retained = replace(retained, fingerprint=mine, network=network)
             self._follower = StateFollower(job, self._retained, heartbeat)
@@ -90,7 +90,7 @@ class TrainRank:
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
-    """The options for another number of ranks than they were given for, and a line that says what gives way.
+    """The options for another number of ranks, and a line that says what gives way.
 
     >>> options, line = fitting(RuntimeOptions(allreduce="torus", grid="2x2"), 3)
     >>> line

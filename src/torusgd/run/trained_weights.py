@@ -56,15 +56,10 @@ class Fit:
 
 
 def read_initial(init: str, recipe: Recipe) -> InitialWeights:
-    """Reads what `--init` names.
+    """Reads what `--init` names; UserError if there is no such thing, it can't be reached, or it holds no weights.
 
-    Args:
-        init: A weight file; `timm` for the pretrained weights of a recipe's timm network; or `hf:REPO[@REVISION]` for
-            the model.safetensors of a repository of the Hugging Face hub, or of its cache.
-        recipe: Of the run.
-
-    Raises:
-        UserError: There is no such thing, it can't be reached, or it holds no weights.
+    A weight file; `timm` for the pretrained weights of a recipe's timm network; or `hf:REPO[@REVISION]` for the
+    model.safetensors of a repository of the Hugging Face hub, or of its cache.
     """
     check_initial(init, recipe)
     if init == "timm":
@@ -164,8 +159,7 @@ def open_trained(
         classes: File in `data` that lists the class folders in the order of the weights' outputs.
         overrides: `key.path=value` on the recipe.
 
-    Raises:
-        UserError: No weights there, of an unknown network, not fitting it, or naming code that the caller did not.
+    UserError if no weights are there, or they are of an unknown network, don't fit it, or name code of their own.
     """
     file = find_weights(path)
     tensors, metadata = load_weights(file)

@@ -15,14 +15,11 @@ from ..models.registry import is_frozen
 
 
 class BatchNormStatistics:
-    """The running statistics of a model's batch-norm layers, stored apart from its passes.
-
-    The layers are changed in place, but for frozen ones. After `write_to_model` the model's buffers hold the running
-    statistics, for evaluation and saving; `begin_pass` gives them back to the passes. UserError if a layer averages
-    cumulatively (momentum null), which has no meaning over virtual workers.
+    """The running statistics of a model's batch-norm layers, which are changed in place, stored apart from its passes.
 
     `running` is float32 [n], mean and variance of each layer, `momenta` the fraction of a step's statistics in each,
-    and `batch` the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer.
+    and `batch` the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer. After
+    `write_to_model` the model's buffers hold the running ones, until `begin_pass`. UserError for a momentum of null.
 
     With `each_of` so many virtual workers each has a moving average of its own. In training nobody reads them, and a
     file holds one: so only the first worker's is computed. (Fujitsu's processes evaluated a part of the held-out images
@@ -61,8 +58,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def aside(self, scratch: Tensor) -> Iterator[None]:
-        """Passes that begin inside leave their statistics in this scratch, shaped like `batch`, and not in the usual
-        one, and count nothing: passes that run at the same time may write no memory in common."""
+        """Passes that begin inside leave their statistics here, shaped like `batch`, and count nothing."""
         usual, counters = self._scratch, {layer: layer.num_batches_tracked for layer in self.layers.values()}
         self._use(scratch)
         for layer in counters:
@@ -124,14 +120,12 @@ class BatchNormStatistics:
             self.running.mul_(1 - self.momenta).add_(self.momenta * statistics)
 
     def write_to_model(self, steps: int) -> None:
-        """Puts the running statistics, and the count of updates, into the model's buffers."""
         self._scratch.copy_(self.running)
         for layer in self.layers.values():
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.fill_(steps)
 
     def read_from_model(self) -> None:
-        """Takes the running statistics from the model's buffers, as after loading weights."""
         self.running.copy_(self._scratch)
 
     def name_of(self, index: int) -> str:

@@ -38,11 +38,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ControlVector:
-    """What all ranks have sent together; the same on every rank."""
+    """What all ranks have sent together; the same on every rank. Loss and statistics are means over virtual workers."""
 
     counts: Counts
     loss: float
-    """mean over virtual workers"""
     batch_norm: Tensor
     """float64: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
     is_finite: bool
@@ -61,8 +60,7 @@ class ControlVector:
 class ControlMessage:
     """Collects one rank's part of a step's control vector, and sums it over ranks.
 
-    `width` is the number of batch-norm statistics; `counts` are this rank's, to be added to; `to_host` copies a tensor
-    to the host (`comm.monitor.Monitor.to_host`), once a step.
+    `width` is the number of batch-norm statistics; `counts` are this rank's, to be added to.
     """
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
@@ -126,9 +124,6 @@ class ControlMessage:
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
-    """Adds the batch statistics, float32 [values], and the loss, float32 [], of a pass to exact sums, or begins them.
-
-    `sums` are int64 [NARROW.rows, values + 1].
-    """
+    """Adds a pass' statistics, float32 [values], and loss to exact sums, int64 [NARROW.rows, values + 1]."""
     limbs = encode(torch.cat([statistics, loss.reshape(1)]), NARROW)
     sums.copy_(limbs if is_first else sums + limbs)

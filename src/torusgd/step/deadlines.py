@@ -1,21 +1,47 @@
-"""Whose gradients each step of a run takes: those of all, of a journal, or of whoever meets the step's deadline.
+"""Steps that leave out late work: whose gradients they take, their deadlines, and passes in a thread of their own.
 
-    count        the step takes the first so many virtual workers to finish, on whichever ranks
-    seconds      it takes what each rank has finished so long after its own beginning of the step
+A step takes the gradients of all, of a journal, or of whoever meets its deadline:
+
+    count        the first so many virtual workers to finish, on whichever ranks
+    seconds      what each rank has finished so long after its own beginning of the step
 
 With a model of delays in the recipe no clock is read: each virtual worker takes a second of virtual time and the delay
 that the model gives it.
+
+So that a rank whose passes are late still takes part in every step, they run in a thread (`PassThread`). The step's own
+thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages at the deadline,
+whatever the thread is doing: computing, waiting for images, or asleep. What the thread brings later is dropped.
 """
 
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from ..comm import store_keys as keys
+from ..comm.groups import Group
+from ..comm.monitor import SLICE
+from ..data.pipeline import Batch
+from ..errors import RunError
+from ..precision import arithmetic_of
+from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from ..synchrony.delays import F64, delay_model
 from ..synchrony.limits import Limit, Limits, VirtualSteps, each_alone
+from .batchnorm import BatchNormStatistics
+from .forward_backward import WholeNetwork
 from .journal import Journaled, JournalEntry, entry_of, synchronous
+from .membership import Membership
+from .model_state import StepState
+from .work_stealing import GroupStore
 
 # Virtual seconds of a virtual worker without its delay.
 PASS = 1.0
@@ -31,10 +57,7 @@ class StepDeadline:
 
 
 class Deadlines:
-    """Chooses, step by step, what the next one waits for; every rank has one and gives it the same times.
-
-    See `deadlines_of`; the first `synchrony.warmup` steps from `first_step` wait for all.
-    """
+    """Chooses, step by step, what the next one waits for; every rank has one and gives it the same times."""
 
     def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
         form, workers = recipe.synchrony, recipe.virtual_workers
@@ -53,17 +76,12 @@ class Deadlines:
             self._virtual = VirtualSteps(self._limits, workers, delay_model(form.delays, recipe.seed), PASS)
 
     def next(self, step: int) -> JournalEntry | StepDeadline:
-        """What the step of this number takes, or waits for."""
         if self._virtual is not None:
             return entry_of(step, self._virtual.at(step).workers)
         return StepDeadline(step, self._limits.next(step))
 
     def observe(self, finished: F64, seconds: float) -> str:
-        """Learns from a step that took so many seconds on this rank; returns a line if it has measured a threshold.
-
-        `finished` are the seconds until each virtual worker had finished, nan if it was left out; empty if no clock
-        was read.
-        """
+        """Learns from a step; returns a line if it has measured a threshold. `finished`: see `as_seconds`."""
         found = self._limits.observe(finished, seconds) if len(finished) else None
         if found is None:
             return ""
@@ -90,10 +108,7 @@ class JournalReplay:
 def deadlines_of(
     recipe: Recipe, replay: Journaled | None, shares: Sequence[Sequence[int]], first_step: int
 ) -> Deadlines | JournalReplay:
-    """What decides whose gradients the steps of a run take, from `first_step` on.
-
-    `shares` are the virtual workers of each rank; `replay` is the journal that is replayed, if any.
-    """
+    """What decides whose gradients the steps take, from `first_step` on; `shares` are the virtual workers by rank."""
     if recipe.synchrony.leaves_out and replay is None:
         return Deadlines(recipe, shares, first_step)
     return JournalReplay(recipe.virtual_workers, replay)
@@ -107,16 +122,239 @@ def arrived(step: int, microseconds: Sequence[int]) -> JournalEntry:
     return entry_of(step, (worker for worker, when in enumerate(microseconds) if when > 0))
 
 
-def as_microseconds(seconds: float) -> int:
-    """A time as it travels, at least 1.
-
-    >>> as_microseconds(0.25), as_microseconds(0.0)
-    (250000, 1)
-    """
-    return max(1, round(seconds * _MICRO))
-
-
 def as_seconds(microseconds: Sequence[int]) -> F64:
-    """Times that have travelled: float64, nan for 0."""
+    """Times that have travelled: float64, nan for 0, that of a virtual worker that was left out."""
     times = np.array(microseconds, dtype=np.float64)
     return np.where(times > 0, times / _MICRO, np.nan)
+
+
+# Seconds that `close` waits for a pass that is under way.
+END_SECONDS = 10.0
+# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
+DELAY_UNIT = 0.05
+# Seconds after which a rank queries the store again.
+POLL = 2e-3
+# Steps whose counters stay in the store: ranks are at most one step apart.
+_STEPS_IN_STORE = 2
+
+
+class Arrivals:
+    """Counts the arrivals of a step over the ranks of a group; all ranks make one at the same time.
+
+    >>> from torusgd.comm.groups import alone
+    >>> arrivals = Arrivals(alone())
+    >>> arrivals.begin(step=7)
+    >>> arrivals.add(), arrivals.add(), arrivals.add(0)
+    (1, 2, 2)
+    """
+
+    # The ranks' common store adds to a counter and answers with its new value, one rank after the other. So the order
+    # of the answers is an order of arrivals that nobody disputes, whatever the ranks' clocks say, and no rank waits for
+    # another: a rank that sleeps adds nothing. An answer takes one round trip to the store.
+
+    def __init__(self, group: Group) -> None:
+        self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF)
+        self._deletes = group.rank == 0
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Counts from 0 for a step; every rank calls it with the same steps."""
+        self._step = step
+        if self._deletes and step >= _STEPS_IN_STORE:
+            old = keys.ARRIVED.format(step=step - _STEPS_IN_STORE)
+            self._store.query(lambda store: store.delete_key(old))
+
+    def add(self, count: int = 1) -> int:
+        """Adds so many arrivals, and returns how many have arrived by then over all ranks."""
+        return self._store.query(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
+
+
+class StepWindow:
+    """Whether a step still takes what is finished: by the order of `Arrivals`, or by this rank's own seconds."""
+
+    def __init__(self, step: int, limit: Limit, virtual_workers: int, arrivals: Arrivals) -> None:
+        self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
+        self._is_counted = limit.count < virtual_workers
+        self._began = time.perf_counter()
+        self._is_closed = False
+        arrivals.begin(step)
+
+    def takes_one(self) -> bool:
+        """One more virtual worker has finished here: whether it is among those that the step takes."""
+        if self._is_counted and not self._is_closed:
+            number = self._arrivals.add()
+            if number >= self._limit.count:
+                self.close()
+            return number <= self._limit.count
+        return not self._is_closed
+
+    def is_closed(self) -> bool:
+        if not self._is_closed:
+            is_full = self._is_counted and self._arrivals.add(0) >= self._workers
+            self._is_closed = is_full or self.seconds() >= self._limit.seconds
+        return self._is_closed
+
+    def close(self) -> None:
+        """Closes it, if it counts on all ranks."""
+        if self._is_counted:
+            self._arrivals.add(self._workers)
+        self._is_closed = True
+
+    def seconds(self) -> float:
+        """Since this rank has begun the step."""
+        return time.perf_counter() - self._began
+
+    def pause(self, longest: float) -> float:
+        """Seconds that this rank may wait before it looks again, at most `longest`."""
+        until = max(0.0, self._limit.seconds - self.seconds())
+        return min(longest, until, POLL if self._is_counted else inf)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What the passes of one virtual worker gave."""
+
+    step: int
+    worker: int
+    loss: Tensor
+    statistics: Tensor
+    """as `BatchNormStatistics.batch` has them"""
+    gradients: list[tuple[int, Tensor]]
+    """by slot; slots without one are missing"""
+    replaced: int
+    """images that could not be decoded"""
+
+
+class _Unwanted(Exception):
+    """The step of these passes is closed."""
+
+
+class PassThread:
+    """Runs the passes of one virtual worker after the other on `copy`, whose parameters are this thread's.
+
+    `delays` is a model of delays to sleep before passes, in units of DELAY_UNIT; empty: none.
+    """
+
+    def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState, world: Group, delays: str) -> None:
+        self._parameters: list[Tensor] = list(copy.parameters())
+        self._sources: list[Tensor] = list(state.model.parameters())
+        named = dict(copy.named_parameters())
+        self._slots = [named[name] for name in state.reducer.names]
+        self._batch_norm = BatchNormStatistics(copy)
+        self._passes = WholeNetwork(copy, recipe, state.precision, self._batch_norm, world.device)
+        self._arrivals, self._arithmetic = Arrivals(world), arithmetic_of(recipe)
+        self._delays = delay_model(delays, recipe.seed, DELAY_UNIT) if delays else None
+        self._work: queue.SimpleQueue[Callable[[], Passed] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Passed | Exception] = queue.SimpleQueue()
+        self._unwanted = threading.Event()
+        self._version = -1
+        # Whether nothing was given that has not come back.
+        self.is_idle = True
+        # A pass that is not wanted any more ends at the next gradient.
+        for parameter in self._slots:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._check())
+        self._thread = threading.Thread(target=self._run, daemon=True, name="torusgd-passes")
+        self._thread.start()
+
+    def begin(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> None:
+        """Gives an idle thread a virtual worker of a step; `take` reads its images."""
+        # So that a late pass may go on with the weights that it began with, the thread has a copy of the network, which
+        # gets the new weights before a step's first virtual worker.
+        if self._version != step.index:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._sources)
+            self._version = step.index
+        self.is_idle = False
+        self._unwanted.clear()
+        self._work.put(partial(self._pass, step, worker, membership, take))
+
+    def poll(self, seconds: float) -> Passed | None:
+        """What has been finished, for which it waits so long; None: nothing, or what was not wanted any more.
+
+        Raises whatever the passes raised, such as OSError if images can't be read.
+        """
+        try:
+            done = self._done.get(timeout=seconds) if seconds > 0 else self._done.get_nowait()
+        except queue.Empty:
+            return None
+        self.is_idle = True
+        if isinstance(done, _Unwanted):
+            return None
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    def in_time(
+        self,
+        step: Step,
+        membership: Membership,
+        limit: Limit,
+        take: Callable[[int], Batch],
+        is_stopped: Callable[[int], bool],
+    ) -> Iterator[tuple[Passed, float]]:
+        """This rank's virtual workers of a step that finish before it is closed, each with the seconds until then.
+
+        `is_stopped` is called at least every SLICE seconds with the next virtual worker; if true, the step is closed.
+        """
+        window = StepWindow(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
+        left = list(reversed(membership.mine))
+        is_mine = False
+        while (left or is_mine) and not window.is_closed():
+            if self.is_idle:
+                self.begin(step, left[-1], membership, partial(take, left.pop()))
+                is_mine = True
+            if is_stopped(left[-1] if left else membership.mine[-1]):
+                window.close()
+            passed = self.poll(window.pause(SLICE))
+            if passed is None or passed.step != step.index:
+                continue
+            seconds = window.seconds()
+            if not window.takes_one():
+                break
+            is_mine = bool(left)
+            if left:  # the thread goes on while this one is summed
+                self.begin(step, left[-1], membership, partial(take, left.pop()))
+            yield passed, seconds
+        self._unwanted.set()  # the thread ends what is under way as soon as it can
+
+    def wait_idle(self) -> None:
+        """Returns when nothing is under way any more."""
+        self._unwanted.set()
+        while not self.is_idle:
+            with suppress(OSError, RunError):  # of a step that is over
+                self.poll(SLICE)
+
+    def close(self) -> None:
+        """Ends the thread, unless it sleeps on."""
+        self._unwanted.set()
+        self._work.put(None)
+        self._thread.join(END_SECONDS)
+
+    def _run(self) -> None:
+        with self._arithmetic:
+            while (work := self._work.get()) is not None:
+                try:
+                    self._done.put(work())
+                except Exception as error:
+                    self._done.put(error)
+
+    def _pass(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> Passed:
+        delay = self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0
+        if self._unwanted.wait(delay):
+            raise _Unwanted
+        batch = take()
+        self._check()
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = self._passes.forward(step, worker, batch, membership)
+        statistics = self._batch_norm.batch.clone()
+        self._check()
+        self._passes.backward()
+        gradients = [(slot, each.grad) for slot, each in enumerate(self._slots) if each.grad is not None]
+        for parameter in self._slots:
+            parameter.grad = None
+        return Passed(step.index, worker, loss.detach(), statistics, gradients, batch.replaced)
+
+    def _check(self) -> None:
+        if self._unwanted.is_set():
+            raise _Unwanted

@@ -43,13 +43,8 @@ class Evaluation:
     """undecodable images, which count nowhere"""
 
     def as_summary(self) -> dict[str, float | int]:
-        return {
-            "top1": self.top1,
-            "top5": self.top5,
-            "loss": self.loss,
-            "eval_images": self.images,
-            "excluded_images": self.excluded,
-        }
+        figures = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**figures, "eval_images": self.images, "excluded_images": self.excluded}
 
 
 @torch.no_grad()
@@ -66,8 +61,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
-    The model is left in evaluation mode. `stop_requested` is called before every chunk, and `progress` with its index
-    among this rank's; `observe` with the results of each of this rank's chunks.
+    The model is left in evaluation mode. `progress` is called with the index of each of this rank's chunks, `observe`
+    with their results.
     """
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
@@ -111,10 +106,7 @@ def evaluate(
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """int64 [2]: images whose class has the highest logit, and one of the five highest.
-
-    An image whose logits hold a nan is wrong. Of equal logits the lower class wins.
-    """
+    """int64 [2]: images in top-1 and top-5. One whose logits hold a nan is wrong; of equal logits the lower wins."""
     of_target = logits.gather(1, targets[:, None])
     classes = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > of_target) | ((logits == of_target) & (classes < targets[:, None])) | logits.isnan()
@@ -129,10 +121,7 @@ def read_ahead(
     threads: int,
     progress: Callable[[int], object] = lambda chunk: None,
 ) -> Iterator[Batch]:
-    """The batches of index chunks, in order, prepared by so many threads while the ones before are used.
-
-    `progress` is called with the index of each chunk before it is prepared.
-    """
+    """The batches of index chunks, in order, prepared by so many threads while the ones before are used."""
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Batch]] = deque()
         for index, chunk in enumerate(chunks):

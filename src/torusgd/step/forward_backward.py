@@ -48,10 +48,7 @@ class ForwardBackward(Protocol):
 
 
 class WholeNetwork(ForwardBackward):
-    """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
-
-    `model` gives the logits of images, and `batch_norm` sets its modes; `order` is the context of its forward pass.
-    """
+    """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients."""
 
     def __init__(
         self,
@@ -77,7 +74,6 @@ class WholeNetwork(ForwardBackward):
         return self._loss
 
     def begin(self, step: Step, worker: int, part: int = 0) -> None:
-        """Before a pass, the `part`-th of the virtual worker in a step."""
         # Dropout's draws belong to the virtual worker, whichever rank computes it.
         keys = (worker, part) if part else (worker,)
         seed_torch(self._device, DROPOUT, self._recipe.seed, step.index, *keys)
@@ -99,10 +95,7 @@ class WholeNetwork(ForwardBackward):
 
 
 class SharedTail(ForwardBackward):
-    """The front of the network for this rank's own virtual worker, the tail in column blocks with its group.
-
-    The reducer takes the tail's gradients, those of the whole group's virtual workers.
-    """
+    """The front of the network for this rank's own virtual worker, the tail in column blocks with its group."""
 
     in_step = True
 
@@ -146,10 +139,7 @@ class SharedTail(ForwardBackward):
 
 
 class LocalSteps(ForwardBackward):
-    """`forward` takes a virtual worker's local steps on a copy of the network, `backward` hands over its change.
-
-    The network that is trained keeps its weights meanwhile; `state.update` has the outer optimizer.
-    """
+    """`forward` takes a virtual worker's local steps on a copy of the network, `backward` hands over its change."""
 
     # A step is a round (local SGD: Stich, arXiv 1805.09767; with an outer optimizer DiLoCo, arXiv 2311.08105):
     #

@@ -17,10 +17,7 @@ from .watch import StepView, StepWatch
 
 
 class ImageReader:
-    """Takes batches from the loader and says which ones follow.
-
-    `location` of the images is for people; some watchers compute virtual workers besides this rank's own.
-    """
+    """Takes batches from the loader and says which ones follow; `location` of the images is for people."""
 
     def __init__(
         self, loader: Loader, schedule: Schedule, liveness: Liveness, location: str, watchers: Sequence[StepWatch]
@@ -48,7 +45,6 @@ class ImageReader:
         return replace(batch, plain=plain[0] if plain else batch) if step.extra_pass else batch
 
     def note(self, error: OSError | RunError) -> None:
-        """This rank could not read images somewhere else."""
         self._error = error
 
     def failure(self, step: Step, failed: int, ranks: int, rank: int) -> RunError:

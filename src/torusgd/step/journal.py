@@ -66,7 +66,6 @@ class JournalHead:
     last: str
 
     def as_summary(self, updates: int) -> dict[str, Any]:
-        """Keys of the summary of a run with so many updates."""
         each = round(self.size / max(updates, 1), 1)
         return {"sha256": self.sha256, "bytes": self.size, "bytes_per_update": each}
 
@@ -81,9 +80,9 @@ class Journal:
     """
 
     def __init__(self, recipe_sha256: str, virtual_workers: int, head: JournalHead | None = None) -> None:
-        self._workers = virtual_workers
-        self._first = _first_line(recipe_sha256, virtual_workers)
-        self.head = head or JournalHead(len(self._first), _digest("", self._first), self._first)
+        self._recipe_sha256, self._workers = recipe_sha256, virtual_workers
+        first = _first_line(recipe_sha256, virtual_workers)
+        self.head = head or JournalHead(len(first), _digest("", first), first)
         self._file: LineFile | None = None
 
     def open(self, path: Path) -> None:
@@ -93,11 +92,11 @@ class Journal:
         """
         head = self.head
         try:
-            is_new = head.last == self._first
+            is_new = head.size == len(head.last)
             text = "" if is_new else path.read_bytes()[: head.size].decode(errors="replace")
             if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
                 text += head.last
-            _read(text, str(path), self._first, head.as_summary(1))
+            parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
         except FileNotFoundError:
             raise UserError(
                 f"{path}: is missing, and the run can't go on without it: put it back, or give --fresh"
@@ -155,40 +154,39 @@ def read_journal(
     head: Mapping[str, Any] | None = None,
     reached: Mapping[str, Any] | None = None,
 ) -> Journaled:
-    """The updates of the journal in a file, of a run with this recipe.
-
-    `head` is as the summary has it (`JournalHead.as_summary`; None: the run is not done), `reached` a `JournalHead` as
-    the newest checkpoint has it (None: there is none, and a cut is not seen).
-    UserError if it is missing, of another recipe, or was cut, edited or reordered; one line says where.
-    """
+    """As `parse_journal`, of the text in a file; UserError also if it can't be read."""
     try:
         text = read_text(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: the journal can't be read: {reason}; a replay needs it as the run left it") from None
-    return _read(text, str(path), _first_line(recipe_sha256, virtual_workers), head, reached)
+    return parse_journal(text, str(path), recipe_sha256, virtual_workers, head, reached)
 
 
 def parse_journal(
-    text: str, where: str, recipe_sha256: str, virtual_workers: int, head: Mapping[str, Any] | None = None
+    text: str,
+    where: str,
+    recipe_sha256: str,
+    virtual_workers: int,
+    expected: Mapping[str, Any] | None = None,
+    reached: Mapping[str, Any] | None = None,
 ) -> Journaled:
-    """As `read_journal`, of the text of a journal."""
-    return _read(text, where, _first_line(recipe_sha256, virtual_workers), head)
+    """The updates of a journal of a run with this recipe; UserError if it was cut, edited or reordered, naming where.
 
-
-def _read(
-    text: str, where: str, first: str, expected: Mapping[str, Any] | None, reached: Mapping[str, Any] | None = None
-) -> Journaled:
+    `expected` is as the summary has it (`JournalHead.as_summary`; None: the run is not done), `reached` a `JournalHead`
+    as the newest checkpoint has it (None: there is none, and a cut is not seen).
+    """
     name, _, rest = text.partition("\n")
+    first = _first_line(recipe_sha256, virtual_workers)
     if f"{name}\n" != first:
         raise UserError(f"{where}: its first line is {name[:80]!r}, not that of a journal of this recipe")
-    workers, digest, last = int(first.rsplit(maxsplit=1)[-1]), _digest("", first), first
+    digest, last = _digest("", first), first
     updates = []
     lines, size, is_whole = rest.split("\n"), len(first), reached is None
     for number, line in enumerate(lines[:-1]):
         found = _LINE.fullmatch(line)
         digest = _digest(digest, line.rpartition(" ")[0])
-        runs = _runs(found["left_out"], workers) if found is not None else None
+        runs = _runs(found["left_out"], virtual_workers) if found is not None else None
         if found is None or runs is None or int(found["step"]) != number or digest[:_CHECK] != found["check"]:
             raise UserError(
                 f"{where}: line {number + 2}, of step {number}, is not what the run wrote after the lines before it; "
@@ -208,7 +206,7 @@ def _read(
             f"{where}: ends after {len(updates)} updates, otherwise than the run left it; the journal was cut or "
             "edited: put a good copy there"
         )
-    return Journaled(tuple(updates), workers, JournalHead(len(text), digest, last))
+    return Journaled(tuple(updates), virtual_workers, JournalHead(len(text), digest, last))
 
 
 def _first_line(recipe_sha256: str, virtual_workers: int) -> str:

@@ -6,7 +6,6 @@ and in another way at the next step, without a bit of difference in the weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, islice, pairwise
 
 from ..recipe.schedule import even_counts
@@ -34,11 +33,6 @@ class Membership:
     def counts(self) -> tuple[int, ...]:
         """The number of virtual workers of each rank, by index."""
         return tuple(map(len, self.shares))
-
-    @cached_property
-    def most(self) -> int:
-        """Virtual workers of the rank that has most of them."""
-        return max(map(len, self.shares))
 
 
 def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation: int = 0) -> Membership:

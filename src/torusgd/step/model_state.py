@@ -25,10 +25,7 @@ class MovingAverage:
 
     The average of the last steps' weights lies nearer to the middle of where they wander, and is the more accurate the
     higher the rate still is (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; as an exponential average in
-    Tarvainen and Valpola, arXiv 1703.01780). Training itself never sees it.
-
-    `values` is float32: all parameters in the model's order, then the statistics; those of now until an update. An
-    epoch has `train_images`.
+    Tarvainen and Valpola, arXiv 1703.01780). `values` is float32: all parameters in the model's order, the statistics.
     """
 
     # Every rank holds the whole average and updates it from the same weights by the same operations, so it has the same
@@ -43,7 +40,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begins anew with the model's weights and statistics as they are."""
         for part, source in zip(self._parts, self._sources, strict=True):
             part.copy_(source)
 
@@ -52,7 +48,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: Step) -> None:
-        """Takes the weights and statistics after a step; the model holds all of them."""
         remains = self.remains(step)
         for part, source in zip(self._parts, self._sources, strict=True):
             part.mul_(remains).add_(source, alpha=1 - remains)
@@ -107,10 +102,7 @@ class StepState:
 
     @contextmanager
     def result_in_model(self, steps: int) -> Iterator[None]:
-        """The model holds what the run would leave now, the average if there is one; every rank calls it.
-
-        Inside it may be evaluated, polished and saved. Afterwards weights and running statistics are training's again.
-        """
+        """The model holds what the run would leave now, the average if there is one; every rank calls it."""
         self.update.gather_all()
         with self.average.in_model() if self.average is not None else nullcontext():
             self.batch_norm.write_to_model(steps)
@@ -119,8 +111,7 @@ class StepState:
     def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
         """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
 
-        Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
-        blocks are gathered from the ranks that own them (`Update.state`).
+        Weights and buffers are the model's own, not copies.
         """
         self.write_to_model(steps)
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
@@ -161,10 +152,7 @@ class StepState:
                 self.average.values.copy_(average)
 
     def change(self, is_updated: bool) -> dict[str, Tensor]:
-        """Copies of what another rank needs to take the step that was just taken here (`follow`).
-
-        A step whose gradient was not finite has not updated the weights.
-        """
+        """Copies of what another rank needs to take the step that was just taken here (`follow`)."""
         mean = torch.cat([each.reshape(-1) for each in self._means()]) if is_updated else torch.zeros(0)
         running, bounds = self.batch_norm.running.clone(), self.reducer.sum.state()
         return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict() | self._watched()

@@ -48,10 +48,9 @@ class NoiseEstimate:
 
 
 class NoiseWatch(StepWatch):
-    """Measures the noise scale every EVERY steps; every rank has one.
+    """Measures the noise scale every EVERY steps; every rank has one, and two `workers` of a step at least.
 
-    There are two `workers` of a step at least. `mean_norm` gives the norm of the step's mean gradient, and every rank
-    calls it; `loss_scale` the factor that is in the gradients of the passes; `to_host` a tensor's values on the host.
+    `mean_norm` gives the norm of the step's mean gradient, `loss_scale` the factor in the gradients of the passes.
     """
 
     name = "noise scale"
@@ -95,7 +94,6 @@ class NoiseWatch(StepWatch):
         return take
 
     def after_passes(self, view: StepView) -> None:
-        """Sends the squared norms of this rank's virtual workers."""
         if self._work is not None:  # of passes that are repeated
             self._work.wait()
             self._work = None
@@ -113,7 +111,6 @@ class NoiseWatch(StepWatch):
         self._work = self._allreduce.start(self._sent)
 
     def with_mean(self, view: StepView) -> None:
-        """Takes the step's measurement, unless it is no ordinary step."""
         if self._work is None:
             return
         self._work.wait()
@@ -127,7 +124,6 @@ class NoiseWatch(StepWatch):
 
     @property
     def value(self) -> float | None:
-        """Images; None if nothing has been measured, or the noise hides the gradient."""
         return self._estimate.value
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:

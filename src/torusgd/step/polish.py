@@ -98,8 +98,7 @@ def refresh(
 ) -> int:
     """Lets the running statistics go on as in training, with frozen weights; the number of images over all ranks.
 
-    `steps` are this rank's batches of each step, on the model's device; every rank has as many steps. A step has
-    `workers` batches over all ranks, whose statistics are averaged; `momentum` is their fraction in the running ones.
+    `steps` are this rank's batches of each step, of which `workers` over all ranks are averaged.
     """
     layers = _layers(model)
     device = next(model.parameters()).device
@@ -137,10 +136,9 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 def _watched(
     model: nn.Module, layers: Sequence[_BatchNorm], add: Callable[[int, Tensor, Tensor, int], None]
 ) -> Iterator[None]:
-    """Each layer normalises with its batch, and all else is as in evaluation.
+    """Each layer normalises with its batch, all else is as in evaluation.
 
-    `add` is called with the layer's index, the mean and the population variance of its input, float64 [channels], and
-    the number of values in a channel.
+    `add` takes a layer's index, mean and population variance (float64 [channels]), and the values in a channel.
     """
     was_training = {module: module.training for module in model.modules()}
     momenta = [layer.momentum for layer in layers]
@@ -178,11 +176,9 @@ def polish_by_recipe(
     precision: Precision,
     progress: Callable[[int], object] = lambda batch: None,
 ) -> int:
-    """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N.
+    """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N; their number.
 
-    The recipe's `polish` section says how many images, and how many in a batch, or for how many steps the running
-    statistics go on; without one, all images in batches of the last stage's images per worker. `progress` is called
-    before every batch with its index among this rank's. Returns the number of images over all ranks.
+    Without a `polish` section: all images, in batches of the last stage's images per worker.
     """
     settings = recipe.polish or Polish()
     count = min(settings.images or len(pipeline.source), len(pipeline.source))

@@ -76,11 +76,7 @@ class Straggler:
 
 
 class Stragglers(_Notes):
-    """Finds the slowest rank of the step before, from what each knows of itself.
-
-    `data_seconds` is how long this rank has waited for images in a step; `probe` is None if no links can be compared:
-    of two ranks nobody can say whose is slow.
-    """
+    """Finds the slowest rank of the step before, from what each knows of itself; without `probe` no slow links."""
 
     # An all-reduce makes every rank as slow as the last one, and hides which it was. So each rank notes when its
     # gradients were ready, counted from the end of its own previous all-reduce, before it waits for anyone.
@@ -107,7 +103,6 @@ class Stragglers(_Notes):
         return self._section(self._noted())
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
-        """Notes the times of the step, whose all-reduce has just ended."""
         begin, end, reducer, data_seconds = self._last_end, time.perf_counter(), self._reducer, self._data_seconds()
         first, last = reducer.first_ready, reducer.last_ready
         link = self._probe.seconds if self._probe is not None else 0.0
@@ -147,11 +142,9 @@ def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
 
 
 class LinkProbe:
-    """Times this rank's round trips in a thread and connections of its own; every rank makes one, at the same time.
+    """Times this rank's round trips in a thread and connections of its own; every rank makes one, at the same time."""
 
-    Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
-    """
-
+    # Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
     # If the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to
     # the next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs
     # that it belongs to; its neighbours are so in one.
@@ -173,7 +166,6 @@ class LinkProbe:
         self._requested.put(True)
 
     def close(self) -> None:
-        """Ends the thread; every rank calls it."""
         # First the measurement that has begun is made: a neighbour that has begun waits for this rank's part.
         self._requested.put(False)
         self._thread.join()
@@ -197,7 +189,6 @@ class LinkProbe:
         return seconds
 
     def _turn(self, rank: int) -> int:
-        """Of the pair of a rank and the next one."""
         return 2 if self._size % 2 and rank == self._size - 1 else rank % 2
 
     def _ping(self, group: Group) -> float:
@@ -219,7 +210,7 @@ class LinkProbe:
 
 
 def slow_link(seconds: Sequence[float]) -> int | None:
-    """The index of the rank whose link is slow, from all ranks' seconds to the next one and back, if one stands out.
+    """The index of the rank whose link stands out as slow, from all ranks' seconds to the next one and back.
 
     >>> slow_link([0.01, 0.05, 0.06, 0.01])
     2
@@ -252,7 +243,7 @@ class Balance:
     """What all ranks know of their speed at a time, and what follows; the same on every rank."""
 
     seconds: dict[int, float]
-    """seconds that a virtual worker has taken lately, by rank"""
+    """of a virtual worker lately, by rank"""
     saved: float
     """seconds that the present shares have saved in these steps, against even ones"""
     move: Move | None
@@ -303,9 +294,7 @@ class SpeedWatch(_Notes):
 
 
 def balance(membership: Membership, earlier: Sequence[float], later: Sequence[float], steps: int) -> Balance:
-    """Compares the ranks' speeds over the last so many steps, and finds better shares.
-
-    `earlier` and `later` are the seconds that a virtual worker took each rank in the two halves of these steps.
+    """Compares a virtual worker's seconds by rank, in two halves of so many steps, and finds better shares.
 
     >>> from torusgd.step.membership import even_shares
     >>> found = balance(even_shares([0, 1, 2], me=0, virtual_workers=12), [1, 1, 2], [1, 1, 2], steps=10)

@@ -26,7 +26,6 @@ from ..data.pipeline import Batch
 from ..data.to_device import look_up
 from ..errors import RunError
 from ..line_file import LineFile
-from ..recipe.schedule import Step
 from ..weights import weights_sha256
 from .control_vector import NO_WORDS, ControlVector
 from .evaluate import Evaluation
@@ -142,10 +141,9 @@ def parse_records(text: str) -> tuple[list[Line], str, str]:
 
 
 class RecordFile:
-    """The records of a run as they grow: rank 0 has the file, and goes on in it behind the step of its state.
+    """The records of a run as they grow, on rank 0; what an earlier attempt wrote behind its state is dropped.
 
-    `evaluated`: the step of the last evaluation. What an earlier attempt wrote behind them is dropped. RunError if the
-    disk doesn't take it.
+    `evaluated`: the step of the last evaluation. RunError if the disk doesn't take it.
     """
 
     def __init__(self, path: Path, step: int, evaluated: int) -> None:
@@ -183,10 +181,6 @@ def figures_of(evaluation: Evaluation) -> dict[str, Figure]:
     return {name: float(value) for name, value in evaluation.as_summary().items()}
 
 
-def rates_of(step: Step) -> tuple[float, float, float]:
-    return step.lr, step.momentum, step.weight_decay_factor
-
-
 def recorded_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of a state that steps are computed from: all but those of watchers, which decide no weight."""
     return {name: tensors[name] for name in sorted(tensors) if not name.startswith(WATCHERS)}
@@ -214,7 +208,7 @@ def state_digests(state: StepState, steps: int, world: Group) -> dict[str, str]:
     sent = table.to(world.small_device)
     world.all_reduce(sent)
     rows = dict(zip(names, sent.cpu(), strict=True))
-    return {name: _as_hex(rows[name]) for name in sorted(rows)}
+    return {name: rows[name].numpy().tobytes().hex() for name in sorted(rows)}
 
 
 def batch_sha256(batch: Batch) -> str:
@@ -231,8 +225,7 @@ def batch_sha256(batch: Batch) -> str:
 class RecordWatch(StepWatch):
     """Has a step's images hashed if the state after it is recorded, which all ranks learn one step before.
 
-    `is_fixed` says whether the state after so many steps is recorded in any case, the same on all ranks; `is_wanted`
-    whether this rank wants it besides; None: no rank ever does, and nothing is sent in other steps.
+    `is_fixed`: in any case, the same on all ranks; `is_wanted`: this rank wants it besides, None: no rank ever does.
     """
 
     name = "records"
@@ -288,10 +281,6 @@ class RecordWatch(StepWatch):
 def _as_words(digest: str) -> Tensor:
     """A SHA-256 as int64 [4]."""
     return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
-
-
-def _as_hex(words: Tensor) -> str:
-    return words.numpy().tobytes().hex()
 
 
 def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:

@@ -17,15 +17,13 @@ from .work_stealing import TakenOver
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step on this rank."""
+    """Seconds of a step on this rank: in all, and of waits for images (`data`) and for messages (`sync`)."""
 
     seconds: float
     data_seconds: float
-    """wait for images"""
     sync_seconds: float
-    """wait for messages"""
     on_way_seconds: float
-    """time with at least one message under way; nan if nobody can measure it (NCCL)"""
+    """with at least one message under way; nan if nobody can measure it (NCCL)"""
     update_seconds: float
     """this rank's own work after its last backward pass: status, mean, optimizer, statistics"""
 
@@ -110,10 +108,8 @@ class StepStats:
             "batch": step.batch,
             "seconds": round(seconds, 6),
             "step_seconds": round(times.seconds, 6),
-            "data_seconds": round(times.data_seconds, 6),
-            "sync_seconds": round(times.sync_seconds, 6),
-            "update_seconds": round(times.update_seconds, 6),
         }
+        event |= {name: round(getattr(times, name), 6) for name in ("data_seconds", "sync_seconds", "update_seconds")}
         if self.hidden_share is not None:
             event["hidden_share"] = round(self.hidden_share, 4)
         if self.loss_scale != 1.0:
@@ -123,7 +119,8 @@ class StepStats:
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
         if self.taken_over is not None:
-            event["taken_over"] = self.taken_over.as_event()
+            over = self.taken_over
+            event["taken_over"] = {"late": over.late, "helpers": over.helpers, "saved_seconds": round(over.saved, 3)}
         if self.balance is not None and (move := self.balance.move) is not None:
             counts = dict(zip(move.membership.ranks, move.membership.counts, strict=True))
             event["shares"] = {
@@ -188,11 +185,12 @@ class StepTotals:
             self.taken_over_saved_seconds += stats.taken_over.saved
         self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch
-        self.step_seconds += stats.times.seconds
-        self.data_seconds += stats.times.data_seconds
-        self.sync_seconds += stats.times.sync_seconds
-        known = self.on_way_seconds is not None and not isnan(stats.times.on_way_seconds)
-        self.on_way_seconds = (self.on_way_seconds or 0.0) + stats.times.on_way_seconds if known else None
+        times = stats.times
+        self.step_seconds += times.seconds
+        self.data_seconds += times.data_seconds
+        self.sync_seconds += times.sync_seconds
+        known = self.on_way_seconds is not None and not isnan(times.on_way_seconds)
+        self.on_way_seconds = (self.on_way_seconds or 0.0) + times.on_way_seconds if known else None
         self.train_loss = stats.loss
 
     def as_summary(self) -> dict[str, Any]:
@@ -220,8 +218,7 @@ class StepTotals:
 class StepClock:
     """Reads the clocks of a step: its own, the loader's and the messages'.
 
-    `speed` measures the seconds that a virtual worker of the step's passes took this rank, its images included, once
-    the device has done them; 0 if nobody can measure them.
+    `speed` gives a virtual worker's seconds on this rank, its images included, once the device is done; 0: not known.
     """
 
     def __init__(self, loader: Loader, monitor: Monitor) -> None:
@@ -236,7 +233,6 @@ class StepClock:
         self._started, self._before = time.perf_counter(), self._waits()
 
     def data_seconds(self) -> float:
-        """Waited for images since `start`."""
         return self.loader.wait_seconds - self._before[0]
 
     def begin_work(self, mark: Mark) -> None:

@@ -5,7 +5,7 @@ watchers' sections of all ranks, which leave when the last forward pass is done.
 until a step is accepted, so that it can be redone. Watchers (`watch`) look at a step, and change nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,13 +25,12 @@ from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..synchrony.limits import Limit
 from .control_vector import ControlMessage, ControlVector
-from .deadlines import StepDeadline, arrived, as_microseconds
+from .deadlines import PassThread, StepDeadline, arrived
 from .forward_backward import ForwardBackward, blank
 from .images import ImageReader
 from .journal import JournalEntry, synchronous
 from .membership import Membership
 from .model_state import StepState
-from .pass_thread import PassThread
 from .stats import STATS, StepClock, StepStats
 from .watch import Requests, StepView, StepWatch, wants_stop
 from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
@@ -75,7 +74,7 @@ class TrainStep:
     control: ControlMessage
     requests: Requests
     watchers: Sequence[StepWatch]
-    """watchers in the order in which they are called; `requests` is the first"""
+    """in the order in which they are called; `requests` is the first"""
     clock: StepClock
     world: Group
     liveness: Liveness
@@ -176,7 +175,11 @@ class TrainStep:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
         self.control.clear()
-        work, own_done, sent = self._work(entry, view.membership), None, None
+        if self.stealing is not None:
+            work: OwnShare | StealingShare = self.stealing(view.membership)
+        else:
+            work = OwnShare([worker for worker in view.membership.mine if worker in entry.workers])
+        own_done = sent = None
         self.clock.begin_work(self.reducer.clock.mark())
         while sent is None:
             worker = None
@@ -203,9 +206,13 @@ class TrainStep:
     def _pass(self, view: StepView, work: OwnShare | StealingShare, worker: int | None) -> Work | None:
         """Forward and backward of a virtual worker, or of none; the control vector on its way if it was the last."""
         step, membership = view.step, view.membership
-        batch, sent = self._batch_of(step, worker, membership), None
+        batch = None if worker is None else self.images.read(step, worker, membership)
+        if worker is not None and batch is None:
+            self.control.counts.failed = 1  # which all ranks learn by the control vector
+            # Ranks that compute a layer together wait for each other's part of it: a blank one goes on.
+            batch = blank(self.recipe, step) if self.forward_backward.in_step else None
         self.liveness.progress("train", step.index, membership.mine[0] if worker is None else worker)
-        hashed = observe = None
+        hashed = observe = sent = None
         if worker is not None:
             hashed = _given(watcher.before_worker(step.index, worker, membership) for watcher in self.watchers)
             observe = _given(watcher.gradients_of(step.index, worker) for watcher in self.watchers)
@@ -223,27 +230,14 @@ class TrainStep:
         if is_last:
             self.reducer.mark_last()
             # It leaves before the last backward pass, beside which it travels, unless that pass fills it.
-            sent = None if self.forward_backward.control_follows else self._send_control(view, work)
+            sent = None if self.forward_backward.control_follows else self._send(view, _TAKEN_OVER, work.report())
         # A backward pass fills the memory in which the last step's weights may still be under way.
         self.update.wait_weights()
         if batch is not None:
             with record_function(f"backward {worker}"):
                 self.forward_backward.backward()
         self.reducer.end_worker()
-        return self._send_control(view, work) if is_last and sent is None else sent
-
-    def _batch_of(self, step: Step, worker: int | None, membership: Membership) -> Batch | None:
-        batch = None if worker is None else self.images.read(step, worker, membership)
-        if worker is not None and batch is None:
-            self.control.counts.failed = 1  # which all ranks learn by the control vector
-            # Ranks that compute a layer together wait for each other's part of it: a blank one goes on.
-            return blank(self.recipe, step) if self.forward_backward.in_step else None
-        return batch
-
-    def _work(self, entry: JournalEntry, membership: Membership) -> OwnShare | StealingShare:
-        if self.stealing is not None:
-            return self.stealing.share(membership)
-        return OwnShare([worker for worker in membership.mine if worker in entry.workers])
+        return self._send(view, _TAKEN_OVER, work.report()) if is_last and sent is None else sent
 
     def _passes_in_time(self, view: StepView, limit: Limit) -> ControlVector:
         """The sums of what finishes on this rank before the deadline; then all messages leave at once."""
@@ -271,7 +265,7 @@ class TrainStep:
                     self.reducer.add(slot, gradient)
                 self.reducer.end_worker()
                 self.control.add(passed.statistics, passed.loss)
-                finished[passed.worker] = as_microseconds(seconds)
+                finished[passed.worker] = max(1, round(1e6 * seconds))
                 batch = batches.pop(passed.worker)
                 for watcher in self.watchers:
                     watcher.with_batch(step.index, passed.worker, batch)
@@ -280,20 +274,17 @@ class TrainStep:
             self.images.note(error)
             self.control.counts.failed = 1
         self.reducer.begin_worker(last=True)
-        sent = self._send({**self._sections(view), _FINISHED: torch.tensor(finished)})
+        sent = self._send(view, _FINISHED, finished)
         self.reducer.end_worker()
         self.clock.passes_done()
         sent.wait()
         return self.control.read()
 
-    def _send_control(self, view: StepView, work: OwnShare | StealingShare) -> Work:
-        return self._send({**self._sections(view), _TAKEN_OVER: torch.tensor(work.report(), dtype=torch.int64)})
-
-    def _sections(self, view: StepView) -> Mapping[str, Tensor]:
-        return {watcher.name: watcher.before_send(view) for watcher in self.watchers if watcher.name}
-
-    def _send(self, sections: Mapping[str, Tensor]) -> Work:
-        return self.control.send(self.allreduce, {name: words for name, words in sections.items() if words.numel()})
+    def _send(self, view: StepView, name: str, words: list[int]) -> Work:
+        """The control vector on its way, with the sections of the watchers and one of the step itself."""
+        sections = {watcher.name: watcher.before_send(view) for watcher in self.watchers if watcher.name}
+        sections[name] = torch.tensor(words, dtype=torch.int64)
+        return self.control.send(self.allreduce, {name: each for name, each in sections.items() if each.numel()})
 
     def _recompute(self, step: Step, membership: Membership, worker: int) -> IntegerHash:
         """Computes a virtual worker once more, for its hash alone: nothing but the reducer's hash takes anything."""

@@ -59,15 +59,12 @@ class StepWatch:
     """highest number of int64 words in that section, the same on all ranks"""
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number concerns the watcher; the same on all ranks."""
         return False
 
     def reads_too(self, step: int, membership: Membership) -> Sequence[int]:
-        """Virtual workers whose images this rank will read after its own."""
         return ()
 
     def before_worker(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
-        """Gives what takes the integers of a virtual worker's gradients; None: nothing does."""
         return None
 
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
@@ -78,26 +75,25 @@ class StepWatch:
         return None
 
     def with_batch(self, step: int, worker: int, batch: Batch) -> None:
-        """This rank has the images of a virtual worker that takes part in the step."""
+        pass
 
     def before_send(self, view: StepView) -> Tensor:
         """This rank's section, int64, of one length on all ranks."""
         return NO_WORDS
 
     def after_passes(self, view: StepView) -> None:
-        """This rank's last backward pass is done; also called if the passes are repeated."""
+        """Also called if the passes are repeated, as `check` is."""
 
     def check(self, view: StepView, control: ControlVector) -> None:
-        """Ends the run, on all ranks, if what has arrived is wrong; also called if the passes are repeated."""
+        pass
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
-        """Ends the run, on all ranks, if the step must not be taken."""
+        pass
 
     def with_mean(self, view: StepView) -> None:
-        """The reducer holds the step's mean gradient; not called in a step that is skipped."""
+        """Not called in a step that is skipped."""
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
-        """What the watcher found in the step: fields of StepStats, and by other names figures for the step's event."""
         return {}
 
     def state(self) -> Mapping[str, Tensor]:
@@ -114,11 +110,8 @@ class StepWatch:
 class Requests(StepWatch):
     """What somebody wants of a run between two steps: to stop, to save, to copy the state, to change its ranks.
 
-    One rank learns of it first. It travels in the control vector, so that all ranks do it after the same step.
-
-    `stop_requested` is called before each virtual worker; `save_due`, with the count of steps, and `copy_due` once a
-    step, on rank 0: whether it wants a checkpoint, or each node to copy the state into its memory. `looks` are counts
-    of steps after which the weights are evaluated or saved.
+    One rank learns of it first, and the control vector tells all. `stop_requested` is called before each virtual
+    worker, `save_due` and `copy_due` (into nodes' memory) once a step; after `looks` steps the weights are looked at.
     """
 
     name, words = "requests", 4
@@ -136,7 +129,7 @@ class Requests(StepWatch):
         self.is_stopping = self._is_changing = False
 
     def look(self) -> bool:
-        """Looks for requests before a virtual worker, and sets `is_stopping`: whether to begin no further one."""
+        """Before a virtual worker: whether to begin no further one (`is_stopping`)."""
         self._is_changing = self._liveness.ranks_change()
         self.is_stopping = self._stop_requested()
         return self.is_stopping
@@ -154,5 +147,4 @@ class Requests(StepWatch):
 
 
 def wants_stop(control: ControlVector) -> bool:
-    """Whether any rank was requested to stop."""
     return control.words(Requests.name)[0] > 0

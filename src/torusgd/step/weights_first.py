@@ -69,9 +69,9 @@ def _convolution(
     if x.dim() != 4 or isinstance(padding, str) or not _has_two_gradients(x, weight):
         return F.conv2d(x, weight, bias, *how, groups)
     stride, padding, dilation = ([each, each] if isinstance(each, int) else list(each) for each in how)
-    gradients = partial(_gradients_of_convolution, stride, padding, dilation, groups)
-    return _two_nodes(partial(F.conv2d, stride=stride, padding=padding, dilation=dilation, groups=groups), gradients,
-                      x, weight, bias)  # fmt: skip
+    layer = partial(F.conv2d, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    gradients = partial(_gradients_of_convolution, (stride, padding, dilation), groups)
+    return _two_nodes(layer, gradients, x, weight, bias)
 
 
 def _has_two_gradients(x: Tensor, weight: Tensor) -> bool:
@@ -118,17 +118,10 @@ def _gradients_of_linear(out: Tensor, x: Tensor, weight: Tensor, has_bias: bool)
 
 
 def _gradients_of_convolution(
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    has_bias: bool,
+    how: tuple[list[int], list[int], list[int]], groups: int, out: Tensor, x: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     shape = [weight.shape[0]] if has_bias else None
     _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        out, x, weight, shape, stride, padding, dilation, False, [0, 0], groups, [False, True, has_bias]
+        out, x, weight, shape, *how, False, [0, 0], groups, [False, True, has_bias]
     )
     return of_weight, of_bias

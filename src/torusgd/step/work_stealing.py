@@ -8,8 +8,9 @@ which is settled by claims (`Claims`): each virtual worker is computed exactly o
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,15 +35,12 @@ T = TypeVar("T")
 
 
 class GroupStore:
-    """The store of a group's members under a prefix of its own; all members make one at the same time.
-
-    `counter` is the key of the number of prefixes so far, `prefix` the key with this number.
-    """
+    """The store of a group's members under a prefix of its own; all members make one at the same time."""
 
     def __init__(self, group: Group, counter: keys.Key, prefix: keys.Key) -> None:
         assert group.store is not None or group.size == 1, "members without a common store can't settle who takes what"
         store = group.store if group.store is not None else HashStore()  # of a member alone
-        # A store outlives the runs of a group.
+        # A number for each use, which `counter` counts: a store outlives the runs of a group.
         number = group.broadcast_text(str(store.add(counter, 1)) if group.rank == 0 else "")
         self._store: Store = PrefixStore(prefix.format(number=number), store)
 
@@ -57,9 +55,8 @@ class GroupStore:
 class Claims:
     """One member's claims of pieces of a step; all members make one at the same time, and begin the same rounds.
 
-    Each member has a row of pieces, and takes them from the front. Another member that has nothing to do may take one
-    from the back of a row whose owner is late. Both claim a piece before they begin it, so that each is taken exactly
-    once (ours; work stealing by deques goes back to Blumofe and Leiserson, 1999).
+    Each has a row of pieces and takes them from the front; others may take from the back of a late one's. A piece is
+    claimed before it is begun, so that each is taken exactly once (ours; deques: Blumofe and Leiserson, 1999).
     """
 
     # A row has one number in the store: its low half counts the pieces that the owner has claimed, its high half those
@@ -161,7 +158,7 @@ class OwnShare:
     """The virtual workers of a rank's share, one after the other; `own` counts those that were begun."""
 
     is_helping = False
-    """whether this rank waits, or has waited, for work of others"""
+    """whether this rank waits for work of others, or has it"""
 
     def __init__(self, workers: Sequence[int]) -> None:
         self._workers, self.own = workers, 0
@@ -186,10 +183,9 @@ class OwnShare:
 
 
 class StealingShare:
-    """The virtual workers of a rank's share that nobody has taken over, then those of late ranks.
+    """As `OwnShare`, without what others have taken over, and then the virtual workers of late ranks.
 
-    Used like `OwnShare`. `wait` is called before each claim; it returns once the device is about to begin what was
-    claimed last.
+    `wait` returns once the device is about to begin what was claimed last.
     """
 
     def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
@@ -231,7 +227,6 @@ class StealingShare:
         self._claims.claim_rest()
 
     def report(self) -> list[int]:
-        """See `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
         ready = time.perf_counter() - self._began
         rows = [[taken, 0, 0, 0] for taken in self._from]
         own = (sum(self._from), round(ready / _UNIT), round(min(self._shortest, ready) / _UNIT))
@@ -262,8 +257,8 @@ class TakenOver:
     def read(cls, reports: Tensor, ranks: Sequence[int]) -> "TakenOver | None":
         """From the reports of all ranks, summed, int64 [4 N]; None if nothing was taken over.
 
-        Of each rank: the virtual workers that it has lost and those that it has taken, the microseconds until its last
-        forward pass had ended, and those of its quickest own virtual worker.
+        Of each rank: virtual workers lost, those taken, and the microseconds until its last forward pass had ended and
+        of its quickest own virtual worker.
 
         >>> from torch import tensor
         >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
@@ -278,21 +273,6 @@ class TakenOver:
         counts = [dict(zip(ranks, column.tolist(), strict=True)) for column in (lost, taken)]
         late, helpers = ({rank: count for rank, count in found.items() if count} for found in counts)
         return cls(late, helpers, float(saved) * _UNIT)
-
-    def as_event(self) -> dict[str, Any]:
-        return {"late": self.late, "helpers": self.helpers, "saved_seconds": round(self.saved, 3)}
-
-
-class WorkStealing:
-    """Gives the ranks of a run, two at least, their work, step by step; every rank makes one at the same time."""
-
-    def __init__(self, world: Group) -> None:
-        self.claims = Claims(world)
-        self._wait = one_pass_behind(world.device)
-
-    def share(self, membership: Membership) -> StealingShare:
-        """This rank's work in the passes of a step; all ranks call it for the same passes."""
-        return StealingShare(membership, self.claims, self._wait)
 
 
 def one_pass_behind(device: torch.device) -> Callable[[], object]:
@@ -311,6 +291,12 @@ def one_pass_behind(device: torch.device) -> Callable[[], object]:
     return wait
 
 
+WorkStealing = partial[StealingShare]
+"""gives this rank's work in the passes of a step; all ranks call it for the same passes"""
+
+
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:
     """What a run's options say; None: each rank computes its own share."""
-    return WorkStealing(world) if options.work_stealing and world.size > 1 else None
+    if not options.work_stealing or world.size == 1:
+        return None
+    return partial(StealingShare, claims=Claims(world), wait=one_pass_behind(world.device))

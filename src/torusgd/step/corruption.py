@@ -1,15 +1,22 @@
-"""Silent data corruption, found before it enters the weights: a share of the work is computed twice, on two ranks.
+"""Silent corruption, found before it enters the weights or a checkpoint: work computed twice, and weights compared.
 
 Any rank can compute any virtual worker, and must get the same integers. So some virtual workers of a step are computed
 again on another rank, and 64-bit hashes of the integers (`gradients.integer_hash`) are compared before the step is
-accepted. Where they differ a third rank computes too, and the one that stands alone is named. Ours; that processors
-compute wrongly in silence is reported by Hochschild et al., "Cores that don't count" (HotOS 2021).
+accepted (`Audit`). Where they differ a third rank computes too, and the one that stands alone is named. Ours; that
+processors compute wrongly in silence is reported by Hochschild et al., "Cores that don't count" (HotOS 2021).
+
+All ranks compute the same update from the same sums, so what they hold in common has the same bits. A flipped bit ends
+that in silence. So every few steps each rank makes a 64-bit fingerprint of what it holds, which travels in the step's
+first message, and they are compared once more before each checkpoint (`DriftWatch`). What that can't see: in a sharded
+update the gather overwrites a rank's copy of the others' shards after every step, so a flip there is found in steps
+that are compared only, and one in a rank's own shard reaches all ranks alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,26 +25,155 @@ from torch import Tensor
 from ..comm.base import AllReduce, CommError, Work
 from ..comm.groups import Group
 from ..errors import CorruptionError, RunError
-from ..gradients.integer_hash import IntegerHash
-from ..rng import AUDIT, keyed_hash, keyed_integer, keyed_uniform
-from .control_vector import ControlVector
-from .drift import named_with_host
+from ..gradients.integer_hash import IntegerHash, keyed_sum, odd_keys
+from ..gradients.layout import Slot
+from ..rng import AUDIT, DRIFT, keyed_hash, keyed_integer, keyed_uniform
+from .control_vector import NO_WORDS, ControlVector
 from .membership import Membership
 from .watch import StepView, StepWatch
+
+_MOST_NAMED = 8
+# After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.
+_IMAGES = 15_000
+_OF_UPDATE = 100
+
+
+class DriftWatch(StepWatch):
+    """Compares the reducer's `slots`, and `others` that all ranks hold alike, every so many steps (0: never).
+
+    `wait_weights` returns when the new weights of the last step are there.
+    """
+
+    name = "fingerprints"
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        others: Sequence[Tensor],
+        world: Group,
+        every: int,
+        wait_weights: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._world, self._wait_weights = world, wait_weights
+        self._every = every if world.size > 1 else 0
+        # Of M ranks that share a layer's column blocks, each holds the same as every M-th rank after it.
+        self._held: dict[int, list[Tensor]] = {1: [tensor for tensor in others if tensor.numel()]}
+        for slot in slots:
+            held = self._held.setdefault(slot.parallel, [])
+            held += [slot.tensor] if slot.held and slot.tensor.numel() else []
+        longest = max((t.numel() for held in self._held.values() for t in held), default=1)
+        # On a CPU as many as stay in the cache.
+        self._run = min(longest, 1 << 16 if world.device.type == "cpu" else 1 << 21)
+        many = max(sum(-(-t.numel() // self._run) for t in held) for held in self._held.values())
+        self._keys = odd_keys(DRIFT, 0, -(-self._run // 2)).to(world.device)
+        self._run_keys = odd_keys(DRIFT, 1, many).to(world.device)
+        self.words = world.size * len(self._held)
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def before_send(self, view: StepView) -> Tensor:
+        return self._section() if self.due(view.step.index) else NO_WORDS
+
+    def check(self, view: StepView, control: ControlVector) -> None:
+        """CorruptionError, on every rank, if fingerprints differ: names the minority, or all if there is none."""
+        section = control.section(self.name)
+        if section.numel():
+            self._compare(section, view.step.index, None)
+
+    def _compare(self, message: Tensor, step: int, members: Collection[int] | None) -> None:
+        columns = message.view(self._world.size, -1).T.tolist()
+        suspects, is_clear = set[int](), True
+        compared = set(range(self._world.size) if members is None else members)
+        for parallel, found in zip(self._held, columns, strict=True):
+            for first in range(parallel):
+                group = compared.intersection(range(first, self._world.size, parallel))
+                odd, by_majority = differing({index: found[index] for index in sorted(group)})
+                suspects |= odd
+                is_clear &= by_majority
+        if suspects:
+            raise CorruptionError(self._blamed(sorted(suspects), is_clear, step))
+
+    def compare(self, steps: int, allreduce: AllReduce, members: Collection[int] | None = None) -> None:
+        """Compares at once; every rank calls it, `members` (None: all) should hold the same. Raises as `check`."""
+        if self._every:
+            message = self._section()
+            allreduce.start(message).wait()
+            self._compare(message.cpu(), steps, members)
+
+    def _section(self) -> Tensor:
+        """int64: the fingerprints of all ranks, of which this rank fills in its own."""
+        self._wait_weights()
+        rows = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
+        rows[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
+        return rows.reshape(-1)
+
+    def _fingerprint(self, tensors: Sequence[Tensor]) -> Tensor:
+        # A sum modulo 2**64 over the 64-bit words of all tensors, each times an odd random factor of its position: no
+        # order of the additions changes it, and a single flipped bit always does.
+        runs = (run for tensor in tensors for run in tensor.detach().reshape(-1).split(self._run))
+        sums = [keyed_sum(run, self._keys) for run in runs]
+        if not sums:
+            return torch.zeros((), dtype=torch.int64, device=self._world.device)
+        return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
+
+    def _blamed(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
+        named = [named_with_host(self._world, index) for index in suspects[:_MOST_NAMED]]
+        more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
+        who = ", ".join(named) + more
+        what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
+            "different weights, and no majority says which are right: a memory or processor has failed"
+        )  # fmt: skip
+        verb = "hold" if len(suspects) > 1 else "holds"
+        return (
+            f"step {step}: {who} {verb} {what}; nothing of it was saved: leave that machine out and give the same "
+            "command again, which goes on from the last checkpoint"
+        )
+
+
+def named_with_host(world: Group, index: int) -> str:
+    """A rank to blame, for people; every rank calls it. Without its host if ranks are lost at that very moment."""
+    name = f"rank {world.ranks[index]}"
+    try:
+        return f"{name} on {world.broadcast_text(socket.gethostname(), index)}"
+    except CommError:  # a corruption must be reported all the same: else the ranks that are left would go on with it
+        return name
+
+
+def steps_between(images: int) -> int:
+    """Steps between comparisons that cost less than a thousandth of the time, for a rank's images of a step.
+
+    >>> [steps_between(images) for images in (1, 32, 1000, 20_000)]
+    [149, 114, 14, 1]
+    """
+    # A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
+    # updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's
+    # speed matters, and no clock is read: all ranks find the same.
+    return -(-_IMAGES // (_OF_UPDATE + images))
+
+
+def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
+    """Who differs from the majority, and whether there is one; without one, all that could be wrong.
+
+    >>> differing({0: 7, 1: 7, 2: 8}), differing({0: 7, 1: 8})
+    (({2}, True), ({0, 1}, False))
+    """
+    ((usual, count),) = Counter(fingerprints.values()).most_common(1)
+    if 2 * count > len(fingerprints):
+        return {index for index, value in fingerprints.items() if value != usual}, True
+    return set(fingerprints), False
+
 
 _REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
 _SHIFT, _TURN, _KEY = range(3)
 
 
-@dataclass(frozen=True)
-class Check:
-    """A virtual worker that is computed twice, with the indices of two ranks."""
+class Check(NamedTuple):
+    """A virtual worker that is computed twice: by its owner (a rank's index), and again by an auditor."""
 
     worker: int
     owner: int
-    """rank whose gradients enter the sum"""
     auditor: int
-    """rank that computes them again"""
 
 
 class Audit(StepWatch):
@@ -95,10 +231,9 @@ class Audit(StepWatch):
         self._work = self._allreduce.start(self._sent)
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
-        """Compares what all ranks sent after their passes.
+        """CorruptionError, on every rank, if two ranks found other integers: names rank and host.
 
-        CorruptionError, on every rank, if two ranks found other integers: names rank and host. RunError if the images
-        can't be read a second time.
+        RunError if the images can't be read a second time.
         """
         step = view.step.index
         self._compared = 0
@@ -116,11 +251,11 @@ class Audit(StepWatch):
         return {"audited": self._compared}
 
     def _turns(self, step: int, membership: Membership) -> tuple[list[int], int]:
-        """The turns of a step that are audited, and how far from its owner a virtual worker is computed again."""
+        # The turns of a step that are audited, and how far from its owner a virtual worker is computed again.
         # A turn is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the virtual
         # workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit
         # at the same time, none waits for another, and each audits and is audited as often as any other.
-        return _draw(self._share, self._seed, step, membership.most, len(membership.ranks))
+        return _draw(self._share, self._seed, step, max(membership.counts), len(membership.ranks))
 
     def _first_difference(self, step: int, membership: Membership) -> tuple[Check, int, int]:
         """The first virtual worker of which two ranks found different hashes, and these; all hashes are sent for it."""
@@ -136,10 +271,8 @@ class Audit(StepWatch):
                 hashes[0, number] = self._own[check.worker].value()
             if check.auditor == self._world.rank:
                 hashes[1, number] = self._again[check.worker]
-        sent = hashes.to(self._world.device).reshape(-1)
-        self._sum(
-            sent, f"step {step}: two ranks found other integers for the same virtual worker", "they could be named"
-        )
+        sent, what = hashes.to(self._world.device).reshape(-1), "two ranks found other integers"
+        self._sum(sent, f"step {step}: {what} for the same virtual worker", "they could be named")
         first, second = sent.cpu().view(2, -1)
         number = int((first != second).nonzero()[0])
         return checks[number], int(first[number]), int(second[number])
