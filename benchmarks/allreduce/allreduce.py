@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
-from torusgd.comm.clock import Elapsed
+from torusgd.comm.connection import Elapsed
 from torusgd.comm.tuning.bench import bench_allreduce
 from torusgd.rehearse.lab import MTU, USUAL_WINDOWS, Host, Lab
 

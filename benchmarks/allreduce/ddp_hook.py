@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from torusgd.comm.clock import Clock, Elapsed, typical
+from torusgd.comm.connection import Clock, Elapsed, typical
 from torusgd.rehearse.lab import Lab
 
 from ..record import sample

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 from torusgd import exact_all_reduce
-from torusgd.comm.clock import Clock, typical
+from torusgd.comm.connection import Clock, typical
 from torusgd.comm.groups import group_of
 
 from ..record import sample

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from torusgd.comm.clock import Elapsed
+from torusgd.comm.connection import Elapsed
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
 from torusgd.tensor_parallel.tail import best_groups, hybrid_volume
 
@@ -48,7 +48,7 @@ def be_a_rank(images: list[int], parallel: list[int], repetitions: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from torusgd.comm.clock import Clock
+    from torusgd.comm.connection import Clock
     from torusgd.comm.groups import group_of
 
     torch.set_num_threads(1)

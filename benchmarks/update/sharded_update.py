@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
-from torusgd.comm.clock import Elapsed
+from torusgd.comm.connection import Elapsed
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
 
 from ..record import sample
@@ -141,7 +141,7 @@ def be_a_rank(width: int, runs: int, adam: bool, only: str | None) -> None:
     import torch
     import torch.distributed as dist
 
-    from torusgd.comm.clock import Clock
+    from torusgd.comm.connection import Clock
     from torusgd.comm.groups import group_of
 
     torch.set_num_threads(1)

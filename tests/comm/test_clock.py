@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm import clock
-from torusgd.comm.clock import Clock, Elapsed, Span
+from torusgd.comm import connection as clock
+from torusgd.comm.connection import Clock, Elapsed, Span
 from torusgd.comm.groups import alone, group_of
 
 AHEAD = 12.5

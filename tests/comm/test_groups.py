@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torusgd.comm import groups
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.base import CommTimeout, ConnectionLost
-from torusgd.comm.clock import Clock
+from torusgd.comm.connection import Clock
 from torusgd.comm.gloo import GlooEngine
 from torusgd.comm.tree import FANOUT
 from torusgd.ranks.rank import serve_store

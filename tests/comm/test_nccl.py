@@ -11,7 +11,7 @@ from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
-from torusgd.comm.clock import Clock, Span
+from torusgd.comm.connection import Clock, Span
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
@@ -138,7 +138,7 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
 
     monkeypatch.setattr(tune, "_time_sum", timed)
     connection: Any = SimpleNamespace(
-        engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), elapsed=Clock(alone()).elapsed
+        engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), clock=Clock(alone())
     )
     link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
     profile = Profile(

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torusgd.comm.algorithms import parse_algorithm
-from torusgd.comm.clock import Clock, typical
-from torusgd.comm.connection import connect
+from torusgd.comm.connection import Clock, connect, typical
 
 LATE, REPEAT = 0.05, 9
 dist.init_process_group("gloo")
@@ -40,7 +39,7 @@ def from_barrier() -> float:
 
 
 def measured() -> tuple[float, float]:
-    taken = typical(connection.elapsed([connection.stopwatch(run) for _ in range(REPEAT)]))
+    taken = typical(connection.clock.elapsed([connection.clock.span(run) for _ in range(REPEAT)]))
     return taken.seconds, taken.skew
 
 

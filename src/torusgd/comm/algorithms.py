@@ -181,19 +181,12 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
     size, me, middle = len(axis.members), axis.position, (low + high) // 2
     is_odd = size % 2
 
-    def second(position: int) -> int:
-        """The number in the first tree of a rank in the second tree."""
-        return (position - 1) % size if is_odd else size - 1 - position
-
     def rank_of(number: int) -> int:
         return (number + 1) % size if is_odd else size - 1 - number
 
-    ups = zip(
-        _up_tree(axis, me, low, middle, lambda number: number),
-        _up_tree(axis, second(me), middle, high, rank_of),
-        strict=True,
-    )
-    up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in ups]
+    number = (me - 1) % size if is_odd else size - 1 - me  # of this rank in the second tree
+    one, two = _up_tree(axis, me, low, middle, lambda n: n), _up_tree(axis, number, middle, high, rank_of)
+    up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in zip(one, two, strict=True)]
     return up + mirror(up)
 
 
@@ -238,8 +231,7 @@ def reduce_scatter(
 ) -> tuple[list[Round], tuple[int, int]]:
     """The rounds after which this rank holds the sum of one span of [low, high), and that span.
 
-    Along each axis in turn the span is cut again, at `stops` only (see `cut`). These are the first phases of
-    `all_reduce`, but for methods that leave no shards: halving stands for them. Their `mirror` is the all-gather.
+    Along each axis in turn the span is cut again, at `stops` only (see `cut`). Their `mirror` is the all-gather.
     """
     rounds: list[Round] = []
     for axis in axes:
@@ -342,11 +334,10 @@ class Algorithm:
 
 
 def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Algorithm:
-    """The algorithm of that name on `ranks` ranks.
+    """The algorithm of that name on `ranks` ranks; UserError if name, grid and number of ranks don't fit together.
 
     `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
-    colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError if name,
-    grid and number of ranks don't fit together.
+    colon the methods of the vertical and the horizontal axis, or one for both, rings by default.
 
     >>> str(parse_algorithm("torus:halving/ring", 12))
     'torus:halving/ring 3x4'

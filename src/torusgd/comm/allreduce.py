@@ -48,7 +48,7 @@ class NativeAllReduce:
         return self.group.start_backend_all_reduce(tensor) if tensor.numel() else Done()
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 class AlgorithmAllReduce:
@@ -203,11 +203,7 @@ class ShardCollectives:
     Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way.
     The shards depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
     `hierarchical` runs as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
-    that; if `auto` finds the backend's own best, a ring runs over Gloo.
-
-    Args:
-        allreduce: From `create`.
-        watch: Function of each message and the time it left (time.perf_counter) to the work to use in its place.
+    that; if `auto` finds the backend's own best, a ring runs over Gloo. `watch`: see `Monitor.watch`.
 
     >>> shards = ShardCollectives(create("ring"))
     >>> shards.span(0, length=10)
@@ -221,7 +217,7 @@ class ShardCollectives:
         self._rounds = lru_cache(1024)(self._make_rounds)
 
     def span(self, rank: int, length: int, stops: Stops = None) -> tuple[int, int]:
-        """The shard [low, high) of a rank of the group, of a tensor of `length` elements; it may be empty."""
+        """The shard [low, high) of a rank, of a tensor of `length` elements; it may be empty."""
         algorithm = self._algorithm(length)
         if algorithm is not None:
             return algorithm.scatter(rank, length, stops)[1]

@@ -28,11 +28,6 @@ class LateRank:
     step: int | None = None
 
     def __str__(self) -> str:
-        """As an error shows it.
-
-        >>> str(LateRank("no heartbeat for 12 s", rank=2, host="a1", phase="backward", step=7))
-        'rank 2 on a1 in backward of step 7: no heartbeat for 12 s'
-        """
         if self.rank is None:
             return self.why
         host = "" if self.host is None else f" on {self.host}"
@@ -72,8 +67,7 @@ class Liveness:
 class CommError(RuntimeError):
     """Ranks could not exchange a message: the reason lies with another rank or the network, not with the caller.
 
-    Whatever waits in `torusgd.comm` raises one of its subclasses, and no bare error of Gloo or NCCL. The all-reduce and
-    its group are of no more use afterwards.
+    No wait raises a bare error of Gloo or NCCL. The all-reduce and its group are of no more use afterwards.
     """
 
 
@@ -99,13 +93,8 @@ class Work(Protocol):
     def wait(self, limit: float | None = None) -> None:
         """Returns when the result is there (CUDA: when the current stream will have it).
 
-        Args:
-            limit: Seconds after which it gives up waiting, and may be called again; None: the timeout of the group.
-                Where nothing is waited for on the host, as with NCCL, it has no meaning.
-
-        Raises:
-            CommTimeout: Nothing came in time.
-            ConnectionLost: Nothing will come.
+        CommTimeout after `limit` seconds (None: the timeout of the group; NCCL knows none), when it may be called
+        again; ConnectionLost if nothing will come.
         """
 
     def done(self) -> bool:

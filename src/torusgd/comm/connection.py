@@ -1,22 +1,202 @@
-"""Connects the ranks of a group for all-reduces, and times what they do together."""
+"""Connects the ranks of a group for all-reduces, and times what they do together: one clock, a start agreed in time.
 
+A barrier is no start: ranks leave an all-reduce of one element up to 75 ms apart over 16 hosts at 5 ms, and that would
+count as time of whatever follows. So ranks agree on a moment that is later than the time by which all know of it.
+"""
+
+import hashlib
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .base import Engine
-from .clock import Clock, Elapsed, Span, machine_number
 from .gloo import GlooEngine, StagedEngine
 from .groups import Group, group_of
 from .nccl import NcclEngine
+
+# a message tag above all of an engine's sums
+_TAG = 1 << 30
+# round trips to a rank of another machine, and to one of the same, where only an offset has to be ruled out
+_TRIPS, _TRIPS_HERE = 8, 2
+# Seconds a second by which two clocks part: RFC 5905 allows each 15 millionths.
+_DRIFT = 3e-5
+# seconds before the start in which ranks no longer sleep, and that they have beyond the time the agreement takes
+_AWAKE = 1e-3
+_DOUBTFUL = 0.05
+
+
+class Span(NamedTuple):
+    """What one rank did, from begin to end in seconds of the group's clock."""
+
+    begin: float
+    end: float
+
+
+class Elapsed(NamedTuple):
+    """What all ranks did together: from the last rank's begin to the last rank's end."""
+
+    seconds: float
+    skew: float = 0.0
+    """seconds from the first rank's begin to the last one's: by so much the time may be too short"""
+    bound: float = 0.0
+    """seconds by which clocks that differ may have changed the time or the skew; 0 on one machine"""
+    end: float = 0.0
+    """when it ended, in seconds of the group's clock"""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Skew and bound are more than 5 % of the time."""
+        return self.skew + self.bound > _DOUBTFUL * self.seconds
+
+    def __str__(self) -> str:
+        apart = f"{1e3 * self.seconds:.3g} ms (began {1e3 * self.skew:.2g} ms apart, clocks +- {1e3 * self.bound:.2g})"
+        return apart + " doubtful" * self.is_doubtful
+
+
+def typical(taken: Iterable[Elapsed]) -> Elapsed:
+    """The median of each figure.
+
+    >>> typical([Elapsed(3.0, 0.1), Elapsed(1.0, 0.3), Elapsed(2.0, 0.2)])
+    Elapsed(seconds=2.0, skew=0.2, bound=0.0, end=0.0)
+    """
+    return Elapsed(*map(median, zip(*taken, strict=True)))
+
+
+class Clock:
+    """The monotonic clock of a group's first rank, as every rank reads it; all ranks call its methods together."""
+
+    # Offsets are measured as NTP does (RFC 5905, section 8): a message leaves the first rank at a, reaches another one
+    # at b of its clock, whose answer leaves at c and is back at d. Then the other clock is ahead by ((b - a) + (c - d))
+    # / 2, wrong by ((d - a) - (c - b)) / 2 at most; of several trips the one with the least error counts. Processes of
+    # one machine have one clock unless they are in different time namespaces: if two run on one kernel, and the
+    # measured offset may be zero, it is.
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        # a wait for the others is agreed on in advance by this many seconds and half as many again
+        self._agreement = 0.0
+        self._measure()
+
+    def now(self) -> float:
+        return time.perf_counter() + self.offset
+
+    def start(self) -> float:
+        """Returns on all ranks at one moment: the time at which it did on this one."""
+        moment = self._agree()
+        # Clocks that part: measured again before the drift has doubled the error. All ranks know the same moment.
+        if self.bound and moment - self._measured > self.bound / (2 * _DRIFT):
+            self._measure()
+            moment = self._agree()
+        while (left := moment - self.now()) > 0:
+            # Sleeps end late by a tenth of a millisecond; but ranks that share cores have to let each other run.
+            time.sleep(left - _AWAKE if left > _AWAKE else 0)
+        return self.now()
+
+    def span(self, run: Callable[[], object]) -> Span:
+        """What `run()` takes on this rank from a common start on, until the device has done all that it was given."""
+        begin = self.start()
+        run()
+        if self._group.device.type == "cuda":
+            torch.cuda.synchronize(self._group.device)
+        return Span(begin, self.now())
+
+    def elapsed(self, spans: Sequence[Span]) -> list[Elapsed]:
+        """The times of the spans over all ranks: the same list everywhere."""
+        own = [(-begin, begin, end) for begin, end in spans]
+        agreed = torch.tensor(own, dtype=torch.float64, device=self._group.small_device)
+        self._group.all_reduce(agreed, maximum=True)
+        # Twice the bound: until they are measured again, drift may double the error.
+        return [
+            Elapsed(end - last, last + minus_first, 2 * self.bound, end) for minus_first, last, end in agreed.tolist()
+        ]
+
+    def _agree(self) -> float:
+        # The moment of the next start: after the last rank has come, and all can know that.
+        group = self._group
+        agreed = torch.tensor([self.now(), self._agreement], dtype=torch.float64, device=group.small_device)
+        group.all_reduce(agreed, maximum=True)
+        last, seconds = agreed.tolist()
+        self._agreement = max(self.now() - last, self._agreement / 2)
+        return last + 1.5 * seconds + _AWAKE
+
+    def _measure(self) -> None:
+        # Down the tree, if there is one: the first rank of a mesh knows how far it is from the root's.
+        group = self._group
+        known = _tensor(group, [0.0, 0.0])
+        for mesh in reversed(group.meshes):
+            mesh.broadcast(known)
+            known += _distance(mesh)
+        self.offset = float(known[0])
+        """seconds to add to this rank's time.perf_counter()"""
+        # Between two ranks that are wrong in opposite directions.
+        self.bound = sum(sorted(float(error) for error in group.all_gather(known[1:]))[-2:])
+        """seconds by which the difference of two ranks' readings may be wrong"""
+        self._agree()  # takes as long as the next one
+        self._measured = self._agree()
+
+
+def _distance(mesh: Group) -> torch.Tensor:
+    # The clock of the mesh's first rank minus this rank's, and the largest error of that: float64 [2].
+    machines = [int(each) for each in mesh.all_gather(_tensor(mesh, [machine_number()], torch.int64))]
+    found = torch.zeros(mesh.size, 2, dtype=torch.float64, device=mesh.small_device)
+    for place in range(1, mesh.size):
+        is_here = machines[place] == machines[0]
+        if mesh.rank == 0:
+            found[place] = _tensor(mesh, _offset_of(mesh, place, is_here))
+        elif mesh.rank == place:
+            _answer(mesh, _TRIPS_HERE if is_here else _TRIPS)
+    mesh.broadcast(found)
+    return found[mesh.rank]
+
+
+def _offset_of(mesh: Group, place: int, is_here: bool) -> tuple[float, float]:
+    # This, the first rank's, clock minus that of another rank, and the largest error of that.
+    offset, error = 0.0, float("inf")
+    for trip in range(_TRIPS_HERE if is_here else _TRIPS):
+        answer = _tensor(mesh, [0.0, 0.0])
+        pending = mesh.receive(answer, place, _TAG + trip)
+        a = time.perf_counter()
+        mesh.send(_tensor(mesh, [0.0]), place, _TAG + trip).wait()
+        pending.wait()
+        b, c = answer.tolist()
+        d = time.perf_counter()
+        if (d - a) - (c - b) < 2 * error:
+            offset, error = ((a - b) + (d - c)) / 2, ((d - a) - (c - b)) / 2
+    return (0.0, 0.0) if is_here and abs(offset) <= error else (offset, error)
+
+
+def _answer(mesh: Group, trips: int) -> None:
+    # All are announced before the first comes: Gloo holds a message back until then.
+    requests = [mesh.receive(_tensor(mesh, [0.0]), 0, _TAG + trip) for trip in range(trips)]
+    for trip, request in enumerate(requests):
+        request.wait()
+        b = time.perf_counter()
+        mesh.send(_tensor(mesh, [b, time.perf_counter()]), 0, _TAG + trip).wait()
+
+
+def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=group.small_device)
+
+
+def machine_number(further: str = "") -> int:
+    """A number of 56 bits for the kernel that this process runs on, and for what else separates processes."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    return int.from_bytes(hashlib.sha256((machine + further).encode()).digest()[:7], "big")
+
 
 T = TypeVar("T")
 
@@ -45,14 +225,6 @@ class Connection:
         """Of the ranks together; it is measured when it is first needed."""
         return Clock(self.group)
 
-    def stopwatch(self, run: Callable[[], object]) -> Span:
-        """When this rank began and ended `run()`, from a start that all agreed on; `elapsed` makes one time of all."""
-        return self.clock.span(run)
-
-    def elapsed(self, spans: Sequence[Span]) -> list[Elapsed]:
-        """The times of the spans over all ranks: the same list everywhere."""
-        return self.clock.elapsed(spans)
-
     def close(self) -> None:
         """Ends the engine and the group; every rank calls it, with nothing on its way."""
         self.engine.close()
@@ -65,19 +237,10 @@ def connect(
     timeout: float | None = None,
     streams: int = 1,
 ) -> Connection:
-    """Connects the ranks of a group (None: all ranks), each of which calls it, by a group of their own.
+    """Connects the ranks of a group (None: all ranks, two at least), each of which calls it, by a group of their own.
 
-    Gloo carries CPU tensors. CUDA tensors go over NCCL where the group has it, else over Gloo by way of the host.
-
-    Args:
-        group: At least two ranks.
-        device: Where the tensors live; a `Group` has its own device.
-        timeout: Seconds that a message may take; None: what `group` allows.
-        streams: TCP connections between each two ranks, for Gloo.
-
-    Raises:
-        UserError: Several streams over NCCL.
-        CommTimeout: The ranks did not meet in time.
+    Gloo carries CPU tensors, in so many `streams`. CUDA tensors go over NCCL where the group has it, else over Gloo by
+    way of the host. UserError for several streams over NCCL, CommTimeout if the ranks did not meet in time.
     """
     ranks = group_of(group, device)
     is_nccl = ranks.device.type == "cuda" and ranks.has_nccl

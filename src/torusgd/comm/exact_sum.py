@@ -34,7 +34,7 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Number of int64 values of one sum: its limbs and a count of non-finite addends."""
+        """int64 values of one sum: its limbs and a count of non-finite addends."""
         return self.limbs + 1
 
 

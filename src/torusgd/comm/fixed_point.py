@@ -119,12 +119,11 @@ def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dt
 
 
 class _Common(NamedTuple):
-    """The shape, dtype and device that all ranks' addends have."""
+    """What all ranks' addends have, and their number over all ranks."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    # number of addends of all ranks
     addends: int
 
 

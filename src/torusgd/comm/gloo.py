@@ -84,7 +84,7 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
 # latency instead of two. A ring of thousands of ranks has tens of thousands of turns, so not all are posted at once.
 class _Sum(LaneWork):
     def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
-        super().__init__()
+        super().__init__(self._exchange)
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
@@ -117,7 +117,7 @@ class _Sum(LaneWork):
     def _elements(self, message: Message) -> torch.Tensor:
         return self._tensor[message.low : message.high]
 
-    def _carry_out(self) -> None:
+    def _exchange(self) -> None:
         sent: dict[int, list[Work]] = {turn.chunk: [] for turn in self._turns}
         for number, turn in enumerate(self._turns):
             if number + AHEAD < len(self._turns):
@@ -144,8 +144,7 @@ class _Sum(LaneWork):
 class GlooEngine(Engine):
     """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
 
-    Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
-    raise, and the engine is of no more use. Parts of large messages travel in `further` groups of the same ranks.
+    Every rank makes the same calls in the same order. Parts of large messages travel in `further` groups of the ranks.
     """
 
     # One TCP connection can't fill a link that is long and fast: what it may have on its way ends with the kernel's
@@ -197,13 +196,13 @@ class _Staged(LaneWork):
     """The sum of one CUDA tensor, which begins in the thread once the host has the tensor's values."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
-        super().__init__()
+        super().__init__(self._begin)
         self._tensor, self._host, self._start = tensor, host, start
         self._copied = torch.cuda.current_stream(tensor.device).record_event()
         self._work: Work | None = None
         self._returned = False
 
-    def _carry_out(self) -> None:
+    def _begin(self) -> None:
         self._copied.synchronize()
         self._work = self._start(self._host)
 

@@ -61,12 +61,9 @@ class Group:
 
     Args:
         process_group: torch's group; None for a rank alone, and until all are connected where a tree serves.
-        ranks: Of each member its rank in the run, in group order.
-        rank: This process' index in the group.
+        ranks: Of each member its rank in the run, in group order; `rank` is this process' index.
         device: Where the tensors of gradients live. CPU tensors are exchanged by Gloo whatever the device.
         store: Where subgroups meet; a group without one can't be split.
-        timeout: Seconds after which a collective without an answer fails.
-        nccl: CUDA tensors travel by NCCL.
         owned: Nobody else holds torch's group: `close` ends it, and NCCL splits its communicator for subgroups.
         splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
         is_given_up: As in `build`, for subgroups.
@@ -241,13 +238,8 @@ class Group:
     ) -> "Group":
         """The group of that set of members which holds this one, with connections of its own.
 
-        Every member of this group calls it with the same disjoint sets, and with nothing on its way. A member that is
-        in none of them, or in one alone, gets a group of itself.
-
-        Args:
-            sets: Indices in this group; the order in a set is that of the new group.
-            timeout: Of the new group, seconds; None: as here.
-            device: Of the new group, such as the CPU for one that needs no NCCL; None: as here.
+        Every member of this group calls it with the same disjoint sets of indices, in the order of the new groups, and
+        with nothing on its way. A member that is in none, or alone in one, gets a group of itself.
         """
         number, device = next(self._splits), self.device if device is None else device
         nccl = self.has_nccl and device.type == "cuda"
@@ -260,16 +252,12 @@ class Group:
         if color is None:
             return alone(device, self.ranks[self.rank])
         assert self.store is not None, "a group without a store can't be split"
+        store = PrefixStore(keys.SUBGROUP.format(number=number, members="-".join(map(str, sets[color]))), self.store)
         part = build(
-            PrefixStore(keys.SUBGROUP.format(number=number, members="-".join(map(str, sets[color]))), self.store),
-            [self.ranks[index] for index in sets[color]],
-            self.ranks[self.rank],
-            device=device,
-            timeout=self.timeout if timeout is None else timeout,
-            nccl=nccl,
-            split=None if parent is None else (parent, color),
-            is_given_up=self._is_given_up,
-        )
+            store, [self.ranks[index] for index in sets[color]], self.ranks[self.rank], device=device,
+            timeout=self.timeout if timeout is None else timeout, nccl=nccl,
+            split=None if parent is None else (parent, color), is_given_up=self._is_given_up,
+        )  # fmt: skip
         self._parts.append(part)
         return part
 
@@ -277,10 +265,7 @@ class Group:
         return self.partition([range(self.size)], timeout, device)
 
     def abort(self) -> None:
-        """Fails, on this rank, all that is under way in this group and in the groups that were split from it.
-
-        It takes milliseconds; the groups are of no more use, and the other members find their connections closed.
-        """
+        """Fails, on this rank, all that is under way here and in groups split from this; none is of use any more."""
         for part in (*self._parts, *self._pairs.values()):
             part.abort()
         if self._tree is not None:
@@ -300,10 +285,7 @@ class Group:
                     continue
 
     def close(self) -> None:
-        """Drops the connections; to be called by every member with nothing on its way.
-
-        A group that was wrapped stays open for those who made it.
-        """
+        """Drops the connections, if the group is ours; every member calls it, with nothing on its way."""
         if self.process_group is not None and self._owned and self.has_nccl:
             self._nccl.shutdown()  # Gloo's connections end with the last reference to its group
         if self._tree is not None:
@@ -342,18 +324,16 @@ class Group:
         try:
             if self.has_nccl and device.type == "cuda":
                 return launch_order(device).enqueue(tensors, lambda: operation().wait())
-            work = operation()
+            return PendingCollective(operation(), self.timeout)
         except RuntimeError as error:
             raise comm_error(error, "the group", begin, self.timeout) from error
-        return PendingCollective(work, self.timeout)
 
     def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
         where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
         try:
-            work = operation()
+            return PendingMessage(operation(), where, self.timeout)
         except RuntimeError as error:
             raise comm_error(error, where, begin, self.timeout) from error
-        return PendingMessage(work, where, self.timeout)
 
 
 def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
@@ -379,35 +359,24 @@ def build(
 
     Args:
         store: Reached by all members; it must outlive them.
-        ranks: The members' ranks in the run, in group order.
-        rank: This process' rank in the run, one of them.
-        device: Where the members' tensors live, beside CPU tensors, which travel by Gloo.
+        ranks: The members' ranks in the run, in group order; `rank` is this process'.
         timeout: Seconds to meet, and for each collective.
         nccl: Whether CUDA tensors travel by NCCL, or by Gloo by way of the host; None: by NCCL.
         split: torch's ProcessGroupNCCL whose members all take part, and the number of its new communicator that this
             rank joins: ncclCommSplit is quicker than a rendezvous, and takes fewer connections. None: made anew.
         is_given_up: Called while the members connect; true ends this rank's wait. None: it lasts `timeout` seconds.
 
-    Raises:
-        CommTimeout: The members did not meet in time.
-        ConnectionLost: The store is out of reach, or a member has left.
+    CommTimeout if the members did not meet in time, ConnectionLost if the store is out of reach or a member has left.
     """
     nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
     index, meshes = list(ranks).index(rank), list[Group]()
     if len(ranks) > FANOUT:
-        meshes = [
-            build(
-                PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store),
-                [ranks[member] for member in members],
-                rank,
-                device=torch.device("cpu"),
-                timeout=timeout,
-                is_given_up=is_given_up,
-            )
-            for members in meshes_of(index, len(ranks))
-        ]
+        for members in meshes_of(index, len(ranks)):
+            own = PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store)
+            its, cpu = [ranks[member] for member in members], torch.device("cpu")
+            meshes.append(build(own, its, rank, device=cpu, timeout=timeout, is_given_up=is_given_up))
     group = None
     if nccl or not meshes:
         group = _connect(store, ranks, index, device, timeout, nccl, is_given_up, split, is_mesh=not meshes)
@@ -470,10 +439,7 @@ def connected(
     split: tuple[Any, int] | None = None,
     is_mesh: bool = True,
 ) -> ProcessGroup:
-    """A process group outside torch's registry; every member calls it, and returns when all have. See `build`.
-
-    Without `is_mesh` it takes CUDA tensors only, by NCCL.
-    """
+    """A process group outside torch's registry; every member calls it. Without `is_mesh` it has NCCL alone."""
     size, gpu, limit = len(ranks), torch.device("cuda"), timedelta(seconds=timeout)
     group = ProcessGroup(store, group_rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO if is_mesh else ProcessGroup.BackendType.NCCL)
@@ -498,10 +464,7 @@ def connected(
 
 
 def allow_files(size: int) -> None:
-    """Lets this process open the files of a group of `size` ranks; UserError if it may not open as many.
-
-    Gloo connects each two members at once: a socket to every other one.
-    """
+    """Lets this process open the files of a group of `size` ranks, a socket to each; UserError if it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:

@@ -21,10 +21,7 @@ SLICE = 0.25
 
 
 class Monitor:
-    """Adds up the times of the messages that `watch` receives, in the order in which they leave.
-
-    A wait for one of them looks at `liveness` every SLICE seconds, and raises CommTimeout as soon as a rank is late.
-    """
+    """Adds up the times of messages; a wait for one looks at `liveness`, and raises CommTimeout once a rank is late."""
 
     def __init__(self, liveness: Liveness | None = None) -> None:
         self.liveness = liveness or Liveness()
@@ -35,7 +32,7 @@ class Monitor:
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
-        """Watches a message that left at `left` (time.perf_counter; None: now); use the returned work in its place."""
+        """Watches a message that left at `left` (None: now); use the returned work in its place."""
         if isinstance(work, Done):
             return work
         return _Watched(self, work, time.perf_counter() if left is None else left)
@@ -66,7 +63,7 @@ class Monitor:
         return _WatchedAllReduce(self, allreduce)
 
     def arrived(self, left: float, ended: float | None) -> None:
-        """Adds a message that was on its way from `left` to `ended` (time.perf_counter)."""
+        """Adds a message that was on its way from `left` to `ended`."""
         if ended is None:
             self.on_way = nan
             return

@@ -36,7 +36,6 @@ def _elements(tensor: torch.Tensor, message: Message) -> torch.Tensor:
 
 
 def grid_axes(group: Group, grid: tuple[int, int]) -> tuple[Group, Group]:
-    """The row and the column of this rank, as groups of their own; every member calls it."""
     rows, columns = grid
     # All rows first, then all columns: ncclCommSplit is a collective of the parent, in one order on all ranks.
     row = group.partition([range(y * columns, (y + 1) * columns) for y in range(rows)])

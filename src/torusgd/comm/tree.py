@@ -5,31 +5,19 @@ runs of ranks, then runs of their first members, and so on. Of 3,456 ranks most 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from .base import Work
 from .works import LaneWork, start_lane
 
+if TYPE_CHECKING:
+    from .groups import Group
+
 FANOUT = 32
 """most members of a group in which each two are connected, unless an algorithm needs it"""
-
-
-class Mesh(Protocol):
-    """A group in which each two members are connected (`groups.Group`)."""
-
-    def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
-        """Sums a tensor in place."""
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Gives all members the tensor of one."""
-
-    def abort(self) -> None:
-        """Fails what is under way."""
-
-    def close(self) -> None:
-        """Drops the connections."""
 
 
 def meshes_of(rank: int, size: int) -> list[range]:
@@ -49,21 +37,18 @@ def meshes_of(rank: int, size: int) -> list[range]:
 
 
 class Tree:
-    """Collectives of `size` ranks by the meshes of one of them; every rank calls them in the same order.
+    """Collectives of `size` ranks, in a thread, by the meshes of one of them; a sum has to be free of order."""
 
-    They run in a thread, one after the other, and raise what a mesh does. A sum has to be free of order.
-    """
-
-    def __init__(self, meshes: Sequence[Mesh], rank: int, size: int) -> None:
+    def __init__(self, meshes: Sequence["Group"], rank: int, size: int) -> None:
         self._meshes, self._rank, self._size = meshes, rank, size
         self._below_root = len(meshes_of(0, size)) - 1
         self._lane, _ = start_lane()
 
     def start_all_reduce(self, tensor: torch.Tensor, maximum: bool) -> Work:
-        return self._start(lambda: self._all_reduce(tensor, maximum))
+        return self._start(partial(self._all_reduce, tensor, maximum))
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return self._start(lambda: self._broadcast(tensor, source))
+        return self._start(partial(self._broadcast, tensor, source))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         # Each byte is zero on all ranks but one: so the sum of bytes is a gather, of any type.
@@ -83,7 +68,7 @@ class Tree:
             mesh.close()
 
     def _start(self, function: Callable[[], None]) -> Work:
-        work = _TreeWork(function)
+        work = LaneWork(function)
         self._lane.put(work)
         return work
 
@@ -95,7 +80,7 @@ class Tree:
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
         # Up from the source, in the meshes above it; then down, in all others.
-        others = list[Mesh]()
+        others = []
         for mesh, members in zip(self._meshes, meshes_of(self._rank, self._size), strict=True):
             above = source - source % members.step
             if above in members:
@@ -104,12 +89,3 @@ class Tree:
                 others.append(mesh)
         for mesh in reversed(others):
             mesh.broadcast(tensor)
-
-
-class _TreeWork(LaneWork):
-    def __init__(self, function: Callable[[], None]) -> None:
-        super().__init__()
-        self._function = function
-
-    def _carry_out(self) -> None:
-        self._function()

@@ -130,10 +130,10 @@ def launch_order(device: torch.device) -> LaunchOrder:
 
 
 class LaneWork:
-    """Work of an engine's thread: `run` there, `wait` on the caller's."""
+    """Work of an engine's thread, `carry_out`: `run` there, `wait` on the caller's."""
 
-    def __init__(self) -> None:
-        self._finished = threading.Event()
+    def __init__(self, carry_out: Callable[[], object]) -> None:
+        self._carry_out, self._finished = carry_out, threading.Event()
         self._error: Exception | None = None
         self._ended = 0.0
 
@@ -144,9 +144,6 @@ class LaneWork:
             self._error = error
         self._ended = time.perf_counter()
         self._finished.set()
-
-    def _carry_out(self) -> None:
-        raise NotImplementedError
 
     def wait(self, limit: float | None = None) -> None:
         if not self._finished.wait(limit):

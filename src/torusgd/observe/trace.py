@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from ..comm.clock import Clock
+from ..comm.connection import Clock
 from ..comm.groups import Group
 from ..errors import UserError
 from ..rundir.run_dir import TRACE

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.algorithms import GRIDS, Message, Round
-from ..comm.clock import typical
+from ..comm.connection import typical
 from ..comm.connection import Connection, connect
 from ..plan.cluster import Cluster, Communication, Software
 from ..plan.forecast import Workload, longest_share
@@ -229,8 +229,8 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
         (Message((rank + distance) % ranks, 0, half),), copies=(Message((rank - distance) % ranks, half, 2 * half),)
     )
     chain = [turn] * rounds
-    spans = [connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) for _ in range(_REPEAT)]
-    return typical(connection.elapsed(spans)).seconds / rounds
+    spans = [connection.clock.span(lambda: connection.engine.run_rounds(tensor, chain).wait()) for _ in range(_REPEAT)]
+    return typical(connection.clock.elapsed(spans)).seconds / rounds
 
 
 def _be_a_rank(distance: int) -> None:

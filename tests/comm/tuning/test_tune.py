@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from torusgd.comm.algorithms import Algorithm
-from torusgd.comm.clock import Clock, Span
-from torusgd.comm.connection import shuffled
+from torusgd.comm.connection import Clock, Span, shuffled
 from torusgd.comm.groups import alone
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile, expect
@@ -36,7 +35,7 @@ def timed(
     connection: Any = SimpleNamespace(
         engine=SimpleNamespace(effective=lambda plan: plan),
         group=SimpleNamespace(size=ranks),
-        elapsed=Clock(alone()).elapsed,
+        clock=Clock(alone()),
     )
     told = {"size": LARGE, "rivals": 5, "repetitions": 3, "seconds": 0.0, "known": set(), **changes}
     return tune._rivals(connection, profile(ranks), **told), ran

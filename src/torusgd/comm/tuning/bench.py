@@ -17,8 +17,7 @@ from ...text import listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import NativeAllReduce, over
 from ..base import Work
-from ..clock import Elapsed, Span, typical
-from ..connection import Connection, connect, shuffled
+from ..connection import Connection, Elapsed, Span, connect, shuffled, typical
 from ..groups import Group, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))
@@ -60,11 +59,8 @@ class Record:
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.median_s
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "grid": None if self.grid is None else list(self.grid),
-            "samples_s": list(self.samples_s),
-        }
+        grid = None if self.grid is None else list(self.grid)
+        return {**asdict(self), "grid": grid, "samples_s": list(self.samples_s)}
 
 
 def bench_allreduce(
@@ -82,12 +78,8 @@ def bench_allreduce(
 
     At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
     up. A time is from the last rank's begin, after a start that all agreed on, to the last rank's end. `native` runs in
-    `group` itself, as plain `torch.distributed.all_reduce` does. `streams` are those of `create`, for algorithms of
-    ours.
-
-    Raises:
-        UserError: if an algorithm, the grid or a size doesn't fit.
-        RunError: if a sum was wrong: each is checked.
+    `group` itself, as plain `torch.distributed.all_reduce` does. UserError if an algorithm, the grid or a size doesn't
+    fit, RunError if a sum was wrong: each is checked.
     """
     caller = group_of(group, device)
     if caller.size == 1:
@@ -127,11 +119,11 @@ def _bench(
             for index in shuffled(range(len(starts)), turn):
                 name, start = starts[index]
                 tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
-                row[index] = connection.stopwatch(partial(_sum, start, tensor, busy[name]))
+                row[index] = connection.clock.span(partial(_sum, start, tensor, busy[name]))
                 if not bool((tensor == connection.group.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
             rows.append(row)
-        flat = connection.elapsed([span for row in rows[1:] for span in row])
+        flat = connection.clock.elapsed([span for row in rows[1:] for span in row])
         for i, (name, _) in enumerate(starts):
             times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
             median, skew, bound, _ = typical(times)

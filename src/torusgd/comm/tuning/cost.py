@@ -48,10 +48,7 @@ class Topology(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A line of `size` ranks that are `stride` apart, and how many such lines, side by side, work at the same time.
-
-    The rows of a Y x X grid are Axis(X, 1, 1), its columns Axis(Y, X, X), and the column of leaders is Axis(Y, X, 1).
-    """
+    """A line of `size` ranks that are `stride` apart, and how many such lines, side by side, work at the same time."""
 
     size: int
     stride: int = 1
@@ -75,16 +72,13 @@ class Cost(NamedTuple):
         return self.latency + self.work + size * self.per_byte
 
     def repeated(self, times: int) -> "Cost":
-        """The cost of the same rounds `times` times one after another."""
         return Cost(*(times * value for value in self))
 
     def of_fraction(self, part: float) -> "Cost":
-        """The cost of the same rounds for a fraction of the tensor."""
         return Cost(self.latency, self.work, part * self.per_byte, part * self.inside, part * self.between)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """The cost of rounds one after another."""
     return Cost(*(sum(values) for values in zip(Cost(), *costs, strict=True)))
 
 
@@ -92,8 +86,7 @@ def total(costs: Iterable[Cost]) -> Cost:
 def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | None = None) -> tuple[Algorithm, ...]:
     """The algorithms worth a price on `ranks` ranks, `per_host` on each host; none of them twice.
 
-    `grids` are the candidates for a torus; None: the squarest, and one with a row for each host. On an axis of two
-    ranks ring, halving and direct are the same exchange, which is listed once.
+    `grids` are the candidates for a torus; None: the squarest, and one with a row for each host.
 
     >>> [str(algorithm) for algorithm in candidates(2, 1)]
     ['ring', 'doubling']
@@ -107,6 +100,7 @@ def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | N
         found += [parse_algorithm("hierarchical", ranks, grid) for grid in host_rows]
 
     def schedule(algorithm: Algorithm) -> tuple[object, ...]:
+        # On an axis of two ranks ring, halving and direct are the same exchange.
         axes = zip((algorithm.vertical, algorithm.horizontal), algorithm.grid, strict=True)
         used = [(method, size) for method, size in axes if size > 1]
         methods = [method if size != 2 or method == "doubling" else "exchange" for method, size in used]
@@ -139,12 +133,10 @@ def rank_candidates(size: int, ranks: int, topology: Topology) -> list[tuple[Alg
 
 @lru_cache(maxsize=4096)
 def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], ...]:
-    """The phases of the algorithm in one chunk, each with its axis (flat, horizontal or vertical) and its cost there.
-
-    A torus leaves each rank of a row one part of the row's sum (reduce-scatter), sums that part along its column
-    (all-reduce of n / X bytes), and gathers the row. A hierarchical all-reduce also gathers the row's sum on its first
-    rank, the leader; leaders sum all n bytes, with the cards of their hosts for themselves, and spread the result.
-    """
+    """The phases of the algorithm in one chunk, each with its axis (flat, horizontal, vertical) and its cost there."""
+    # A torus leaves each rank of a row one part of the row's sum (reduce-scatter), sums that part along its column
+    # (all-reduce of n / X bytes), and gathers the row. A hierarchical all-reduce also gathers the row's sum on its
+    # leader, the first rank; leaders sum all n bytes, with the cards of their hosts for themselves, and spread them.
     rows, columns = algorithm.grid
     # Fewer ranks than a host holds are one host, or `_ends` would find rows that leave it.
     topology = topology._replace(per_host=min(topology.per_host, rows * columns))

@@ -13,7 +13,7 @@ from ...errors import UserError
 from ...text import byte_size, plural
 from ...untrusted import read_text
 from ..algorithms import Algorithm, parse_algorithm, usual_chunks
-from ..clock import Elapsed
+from ..connection import Elapsed
 from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -58,6 +58,12 @@ class Timing(_Part):
     """median of the seconds by which the first rank began before the last one"""
     bound: Seconds = 0.0
     """seconds by which clocks of several machines may have changed a time"""
+
+    @classmethod
+    def of(cls, size: int, plan: Algorithm | None, taken: Elapsed) -> "Timing":
+        name, grid, chunks = ("native", None, 1) if plan is None else (plan.name, plan.grid, plan.chunks)
+        times = {"median": taken.seconds, "skew": taken.skew, "bound": taken.bound}
+        return cls(size=size, algorithm=name, grid=grid, chunks=chunks, **times)
 
     @property
     def elapsed(self) -> Elapsed:
@@ -176,12 +182,10 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
 def hidden(profile: Profile, size: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured."""
     steps = profile.in_steps
-    if not steps:
-        return 0.0
     # Beyond the largest size it is scaled with the all-reduce's own time.
-    if size > steps[-1].size and profile.timings:
+    if steps and size > steps[-1].size and profile.timings:
         return steps[-1].hidden * expect(profile, round(size))[1] / expect(profile, steps[-1].size)[1]
-    return float(np.interp(size, [step.size for step in steps], [step.hidden for step in steps]))
+    return float(np.interp(size, [step.size for step in steps], [step.hidden for step in steps])) if steps else 0.0
 
 
 def waited(profile: Profile, size: float) -> float:

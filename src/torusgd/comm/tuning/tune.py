@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup
 from ...errors import UserError
 from ..algorithms import Algorithm, Message, Round, usual_chunks
 from ..base import Work
-from ..clock import Elapsed, Span, typical
-from ..connection import Connection, connect, hosts_of, ranks_a_core, shuffled
+from ..connection import Connection, Elapsed, Span, connect, hosts_of, ranks_a_core, shuffled, typical
 from ..groups import Group, group_of
 from .cost import rank_candidates
 from .profile import Backend, Crowd, InStep, Link, Profile, Timing, expect
@@ -76,13 +75,9 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
     backend: Backend = "nccl" if connection.group.has_nccl else "gloo"
-    streams = connection.streams
-    profile = _of_rank_0(
-        connection,
-        Profile(
-            backend=backend, hosts=hosts, streams=streams, message=message, inside=inside, between=between, timings=()
-        ),
-    )
+    how = {"backend": backend, "hosts": hosts, "streams": connection.streams}
+    links = {"message": message, "inside": inside, "between": between}
+    profile = _of_rank_0(connection, Profile.model_validate({**how, **links, "timings": ()}))
     timings: list[Timing] = []
     known = set[Algorithm | None]()
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
@@ -138,7 +133,8 @@ def _rivals(
     # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
     # what chunks gain (links that are never idle), so that large messages enter in at least their usual chunks.
     ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
-    plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
+    # An engine may run several alike (`Engine.effective`).
+    plans = [*dict.fromkeys(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)]
     left: list[Algorithm | None] = [None, *plans[:rivals]]
     times = defaultdict[Algorithm | None, list[Elapsed]](list)
     begun = 0.0
@@ -150,7 +146,7 @@ def _rivals(
     for turn in range(1, 1 + (_MOST_TURNS if size >= _CHUNKED else repetitions)):
         left = shuffled(left, turn)  # not always after the same one, see `shuffled`
         # All ranks have the same times on one clock, so that they drop the same plans and end at the same turn.
-        taken = connection.elapsed([_time_sum(connection, size, plan) for plan in left])
+        taken = connection.clock.elapsed([_time_sum(connection, size, plan) for plan in left])
         begun = begun or min(each.end - each.seconds for each in taken)
         for plan, each in zip(left, taken, strict=True):
             times[plan].append(each)
@@ -160,28 +156,16 @@ def _rivals(
         quickest = min(best, key=best.__getitem__)
         # The number of chunks is tried for the first turn's winner only: for all plans it would triple the turns.
         if turn == 1 and quickest is not None and size >= _CHUNKED:
-            others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
+            others = dict.fromkeys(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
             left += [plan for plan in others if plan not in times]
         if turn >= repetitions and max(each.end for each in taken) - begun > seconds:
             break
-    timings = []
-    for plan, each in ((plan, typical(taken)) for plan, taken in times.items()):
-        name, grid, chunks = ("native", None, 1) if plan is None else (plan.name, plan.grid, plan.chunks)
-        timing = Timing(
-            size=size, algorithm=name, grid=grid, chunks=chunks, median=each.seconds, skew=each.skew, bound=each.bound
-        )
-        timings.append(timing)
-    return timings
-
-
-def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
-    # The plans, each once: an engine may run several alike (`Engine.effective`).
-    return list(dict.fromkeys(plans))
+    return [Timing.of(size, plan, typical(taken)) for plan, taken in times.items()]
 
 
 def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> Span:
     tensor = connection.zeros(size)
-    return connection.stopwatch(lambda: connection.engine.run(tensor, algorithm).wait())
+    return connection.clock.span(lambda: connection.engine.run(tensor, algorithm).wait())
 
 
 def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
@@ -200,12 +184,12 @@ def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     # The link around the members, by chains of dependent rounds; other ranks send nothing.
     sizes = [size for size in _LINK_BYTES for _ in range(repetitions)]
     spans = [
-        connection.stopwatch(partial(_shift, connection, members, size, turns))
+        connection.clock.span(partial(_shift, connection, members, size, turns))
         for size in sizes
         for turns in (1, 1 + _ROUNDS)
     ]
     # The difference of a long chain and of one round: the start cancels out.
-    flat = [taken.seconds for taken in connection.elapsed(spans)]
+    flat = [taken.seconds for taken in connection.clock.elapsed(spans)]
     each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
     return fit(sizes, each)
 
@@ -240,10 +224,10 @@ def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
     spans = [
-        connection.stopwatch(lambda: connection.engine.run_rounds(tensor, rounds).wait())
+        connection.clock.span(lambda: connection.engine.run_rounds(tensor, rounds).wait())
         for _ in range(repetitions + 1)
     ]
-    return typical(connection.elapsed(spans)).seconds
+    return typical(connection.clock.elapsed(spans)).seconds
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
@@ -341,17 +325,18 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     return InStep(size=size, hidden=hidden, waited=waited)
 
 
-def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
-    # Seconds of the slowest of the first `count` ranks, the same number everywhere.
-    def compute() -> None:
-        if connection.group.rank < count:
-            task.run(tasks)
+def _slowest(connection: Connection, run: Callable[[], object]) -> float:
+    # Seconds of the slowest rank, the same number everywhere.
+    return connection.clock.elapsed([connection.clock.span(run)])[0].seconds
 
-    return connection.elapsed([connection.stopwatch(compute)])[0].seconds
+
+def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
+    # Seconds of so many tasks on the first `count` ranks.
+    return _slowest(connection, lambda: task.run(tasks if connection.group.rank < count else 0))
 
 
 def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    # Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank.
+    # Seconds of so many tasks and all-reduces that begin during the first half.
     before_each = tasks // 2 // len(tensors)
 
     def compute() -> None:
@@ -363,14 +348,14 @@ def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor
         for message in sent:
             message.wait()
 
-    return connection.elapsed([connection.stopwatch(compute)])[0].seconds
+    return _slowest(connection, compute)
 
 
 def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    # Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank.
+    # Seconds of as many tasks before each all-reduce, which is waited for.
     def compute() -> None:
         for tensor in tensors:
             task.run(tasks // len(tensors))
             start(tensor).wait()
 
-    return connection.elapsed([connection.stopwatch(compute)])[0].seconds
+    return _slowest(connection, compute)
