@@ -3,10 +3,8 @@
 `portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
 """
 
-from .contraction import price
 from .draws import beta
-from .methods import METHODS
-from .mode import VERSION, is_portable, portable
-from .sequence import operators_of
+from .methods import METHODS, price
+from .mode import VERSION, is_portable, operators_of, portable
 
 __all__ = ["METHODS", "VERSION", "beta", "is_portable", "operators_of", "portable", "price"]

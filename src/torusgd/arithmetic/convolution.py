@@ -1,6 +1,6 @@
 """Convolutions as exact matrix products over windows, forward and for both gradients.
 
-Scales are taken over what a product sums (`contraction`), as far as windows allow; each role has its own integers:
+Scales are taken over what a product sums (`methods`), as far as windows allow; each role has its own integers:
 
     product            left operand, one scale for           right operand, one scale for
     output             weights: each output channel          input: each image and group
@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UserError
-from .contraction import quantised
-from .methods import MOST_TERMS, Method, Operand, exactly, multiply
+from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
 from .scales import amax_over, scales
 
 _CHUNK = 1 << 21
@@ -56,21 +55,12 @@ class Geometry:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry) -> Tensor:
-    """The output of a convolution.
+    """The output [N, O, H', W'] of x [N, C, H, W], in its memory format, and weights [O, C / groups, *kernel]; float32.
 
-    Args:
-        x: float32 [N, C, H, W].
-        weight: float32 [O, C / groups, *kernel].
-        bias: float32 [O], added to the rounded product.
-        shape: The other sizes.
-
-    Returns:
-        float32 [N, O, H', W'], in the memory format of the input.
+    The bias is added to the rounded product.
     """
     output = shape.output(*x.shape[2:])
-    result = torch.empty(
-        x.shape[0], weight.shape[0], *output, device=x.device, memory_format=_format(x, weight)
-    )  # fmt: skip
+    result = torch.empty(len(x), len(weight), *output, device=x.device, memory_format=_format(x, weight))
     if result.numel() == 0:
         return result
     scale, image_units = _group_scales(x, shape.groups)
@@ -244,9 +234,7 @@ def _correlate(
     """Products of windows of images with kernels, into views of a result; a chunk at a time, which fits a cache.
 
     Args:
-        method: By which products go.
-        images: float32 [N, C, H, W].
-        scale: Of each image and channel, or of each image, [N, C or 1, 1, 1].
+        images: float32 [N, C, H, W], with `scale` [N, C or 1, 1, 1].
         around: Zeros to the left, right, above and below.
         units: [N, groups, O], by which integers are multiplied.
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].

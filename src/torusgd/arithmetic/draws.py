@@ -69,14 +69,10 @@ def _fill(x: Tensor, generator: torch.Generator | None, transform: Callable[[Ten
 
 
 def beta(alpha: float, *words: int) -> float:
-    """One draw of Beta(alpha, alpha), a function of the words.
+    """One draw of Beta(alpha, alpha), a function of the words, for an alpha from 0.05 to 10.
 
     X / (X + Y) of two Gamma(alpha) draws (Marsaglia and Tsang, ACM TOMS 2000; below 1 by their power of a uniform
     draw), from logarithms, so that an alpha of 0.05 doesn't underflow.
-
-    Args:
-        alpha: From 0.05 to 10.
-        words: Keys.
 
     >>> 0 <= beta(0.2, 1, 2) <= 1, beta(0.2, 1, 2) == beta(0.2, 1, 2)
     (True, True)

@@ -56,11 +56,7 @@ def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def exp2_parts(t: Tensor) -> tuple[Tensor, Tensor]:
-    """2**t - 1 and 2**t lie near: gives 2**f - 1 and 2**n for t = n + f with the nearest integer n (half to even).
-
-    Args:
-        t: float64; taken as -1000 below it and as 1000 above it.
-    """
+    """2**f - 1 and 2**n for t = n + f, float64, clamped to -1000..1000, with the nearest integer n (half to even)."""
     t = t.clamp(-1000.0, 1000.0)
     whole = t.round()
     fraction = t.sub_(whole)

@@ -1,4 +1,4 @@
-"""Rules for operators that multiply and add: products, convolutions, norms, sums, pooling, softmax and losses."""
+"""Rules for operators that multiply and add: products, convolutions, norms, sums, pooling, softmax and activations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from . import losses, normalization, pools, reductions
-from .contraction import matmul
+from . import activations, normalization, pools, reductions
 from .convolution import Geometry, convolution, input_gradient, weight_gradient
+from .methods import matmul
 from .reductions import all_dims, grid_sum, square_root
 from .rules import Rules, aten, in_place
 
@@ -251,20 +251,20 @@ RULES |= {
 # Softmax, losses, attention
 
 RULES |= {
-    aten._softmax.default: lambda x, dim, half_to_float: losses.softmax(x, dim),
-    aten._softmax_backward_data.default: lambda g, y, dim, dtype: losses.softmax_gradient(g, y, dim),
-    aten._log_softmax.default: lambda x, dim, half_to_float: losses.log_softmax(x, dim),
-    aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: losses.log_softmax_gradient(g, y, dim),
-    aten.nll_loss_forward.default: losses.nll_loss,
-    aten.nll_loss_backward.default: losses.nll_loss_gradient,
-    aten.binary_cross_entropy_with_logits.default: losses.binary_cross_entropy,
+    aten._softmax.default: lambda x, dim, half_to_float: activations.softmax(x, dim),
+    aten._softmax_backward_data.default: lambda g, y, dim, dtype: activations.softmax_gradient(g, y, dim),
+    aten._log_softmax.default: lambda x, dim, half_to_float: activations.log_softmax(x, dim),
+    aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: activations.log_softmax_gradient(g, y, dim),
+    aten.nll_loss_forward.default: activations.nll_loss,
+    aten.nll_loss_backward.default: activations.nll_loss_gradient,
+    aten.binary_cross_entropy_with_logits.default: activations.binary_cross_entropy,
 }
 
 
 @RULES.of(aten._safe_softmax.default)
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Zeros where all are masked."""
-    return losses.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
+    return activations.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
 
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.
@@ -276,7 +276,7 @@ def _attention(
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
-    out, _ = losses.attention(_flat(query), _flat(key), _flat(value), factor, mask)
+    out, _ = activations.attention(_flat(query), _flat(key), _flat(value), factor, mask)
     out = out.view(*query.shape[:-1], value.shape[-1])
     return out, out.new_zeros(query.shape[:-1])
 
@@ -289,8 +289,8 @@ def _attention_gradient(
     """The softmax is computed once more."""
     factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
     q, k, v = _flat(query), _flat(key), _flat(value)
-    _, weights = losses.attention(q, k, v, factor, mask)
-    found = losses.attention_gradient(_flat(gradient), q, k, v, weights, factor)
+    _, weights = activations.attention(q, k, v, factor, mask)
+    found = activations.attention_gradient(_flat(gradient), q, k, v, weights, factor)
     return found[0].view(query.shape), found[1].view(key.shape), found[2].view(value.shape)
 
 

@@ -1,8 +1,14 @@
-"""Products of matrices of small integers, by whatever is exact on this machine: int8, float32, bfloat16, float64.
+"""Matrix products of float32 tensors over integers: the same bits by any exact method, in any order, on any device.
 
-All methods give the same integers, so that the choice decides the time alone. Nothing is believed: a method is tried
-at its first use for each shape, layout, device and number of threads (`Method.multiply`), on operands at the bound and
-on the caller's own, and where one element is wrong it is left out for that shape.
+Each row of the left operand and each column of the right one, so each index that the product keeps, has a scale of its
+own, 2**s (`scales`). q = round-half-even(x * 2**s), the sums of products of integers are exact, and the sum times
+2**-s of the row times 2**-s of the column is rounded once to float32. Where a row or column has a value that is not
+finite, all results of it are NaN.
+
+Integers are multiplied by whatever is exact on this machine. All methods give the same integers, so that the choice
+decides the time alone. Nothing is believed: a method is tried at its first use for each shape, layout, device and
+number of threads (`multiply`), on operands at the bound and on the caller's own, and where one element is wrong it is
+left out for that shape.
 
     float64    one product; sums stay below 2**53
     int8       slices of 8 bits, `torch._int_mm`, int32 sums of fewer than 2**17 terms
@@ -14,15 +20,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import RunError, UserError
 from ..rng import keyed_hash
-from .scales import LARGEST
+from .scales import LARGEST, amax_over, scales
 
 MOST_TERMS = 1 << 25
 """of a sum: LARGEST**2 times as many is below 2**53"""
@@ -38,68 +46,15 @@ class Inexact(Exception):
     """A method has given, or has given before, a wrong integer for this shape."""
 
 
-class Method(Protocol):
+@dataclass(frozen=True)
+class Method:
     """One way of multiplying integers up to LARGEST."""
 
     name: str
-
-    def prepare(self, integers: Tensor) -> Operand:
-        """Slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike."""
-
-    def product(self, a: Operand, b: Operand) -> Tensor:
-        """A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer."""
-
-
-class Float64:
-    """One product of whole integers."""
-
-    name = "float64"
-
-    def prepare(self, integers: Tensor) -> Operand:
-        return (integers.double(),)
-
-    def product(self, a: Operand, b: Operand) -> Tensor:
-        return a[0] @ b[0]
-
-
-class Int8:
-    """hi*hi * 2**16 + (hi*lo + lo*hi) * 2**8 + lo*lo, where q = 256 * hi + lo and lo is within -128..127."""
-
-    name = "int8"
-
-    def prepare(self, integers: Tensor) -> Operand:
-        # A conversion of integers takes their low bits.
-        whole = integers.to(torch.int16)
-        lower = whole.to(torch.int8)
-        return whole.add_(_SLICE // 2).bitwise_right_shift_(8).to(torch.int8), lower
-
-    def product(self, a: Operand, b: Operand) -> Tensor:
-        return _joined(_int_product, a, b)
-
-
-class Float32:
-    """The products of `Int8` by float32, in pieces whose sums stay below 2**24."""
-
-    name = "float32"
-
-    def prepare(self, integers: Tensor) -> Operand:
-        return slices(integers)
-
-    def product(self, a: Operand, b: Operand) -> Tensor:
-        return _joined(_float_product, a, b)
-
-
-class BFloat16(Float32):
-    """The products of `Int8` by bfloat16 with float32 sums, which torch has on CUDA devices only."""
-
-    name = "bfloat16"
-
-    def prepare(self, integers: Tensor) -> Operand:
-        upper, lower = slices(integers)
-        return upper.bfloat16(), lower.bfloat16()
-
-
-METHODS: dict[str, Method] = {method.name: method for method in (Float64(), Int8(), Float32(), BFloat16())}
+    prepare: Callable[[Tensor], Operand]
+    """slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike"""
+    product: Callable[[Operand, Operand], Tensor]
+    """A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer"""
 
 
 def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +63,15 @@ def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
     return upper, integers - upper * _SLICE
 
 
+def _int_slices(integers: Tensor) -> Operand:
+    # A conversion of integers takes their low bits.
+    whole = integers.to(torch.int16)
+    lower = whole.to(torch.int8)
+    return whole.add_(_SLICE // 2).bitwise_right_shift_(8).to(torch.int8), lower
+
+
 def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> Tensor:
+    """hi*hi * 2**16 + (hi*lo + lo*hi) * 2**8 + lo*lo, where q = 256 * hi + lo and lo is within -128..127."""
     upper, middle, lower = multiply(a[0], b[0]), multiply(a[0], b[1]).add_(multiply(a[1], b[0])), multiply(a[1], b[1])
     if middle.dtype == torch.int32 and a[0].shape[-1] <= _FEW_TERMS:
         lower = lower.add_(middle, alpha=_SLICE).double()
@@ -155,17 +118,21 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+_ALL = (
+    Method("float64", lambda integers: (integers.double(),), lambda a, b: a[0] @ b[0]),
+    Method("int8", _int_slices, partial(_joined, _int_product)),
+    # In pieces whose sums stay below 2**24; bfloat16 with float32 sums torch has on CUDA devices only.
+    Method("float32", slices, partial(_joined, _float_product)),
+    Method("bfloat16", lambda q: tuple(each.bfloat16() for each in slices(q)), partial(_joined, _float_product)),
+)
+METHODS = {method.name: method for method in _ALL}
 _chosen: ContextVar[tuple[str, ...] | None] = ContextVar("_chosen", default=None)
 _is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 @contextmanager
 def only_methods(names: Sequence[str] | None) -> Any:
-    """Uses these methods inside, in this order; None: those chosen outside, or all, the fastest first.
-
-    Raises:
-        UserError: A name that is none of METHODS.
-    """
+    """Uses these methods inside, in this order; None: those chosen outside, or all. UserError for an unknown name."""
     for name in names or ():
         if name not in METHODS:
             raise UserError(f"methods: {name!r} is none of {', '.join(METHODS)}")
@@ -177,15 +144,7 @@ def only_methods(names: Sequence[str] | None) -> Any:
 
 
 def exactly(compute: Callable[[Method], Tensor], device: torch.device) -> Tensor:
-    """What `compute` gives with the first method that is exact for all the products that it asks for.
-
-    Args:
-        compute: Prepares operands by a method, and multiplies them by `multiply`.
-        device: Of the operands.
-
-    Raises:
-        RunError: No method is exact.
-    """
+    """What `compute`, which calls `multiply`, gives with the first method that is exact; RunError if none is."""
     names = _chosen.get() or order_of_preference(device, torch.get_num_threads())
     for name in names:
         try:
@@ -196,11 +155,7 @@ def exactly(compute: Callable[[Method], Tensor], device: torch.device) -> Tensor
 
 
 def multiply(method: Method, a: Operand, b: Operand) -> Tensor:
-    """A @ B by a method that is tried at the first use for these shapes and layouts.
-
-    Raises:
-        Inexact: It has failed.
-    """
+    """A @ B by a method that is tried at the first use for these shapes and layouts; `Inexact` if it has failed."""
     left, right = a[0], b[0]
     key = (method.name, left.shape, left.stride(), right.shape, right.stride(), left.device, torch.get_num_threads())
     verdict = _is_exact.get(key)
@@ -293,4 +248,49 @@ def _time(method: Method, a: Operand, b: Operand) -> float:
         torch.cuda.synchronize(a[0].device)
     start = time.perf_counter()
     method.product(a, b).flatten()[0].item()
+    return time.perf_counter() - start
+
+
+def quantised(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Integers of a float32 tensor, with a scale for each index of the dimensions other than `dims`.
+
+    round-half-even(x * 2**s), float32, and 2**-s, float64, of length 1 in `dims`.
+    """
+    scale, inverse = scales(amax_over(x, dims))
+    return (x * scale).round_(), inverse
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The product of float32 matrices [M, K] and [K, N], or of batches of them [B, M, K] and [B, K, N].
+
+    >>> import torch
+    >>> matmul(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5], [0.25]]))
+    tensor([[1.0000],
+            [2.5000]])
+    """
+    if 0 in (*a.shape, *b.shape):
+        return a.new_zeros(*a.shape[:-1], b.shape[-1])
+    left, rows = quantised(a, (-1,))
+    right, columns = quantised(b, (-2,))
+
+    def product(method: Method) -> Tensor:
+        return multiply(method, method.prepare(left), method.prepare(right))
+
+    return exactly(product, a.device).mul_(rows).mul_(columns).float()
+
+
+def price(device: torch.device) -> str:
+    """A line that says what a product costs on a device: the fastest method, and its time over float32's, measured."""
+    with _disable_current_modes():
+        a, b = (torch.full(shape, 0.3, device=device) for shape in ((256, 1152), (1152, 128)))
+        ours, theirs = (min(_seconds(product, a, b) for _ in range(5)) for product in (matmul, torch.mm))
+        method = order_of_preference(device, torch.get_num_threads())[0]
+    return (
+        f"portable arithmetic: products by {method}; one of 256 x 1152 x 128 takes {ours / theirs:.1f} times float32's"
+    )
+
+
+def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    start = time.perf_counter()
+    product(a, b).flatten()[0].item()
     return time.perf_counter() - start

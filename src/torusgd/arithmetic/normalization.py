@@ -24,15 +24,9 @@ def inverse_std(variances: Tensor, eps: float) -> Tensor:
 
 
 def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and of the batch the mean and the inverse deviation of each channel (none in evaluation).
 
     A training pass moves the running statistics to old * (1 - momentum) + new * momentum, of which the variance is the
@@ -83,24 +77,12 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
 
 
 def batch_norm_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    middle: Tensor,
-    deviation: Tensor,
-    training: bool,
+    gradient: Tensor, x: Tensor, weight: Tensor | None, middle: Tensor, deviation: Tensor, training: bool,
     needed: list[bool],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Gradients of input, weight and bias; those that are not needed are None.
 
-    Args:
-        gradient: Of the output.
-        x: The input.
-        weight: Of each channel.
-        middle: The mean that was taken off: the batch's, or the running one.
-        deviation: Its inverse, alike.
-        training: Whether the two depend on the input.
-        needed: Which gradients are.
+    `middle` and the inverse `deviation` are the batch's (`training`), or the running ones.
     """
     dims = (0, *range(2, x.dim()))
     scale = deviation if weight is None else deviation * weight

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from . import activations, draws
-from .functions import elementwise, erf, exp, exp64, log, log64, sigmoid, sine_and_cosine64, tanh
+from .functions import elementwise, erf, exp, exp64, log, log64, sigmoid, sigmoid64, sine_and_cosine64, tanh
 from .layers import scaled, vector_norm
 from .reductions import over, square_root
 from .rules import Rule, Rules, aten, in_place
@@ -21,25 +21,26 @@ _ERF_OF_TWO_DEVIATIONS = 0.9544997361036416
 
 # Functions and activations
 
-_FUNCTIONS: dict[str, Rule] = {
-    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
-    "silu": activations.silu, "hardsigmoid": activations.hardsigmoid, "hardswish": activations.hardswish,
-    "softplus": activations.softplus, "elu": activations.elu, "leaky_relu": activations.leaky_relu,
-    "gelu": activations.gelu,
-}  # fmt: skip
-for _name, _function in _FUNCTIONS.items():
-    RULES.both(_name, _function)
-
 
 def _reciprocal(x: Tensor) -> Tensor:
     return torch.div(torch.ones_like(x), x)
 
 
-RULES.both("reciprocal", _reciprocal)
-RULES.both("rsqrt", lambda x: _reciprocal(square_root(x)))
-RULES.both("expm1", lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x))
-RULES.both("sin", lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x))
-RULES.both("cos", lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x))
+_FUNCTIONS: dict[str, Rule] = {
+    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
+    "softplus": activations.softplus, "elu": activations.elu, "gelu": activations.gelu,
+    "silu": lambda x: elementwise(lambda v: sigmoid64(v).mul_(v), x),
+    "hardsigmoid": lambda x: over((x + 3.0).clamp_(0.0, 6.0), 6.0),
+    "hardswish": lambda x: over((x + 3.0).clamp_(0.0, 6.0).mul_(x), 6.0),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+    "reciprocal": _reciprocal,
+    "rsqrt": lambda x: _reciprocal(square_root(x)),
+    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
+    "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
+    "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
+}  # fmt: skip
+for _name, _function in _FUNCTIONS.items():
+    RULES.both(_name, _function)
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
@@ -60,14 +61,17 @@ RULES.both("erfinv", _inverse_erf)
 
 RULES |= {
     aten.silu_backward.default: activations.silu_gradient,
-    aten.sigmoid_backward.default: activations.sigmoid_gradient,
-    aten.tanh_backward.default: activations.tanh_gradient,
+    aten.sigmoid_backward.default: lambda g, y: g * (1.0 - y) * y,
+    aten.tanh_backward.default: lambda g, y: g * (1.0 - y * y),
     aten.hardswish_backward.default: activations.hardswish_gradient,
-    aten.hardsigmoid_backward.default: activations.hardsigmoid_gradient,
+    aten.hardsigmoid_backward.default: lambda g, x: over(g, 6.0).masked_fill_((x <= -3) | (x >= 3), 0.0),
     aten.gelu_backward.default: activations.gelu_gradient,
-    aten.leaky_relu_backward.default: activations.leaky_relu_gradient,
+    # x and the result have the same sign.
+    aten.leaky_relu_backward.default: lambda g, x, slope, is_result: torch.where(x > 0, g, g * slope),
     aten.elu_backward.default: activations.elu_gradient,
-    aten.softplus_backward.default: activations.softplus_gradient,
+    aten.softplus_backward.default: lambda g, x, beta, threshold: torch.where(
+        x * beta > threshold, g, sigmoid(x * beta).mul_(g)
+    ),
 }
 
 

@@ -4,6 +4,7 @@ The grid of a sum lies 22 bits below the smallest power of two above the largest
 (`scales.grid_offset`); each sum has its own. At most 2**30 such terms add in float64 without rounding, in any order.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -50,13 +51,9 @@ def blocks(x: Tensor) -> list[slice]:
 
 
 def block_sum(terms: Callable[[slice], Tensor], like: Tensor, dims: tuple[int, ...], amax: Tensor) -> Tensor:
-    """The grid sum of float32 terms shaped like a tensor, which are made block by block.
+    """The grid sum over `dims`, which stay with length 1, of float32 terms shaped `like` a tensor, made block by block.
 
-    Args:
-        terms: Gives those of a run of the first dimension.
-        like: Has the shape of all.
-        dims: The dimensions that are summed; they stay with length 1.
-        amax: The largest magnitude of the terms of each sum, of length 1 in `dims`.
+    `terms` gives those of a run of the first dimension, `amax` is the largest magnitude of the terms of each sum.
     """
     offset = grid_offset(amax)
     if like.numel() <= _BLOCK:
@@ -110,10 +107,7 @@ def all_dims(x: Tensor, dims: int | list[int] | tuple[int, ...] | None = None) -
 
 def count_of(x: Tensor, dims: tuple[int, ...]) -> int:
     """The number of terms of a sum over some dimensions."""
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
-    return count
+    return math.prod(x.shape[dim] for dim in dims)
 
 
 def quotient(total: Tensor, count: float) -> Tensor:

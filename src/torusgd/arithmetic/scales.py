@@ -27,11 +27,7 @@ _LEAST = 13
 
 
 def amax_over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest magnitude over some dimensions, which stay with length 1; NaN where there is one.
-
-    Raises:
-        UserError: The values are not float32.
-    """
+    """The largest magnitude over some dimensions, which stay with length 1, or NaN; UserError if not of float32."""
     _check(x)
     return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
 
@@ -42,14 +38,7 @@ def _check(x: Tensor) -> None:
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of values up to `amax`, and its inverse.
-
-    Args:
-        amax: float32, at least 0, inf or NaN.
-
-    Returns:
-        2**s, float32, and 2**-s, float64, shaped like it. The inverse is NaN where `amax` is not finite.
-    """
+    """2**s, float32, for values up to `amax`, float32, and 2**-s, float64, which is NaN where `amax` is not finite."""
     raised = (amax.view(torch.int32) + (_CARRY - _LEAST * _ONE)).clamp_(min=0).bitwise_and_(_EXPONENT)
     scale = (254 * _ONE - raised).view(torch.float32)
     inverse = torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double())
@@ -57,16 +46,10 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grid_offset(amax: Tensor) -> Tensor:
-    """c, for which (x + c) - c rounds values up to `amax` half to even to multiples of 2**(e - 22).
+    """c, float32, for which (x + c) - c rounds values up to `amax` half to even to multiples of 2**(e - 22).
 
     2**e is the smallest power of two above `amax`, at least 2**-126, and c = 1.5 * 2**(e + 1): c + x stays within one
     binade, whose spacing is that of the grid. From 2**126 on, and where `amax` is not finite, c is NaN.
-
-    Args:
-        amax: float32.
-
-    Returns:
-        float32, shaped like it.
     """
     _check(amax)
     exponent = (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE)
