@@ -12,8 +12,7 @@ from tests.messages import refused
 
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.load import load_recipe
-from torusgd.simulate import Setting, Simulation, simulate
-from torusgd.simulate.simulation import FORMS, Moment, Passes, Workers, moments
+from torusgd.simulate import FORMS, Moment, Passes, Setting, Simulation, Workers, moments, simulate
 from torusgd.synchrony.delays import delay_model
 
 Run = Callable[..., tuple[int, str, str]]

@@ -34,8 +34,7 @@ in LARS' denominator, and LARS' eps"""
 class FlatUpdate:
     """Lays the tensors of an optimizer, and their momentum, in one piece of memory each, and updates them at once.
 
-    The optimizer's groups' values are read at each step, its state is shared; the tensors, float32 and contiguous, keep
-    their identity and their values. `after` is called after each update, and captured with it.
+    The groups' values are read at each step, the state is shared. `after` is called, and captured, with each update.
     """
 
     def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor], after: Callable[[], object]) -> None:
@@ -105,12 +104,10 @@ def offsets_of(numels: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Update:
-    """What `update` reads and writes, in the order of the operator's arguments."""
+    """What `update` reads and writes, in the order of the operator's arguments; weights and momenta are flat."""
 
     weights: Tensor
-    """float32, flat, written"""
     momenta: Tensor
-    """float32, flat, alike, written"""
     gradients: Sequence[Tensor]
     """float32, of each tensor"""
     going: Tensor
@@ -118,7 +115,7 @@ class Update:
     values: Tensor
     """float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards"""
     offsets: Sequence[int]
-    """offsets of the tensors in the flat memory"""
+    """of the tensors in the flat memory"""
     momentum: float
     rule: str
     """`sgd`, `nesterov`, or a variant of LARS"""

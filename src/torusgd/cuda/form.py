@@ -43,7 +43,6 @@ class GpuForm:
         """makes the reducer's sum"""
 
     def control(self, state: StepState, monitor: Monitor, room: int) -> DeviceControl:
-        """The step's control vector, with `room` words for all sections at once."""
         return DeviceControl(state.batch_norm.running.numel(), self._device, monitor.to_host, room)
 
     def passes(self, state: StepState, control: ControlMessage) -> ForwardBackward:
@@ -60,8 +59,9 @@ class GpuForm:
         if not streams:
             return network
         parts = PassParts(network, reducer, control, batch_norm, self._device, leaves)
-        ready = ready_events(self._device, len(reducer.layout.buckets)) if self._overlaps else None
-        return GraphedNetwork(parts, streams, self._overlaps, ready)
+        overlaps = self._world.size > 1
+        ready = ready_events(self._device, len(reducer.layout.buckets)) if overlaps else None
+        return GraphedNetwork(parts, streams, overlaps, ready)
 
     def flat_update(self, optimizer: Optimizer, reducer: Reducer) -> FlatUpdate:
         """Takes the optimizer's steps; the 16-bit copies of `passes` follow the weights."""
@@ -74,10 +74,6 @@ class GpuForm:
         assert self._flat is not None
         captures = [stream.capture for stream in pass_streams(self._device, count=1)]
         return RunAhead(step, GraphedUpdate(step, self._flat, captures[0] if captures else None), monitor)
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._world.size > 1
 
     def _copy(self) -> None:
         if self._copies is not None:

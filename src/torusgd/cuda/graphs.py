@@ -40,8 +40,7 @@ _CYCLES = 2_000_000
 
 
 class Graph(Protocol):
-    def replay(self) -> None:
-        """Does the work again, with what its memory holds now."""
+    def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None]], Graph]
@@ -58,10 +57,9 @@ class GraphMemory:
 
 
 class CudaGraph:
-    """Work captured on the current GPU, which waits for nothing on the host; it is not done meanwhile.
+    """Work captured on the current GPU, which waits for nothing on the host; RuntimeError says why it can't be.
 
-    RuntimeError says why work can't be captured. `memory` is that of the graphs of one stream, `stream` that on which
-    it is captured; None: one that torch has for captures.
+    `memory` is that of the graphs of one stream, `stream` that on which it is captured; None: torch's own.
     """
 
     def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
@@ -120,7 +118,6 @@ class MainStream:
         self._captures_on: torch.cuda.Stream | None = None
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Makes a graph of work that waits for nothing on the host; RuntimeError if it can't be captured."""
         with self._own_random():
             return CudaGraph(work, self._memories.take(), self._captures_on)
 
@@ -168,18 +165,15 @@ class SideStream(MainStream):
         self._released, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def release(self) -> None:
-        """Records an event on the main stream, for which `run` waits."""
         self._released.record(torch.cuda.current_stream(self._device))
 
     def run(self, work: Callable[[], None]) -> None:
-        """Gives this stream work that begins after the last `release`."""
         self._stream.wait_event(self._released)
         with torch.cuda.stream(self._stream):
             super().run(work)
         self._done.record(self._stream)
 
     def join(self) -> None:
-        """Has the main stream wait for the last `run`."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
@@ -247,14 +241,11 @@ def _are_waited_for(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class PassParts:
-    """What a captured pass works with."""
+    """What a captured pass works with; the reducer has a `DeviceGradientSum`."""
 
     network: WholeNetwork
-    """takes the passes that are captured, and plain ones"""
     reducer: Reducer
-    """with a `DeviceGradientSum`"""
     control: DeviceControl
-    """takes the statistics and the loss of each pass"""
     batch_norm: BatchNormStatistics
     device: torch.device
     leaves: Sequence[Tensor]

@@ -92,7 +92,7 @@ def tables_of_capture(device: torch.device) -> Iterator[Tables]:
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [rows, columns] on a device, for a kernel; the host does not wait."""
+    """int64 [rows, columns] for a kernel; the host does not wait."""
     values = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return values

@@ -60,9 +60,7 @@ class GraphedUpdate:
         self._graphs: dict[Hashable, Graph | None] = {}
 
     def end(self, step: Step) -> Tensor:
-        """Launches all of a step that follows its messages; gives the verdict's report, to be read before the next
-        call.
-        """
+        """Launches all of a step that follows its messages; the verdict's report, to be read before the next call."""
         self._run.reducer.show_means()
         self._run.update.set_rates(step)
         self._flat.write_values()
@@ -110,8 +108,7 @@ class _Launched:
 
 
 def nothing_to_recompute(worker: int) -> IntegerHash:
-    # No watcher of an ordinary step recomputes a virtual worker.
-    raise AssertionError(worker)
+    raise AssertionError(f"no watcher of an ordinary step recomputes a virtual worker: {worker}")
 
 
 class RunAhead:

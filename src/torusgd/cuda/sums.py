@@ -85,22 +85,11 @@ class DeviceGradientSum(IntegerGradientSum):
 
     def decide(self, control: Tensor, ordinary: Tensor, running: Tensor, momenta: Tensor, report: Tensor) -> None:
         """The verdict (`Verdict`) on a step whose messages have arrived, and all that follows but the weights."""
+        trailers = [m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)]
         given = Verdict(
-            trailers=[m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)],
-            control=control,
-            ordinary=ordinary,
-            addends=self._addends,
-            shift=self._shift,
-            limit=self._limit,
-            elements=self._elements,
-            going=self.going,
-            bounds=self._bounds,
-            scales=self._scales,
-            factors=self._factors,
-            running=running,
-            momenta=momenta,
-            report=report,
-        )
+            trailers, control, ordinary, self._addends, self._shift, self._limit, self._elements, self.going,
+            self._bounds, self._scales, self._factors, running, momenta, report,
+        )  # fmt: skip
         operators.verdict(*vars(given).values())
 
     def write_mean(self, out: Sequence[Tensor], loss_scale: float) -> None:
@@ -161,15 +150,14 @@ class DeviceControl(ControlMessage):
 
     @property
     def summed(self) -> Tensor:
-        """int64, once the message's work has been waited for: limbs of statistics and loss, counts, sections."""
+        """int64, summed: limbs of statistics and loss, counts, sections."""
         return self._message
 
 
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
-    """Adds the rounded gradients of one virtual worker to a bucket's message.
+    """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
 
     Args:
-        gradients: Of the bucket's slots, in order; of any floating dtype and memory format, taken in logical order.
         sizes: int64 [slots], their elements.
         scales: float32 [slots], powers of two.
         message: int32 or int64, begins with the sums.
@@ -206,14 +194,9 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
 
 
 def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
-    """Writes sum * factor * scale of every slot.
+    """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket.
 
-    Args:
-        sums: int32 or int64, of each bucket those of its slots.
-        sizes: int64 [slots], their elements.
-        factors: float32 [slots]: one over scale and addends.
-        scale: A power of two: one over the loss scale.
-        out: float32, of each slot.
+    `sizes` are int64 [slots]; factors, float32 [slots], one over scale and addends; `scale` one over the loss scale.
     """
     values = torch.cat(list(sums)).float()
     values.mul_(torch.repeat_interleave(factors, sizes, output_size=len(values)))
@@ -224,7 +207,7 @@ def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, o
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verdict` reads and writes, in the order of the operator's arguments."""
+    """What `verdict` reads and writes, in the order of the operator's arguments; see `IntegerGradientSum`."""
 
     trailers: Sequence[Tensor]
     """of the summed messages of all buckets"""
@@ -233,17 +216,14 @@ class Verdict:
     ordinary: Tensor
     """int64, counts and sections of a step in which all ranks have computed all and nobody requests anything"""
     addends: int
-    """virtual workers of the step"""
     shift: float
-    """the unit of the bounds"""
     limit: int
-    """largest magnitude of a sum"""
     elements: int
     """of all gradients of a virtual worker"""
     going: Tensor
     """float32 [1], written: 1, or 0 once a step was refused"""
     bounds: Tensor
-    """float64 [slots], written: as `IntegerGradientSum.state`, then those of this step"""
+    """float64 [slots], written: then those of this step"""
     scales: Tensor
     """float32 [slots], written: then those of the next step"""
     factors: Tensor
@@ -251,7 +231,6 @@ class Verdict:
     running: Tensor
     """float32, written: batch norm's running statistics"""
     momenta: Tensor
-    """float32, the fraction of a step in each of them"""
     report: Tensor
     """float64 [REPORT], written: for the host, which reads it later"""
 

@@ -17,14 +17,7 @@ class FloatGradientSum(GradientSum):
     A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
     last accepted step, so that no partial sum of ranks overflows. Its trailer holds the bound of the bucket, a count of
     ranks with a non-finite value, and the share of elements that became zero. float32 needs no scale and no trailer;
-    a wide bucket beside 16-bit ones has both all the same, and loses no bit by a power of two.
-
-    Args:
-        buckets: All of them.
-        addends: V, the most addends of a step over all ranks.
-        device: Where gradients live.
-        wire: dtype of the messages.
-        wide: Numbers of buckets that travel as float32 all the same.
+    a `wide` bucket beside 16-bit ones travels as float32, has both all the same, and loses no bit by a power of two.
     """
 
     def __init__(
@@ -102,14 +95,9 @@ class FloatGradientSum(GradientSum):
         magnitudes = _largest(self._views)
         finite, bounds = magnitudes.isfinite(), self._local
         lost = [m[b.length + 2].float() for b, m in zip(self.buckets, self._messages, strict=True) if self._is_scaled]
-        return torch.cat(
-            [
-                torch.where(finite, magnitudes, 0.0),
-                (~finite).float(),
-                torch.where(bounds.isfinite(), bounds, 0.0),
-                torch.stack(lost) if lost else torch.zeros_like(bounds),
-            ]
-        )
+        underflow = torch.stack(lost) if lost else torch.zeros_like(bounds)
+        bounds = torch.where(bounds.isfinite(), bounds, 0.0)
+        return torch.cat([torch.where(finite, magnitudes, 0.0), (~finite).float(), bounds, underflow])
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
         if trailers is not None:
@@ -151,7 +139,6 @@ class FloatGradientSum(GradientSum):
         return self._totals[bucket]
 
     def set_maxima(self, maxima: Tensor) -> None:
-        """Takes the scale of each bucket from the measured maximum of each slot: float32 [slots]."""
         tops = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
         self._bounds = tops.to(torch.float64) * self._addends
         self._take_scales()

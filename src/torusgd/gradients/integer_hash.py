@@ -70,7 +70,6 @@ def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:
     """The sum modulo 2**64 of the 64-bit words of `values`, each times its key (int64): int64 [].
 
     Values are 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
-    With odd keys a change of one word always changes the sum.
     """
     if values.element_size() == 8:
         return _product(values.view(torch.int64), keys)

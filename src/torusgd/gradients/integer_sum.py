@@ -124,7 +124,6 @@ class IntegerGradientSum(GradientSum):
     Args:
         buckets: Of the slots that this rank sums.
         addends: V, the most addends of a step over all ranks, at most 2**20; it decides the width of the integers.
-        device: Where gradients live.
         places: Of each slot here its number among the slots of all ranks; None: this rank sums them all.
         sections: Lengths of the runs of all slots within which a slot without a bound takes the largest; None: one.
         elements: Of all slots; None: of those here.

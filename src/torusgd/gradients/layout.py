@@ -30,12 +30,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of tensors that travels together: slots first..stop-1, in the order in which they are sent."""
+    """A run of tensors that travels together: slots first..stop-1, each with its offset in the message and its size."""
 
     first: int
     stop: int
     offsets: tuple[int, ...]
-    """offset of each tensor in the message"""
     numels: tuple[int, ...]
 
     @cached_property
@@ -73,7 +72,7 @@ class Slot(NamedTuple):
     """A tensor that is summed with one scale, and the ranks that sum it."""
 
     name: str
-    """name for people: the parameter, and its column block if it is one"""
+    """for people"""
     parameter: str
     """name of the whole parameter"""
     tensor: Tensor
@@ -148,10 +147,7 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
 
 
 def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:
-    """The buckets of tensors of which the wide ones are sent after all others.
-
-    `numels` and `is_wide` are in the order in which backward completes the tensors; `first` and `stop` of the result
-    count in sending order: the narrow tensors, then the wide ones.
+    """The buckets, in sending order, of tensors in the order of backward, of which the wide ones are sent last.
 
     >>> [(b.first, b.stop) for b in lay_out_wide_last((2, 2), [5] * 6, [False, True, False, False, True, False])]
     [(0, 1), (1, 3), (3, 4), (4, 6)]
@@ -219,10 +215,9 @@ def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
 
 
 def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]) -> list[Bucket]:
-    """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
+    """The buckets with which the last sum ends earliest, each message's work counted; of equals the fewest.
 
-    Of layouts that end at the same time, one with fewest buckets. `numels` are in sending order; `ready` is when each
-    tensor may leave, in seconds before (negative) or after the end of backward.
+    `ready` is when each tensor, in sending order, may leave, in seconds before (negative) or after the end of backward.
     """
     # Dynamic programming over the number of buckets and the last one's first tensor (ours): an earlier end of the
     # buckets before the last one is never worse, so that only the earliest end for each first tensor need be known.

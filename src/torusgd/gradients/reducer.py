@@ -73,9 +73,8 @@ class Reducer:
         reduction: `exact`, `float32`, `float16` or `bfloat16`; with column blocks `exact` only.
         addends: The most virtual workers of a step over all ranks.
         channels: By `Slot.parallel`, the ranks that hold the same slots; 1 is all ranks. All have shards or none.
-        maximum_over_ranks: Takes the maximum of a float32 tensor over all ranks, in place.
         rule: Of the buckets' sizes, see `layout.lay_out`.
-        to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once for a step's status.
+        to_host: Called once for a step's status.
         make_sum: Makes the sum of a layout's gradients; None: the usual one of `reduction`.
     """
 
@@ -159,9 +158,8 @@ class Reducer:
     def reduce(self, backward: Callable[[], T], check: Callable[[T], object] = lambda result: None) -> Reduced[T]:
         """Sums the gradients of a step, measured and redone as often as a sum leaves its range.
 
-        `backward` runs the passes of this rank's virtual workers, between `begin_worker` and `end_worker` each; it is
-        called again for a redo, and before the first step to measure the largest gradients. `check` looks at what it
-        returned once all messages have arrived; what `check` raises ends the step.
+        `backward` runs the passes of this rank's virtual workers, between `begin_worker` and `end_worker` each. `check`
+        looks at what it returned once all messages have arrived; what `check` raises ends the step.
         """
         overflowed: list[str] = []
         if self.sum.needs_measure:
@@ -191,8 +189,7 @@ class Reducer:
     ) -> None:
         """Begins a virtual worker's passes; during the last one's, buckets leave as soon as they are full.
 
-        Where ranks share layers, those of a group begin a virtual worker each at the same time. `hash_into` takes the
-        integers of this virtual worker too (exact sums only), `observe` is given each held slot's gradient.
+        `hash_into` takes its integers too (exact sums only), `observe` is given each held slot's gradient.
         """
         self._hash, self._observe = hash_into, observe
         self._is_last = last and not self.is_measuring
@@ -201,7 +198,7 @@ class Reducer:
         self._missing = [(b.stop - b.first) * parallel for b, parallel in buckets]
 
     def mark_last(self) -> None:
-        """The virtual worker that has begun is the last, as may be known only after its forward pass."""
+        """The virtual worker that has begun is the last."""
         self._is_last = not self.is_measuring
 
     def add(self, slot: int, gradient: Tensor) -> None:
@@ -369,12 +366,11 @@ REBUILD_STEPS = (1, 2, 3)
 class BucketRebuild:
     """Watches a reducer's first steps and then rebuilds its buckets, as DistributedDataParallel does; those of column
     blocks stay. DDP takes the order in which gradients arrived, this the sizes with which the last is summed earliest.
-
-    Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
-    buckets as momentum follows the shards; and not if batch norm's gradients have buckets of their own. Without a
-    profile of the network the buckets stay.
+    Without a profile of the network the buckets stay.
     """
 
+    # Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
+    # buckets as momentum follows the shards; and not if batch norm's gradients have buckets of their own.
     def __init__(self, reducer: Reducer, profile: Profile | None, world: Group) -> None:
         held = reducer.layout.held
         self._slots = [i for i, slot in enumerate(held) if slot.layer is None]
@@ -385,7 +381,7 @@ class BucketRebuild:
         self._ready = torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
 
     def after_step(self) -> str:
-        """To be called after each step, on every rank; one line if it rebuilt the buckets, else an empty text."""
+        """Called after each step, on every rank; a line if it rebuilt the buckets."""
         step, profile, self._steps = self._steps, self._profile, self._steps + 1
         if profile is None or step > REBUILD_STEPS[-1]:
             return ""

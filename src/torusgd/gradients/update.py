@@ -30,24 +30,20 @@ STEP = "step"
 
 
 class ColumnGather(Protocol):
-    """What an update needs of layers in column blocks."""
+    """What an update needs of layers in column blocks (`tensor_parallel.tail.ParallelTail`)."""
 
-    def gather(self, rows: Mapping[int, Tensor]) -> None:
-        """Fills the rows of all blocks (by slot number) on every rank from the ranks that hold them."""
+    def gather(self, rows: Mapping[int, Tensor]) -> None: ...
 
-    def complete_norms(self, table: Tensor) -> None:
-        """Sums a table over ranks that together hold every column block."""
+    def complete_norms(self, table: Tensor) -> None: ...
 
 
 class Update:
     """Updates this rank's part of the weights by the mean gradient, and brings the others'.
 
     Args:
-        model: Of the reducer.
         optimizer: Of `torusgd.optim`, over whole parameters, or column blocks: its class, groups and values are taken.
         reducer: Puts the mean into the `grad` of `owned`.
         sum_over_ranks: Sums an int32 tensor over all ranks, in place.
-        columns: The layers in column blocks; None: there are none.
         take_step: Takes the optimizer's steps in its place; replicated updates only.
         follows_schedule: Whether the schedule's rates are for this optimizer; with local steps they are for that of the
             copies, and the outer rate stays.
@@ -110,7 +106,7 @@ class Update:
             self._gather.start()
 
     def wait_weights(self) -> None:
-        """Returns when this rank has the new weights that its passes need; to be called before each backward pass."""
+        """Returns when this rank has the new weights that its passes need, before each backward pass."""
         if self._gather is not None:
             self._gather.wait()
 
@@ -180,10 +176,9 @@ class Update:
 
 
 def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: Norms) -> Optimizer:
-    """An optimizer of the same class, with the same groups and values, and with no state, over other tensors.
+    """An optimizer of the same class, groups and values, without state, over other tensors, such as shards.
 
-    `tensors` has for each tensor of the optimizer's, which is left alone, the one in its place, such as a shard, maybe
-    an empty one, so that all ranks' groups are of one length. `norms` are those of whole parameters.
+    `tensors` has one, maybe empty, for each of the optimizer's. `norms` are those of whole parameters.
     """
     other = copy.copy(optimizer)
     other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]

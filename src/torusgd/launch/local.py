@@ -109,7 +109,8 @@ class Restarts:
         self._reached, self._last_kind = reached, failure.kind
         self.in_vain = 0 if has_progressed else self.in_vain
         # What a disk could not read twice it will not read the third time; a lost rank is another one each time.
-        if self.in_vain == MAX_RESTARTS or not (failure.is_loss or (failure.is_of_disk and not is_same)):
+        is_of_disk = failure.kind is FailureKind.DISK_ERROR
+        if self.in_vain == MAX_RESTARTS or not (failure.is_loss or (is_of_disk and not is_same)):
             return None
         self.total, self.in_vain = self.total + 1, self.in_vain + 1
         return 0.0 if self.in_vain == 1 else min(2.0 ** (self.in_vain - 2), LONGEST_PAUSE)
@@ -120,10 +121,10 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         if entrance is None:
-            return _run_attempts(job, folder, supervisor, _fewest_ranks(job, workers))
+            return _run_attempts(job, folder, supervisor)
         listener = supervisor.listener = entrance.open(job, supervisor)
         try:
-            result = _run_attempts(job, folder, supervisor, _fewest_ranks(job, workers))
+            result = _run_attempts(job, folder, supervisor)
         except (UserError, RunError) as error:
             listener.close(1, str(error))
             raise
@@ -131,10 +132,12 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
         return result
 
 
-def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int) -> RunResult:
+def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult:
     restarts, pause = Restarts(), 0.0
     requests = RunRequests(folder.path)
     wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
+    # When others are lost a run goes on with so many, or all start again; one rank has no other to audit it.
+    fewest = supervisor.size if fixed_ranks(setup_of(job)) else 2 if job.options.audit else 1
     quorum = Quorum(fewest, wanted, most)
     while True:
         try:
@@ -166,14 +169,9 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
             number = next((result.signal for result in results if result.signal), 0)
             return _stopped(stop.signal or number, job) if number else results[0]
         finally:
-            _show_cursor()
-
-
-def _fewest_ranks(job: Job, ranks: int) -> int:
-    """With how many of its ranks a run goes on when others are lost; fewer start again, all of them."""
-    if fixed_ranks(setup_of(job)):
-        return ranks
-    return 2 if job.options.audit else 1  # one rank has no other to check it
+            console = Console()
+            if console.is_terminal:  # which a killed rank 0 leaves without its cursor
+                console.show_cursor()
 
 
 def _requested_ranks(requests: RunRequests, job: Job, quorum: Quorum) -> int | None:
@@ -189,10 +187,3 @@ def _stopped(number: int, job: Job) -> RunResult:
     if job.expected is None:  # steps that are verified begin anew in another folder
         warn(f"stopped by {who}; the same command goes on from {last_checkpoint(RunDir(job.out))}")
     return RunResult(signal=number)
-
-
-def _show_cursor() -> None:
-    """A killed rank 0 leaves the terminal without it."""
-    console = Console()
-    if console.is_terminal:
-        console.show_cursor()

@@ -83,10 +83,6 @@ class Failure:
         """The reason lies with another rank."""
         return self.kind is FailureKind.RANK_LOST
 
-    @property
-    def is_of_disk(self) -> bool:
-        return self.kind is FailureKind.DISK_ERROR
-
     def throw(self) -> NoReturn:
         """Raises the error that ends the command with this line and this exit code; a traceback is printed first."""
         print(self.trace, end="", file=sys.stderr)

@@ -56,7 +56,7 @@ class _Record(NamedTuple):
     ranks: tuple[int, ...]
     """in the order of the group; none: those that are left shall end"""
     lost: tuple[int, ...]
-    """all ranks that were lost until then"""
+    """until then"""
     is_planned: bool
     """the ranks of the generation before are well, and shall end their step first"""
     waits: bool
@@ -122,8 +122,7 @@ class Generations:
     def wait_for_admission(self, rank: int, follow: Follow | None = None) -> None:
         """A rank that joins says that it is ready, and waits for the generation from which on it takes part.
 
-        Without `follow`, which takes the state, it is ready as it is, and so it is if nobody can send the state.
-        ConnectionLost if all ranks shall end.
+        It is ready without `follow`, which takes the state, or if nobody can send it. ConnectionLost if all shall end.
         """
         if follow is not None:
             self._store.set(keys.WANTS_STATE.format(rank=rank), "")
@@ -162,12 +161,8 @@ class Generations:
         """Calls a function with the group of each generation, one after the other, until it returns a result.
 
         A planned change (`RanksChange`) and a loss go the same way: the group is aborted, and the ranks of the next
-        generation meet.
-
-        Raises:
-            UserError: Ranks share a GPU without knowing.
-            CommError: Ranks were lost, and those that are left shall end.
-            Released: The others go on without this rank.
+        generation meet. UserError if ranks share a GPU without knowing, CommError if ranks were lost and the others
+        shall end, Released if the others go on without this rank.
         """
         while True:
             world = self.join(rank, device, ranks_per_gpu, liveness)
@@ -207,10 +202,7 @@ class Generations:
                     raise
 
     def check(self) -> bool:
-        """Called between two pieces of work, which are in vain once ranks are lost (ConnectionLost).
-
-        It finds out about all changes, now and then only, and says whether it has looked.
-        """
+        """Between two pieces of work: looks now and then for changes, and says whether it has; ConnectionLost: lost."""
         # While one thread waits for an answer of the store the others of its process take their turn, which took a
         # tenth of short steps.
         if time.monotonic() - self._looked < _LOOK_SECONDS:
@@ -262,14 +254,9 @@ class Generations:
             newest = _Record.read(self._store)
             return is_given_up() or newest.number != record.number or joiner not in newest.joining
 
-        return groups.build(
-            PrefixStore(keys.STATE_GROUP.format(generation=record.number, rank=joiner), self._store),
-            (record.source(joiner), joiner),
-            me,
-            device=torch.device("cpu"),
-            timeout=GROUP_SECONDS,
-            is_given_up=is_over,
-        )
+        store = PrefixStore(keys.STATE_GROUP.format(generation=record.number, rank=joiner), self._store)
+        ranks, cpu = (record.source(joiner), joiner), torch.device("cpu")
+        return groups.build(store, ranks, me, device=cpu, timeout=GROUP_SECONDS, is_given_up=is_over)
 
 
 def meet(
@@ -282,7 +269,7 @@ def meet(
     timeout: float = GROUP_SECONDS,
     is_given_up: Callable[[], bool] | None = None,
 ) -> Group:
-    """The group of these ranks; each of them calls it once, with a prefix of a store that is theirs alone.
+    """The group of these ranks; each calls it once, with a prefix of a store that is theirs alone.
 
     `wait` returns once `ALL_HERE` stands there. See `groups.build`.
     """
@@ -296,15 +283,8 @@ def meet(
     wait(store)
     if is_gpu:
         check_shared_gpus(store, ranks, ranks_per_gpu)
-    return groups.build(
-        PrefixStore(keys.WORLD, store),
-        ranks,
-        rank,
-        device=device,
-        timeout=timeout,
-        nccl=is_gpu and ranks_per_gpu == 1,
-        is_given_up=is_given_up,
-    )
+    world, nccl = PrefixStore(keys.WORLD, store), is_gpu and ranks_per_gpu == 1
+    return groups.build(world, ranks, rank, device=device, timeout=timeout, nccl=nccl, is_given_up=is_given_up)
 
 
 def meet_within(

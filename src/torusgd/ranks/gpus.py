@@ -104,7 +104,7 @@ def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int)
 
 
 def check_shared_gpus(store: Store, ranks: Sequence[int], ranks_per_gpu: int) -> None:
-    """Reads what all ranks have taken, once all have met; UserError as `check_own_gpus`."""
+    """Once all have met; UserError as `check_own_gpus`."""
     if store.check([keys.SHARED_GPU]):
         gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])
         check_own_gpus({rank: gpu.decode() for rank, gpu in zip(ranks, gpus, strict=True)}, ranks_per_gpu)

@@ -178,10 +178,12 @@ class Channel:
         self._heard = time.monotonic()
         # What follows the last line end is the beginning of a message; it waits for its rest, within bounds.
         *lines, self._read = (self._read + data).split(b"\n")
-        if len(self._read) > _MESSAGE:
-            raise ChannelClosed("it sends no messages of torusgd")
-        for line in lines:
-            yield _parsed(line)
+        try:
+            if len(self._read) > _MESSAGE:
+                raise ValueError("no end")
+            yield from map(_parsed, lines)
+        except ValueError:
+            raise ChannelClosed("it sends no messages of torusgd") from None
 
     def check_silence(self) -> None:
         """ChannelClosed if nothing has come for too long."""
@@ -285,19 +287,16 @@ def _receive_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
         read += data
         if not data or len(read) > _LINE:
             raise ValueError("no line")
-    tree = parse_json(read.decode())
-    if not isinstance(tree, dict) or not all(isinstance(value, str | int) for value in tree.values()):
+    tree = _parsed(read)
+    if not all(isinstance(value, str | int) for value in tree.values()):
         raise ValueError("no message")
     return tree
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        tree = parse_json(line.decode())
-    except ValueError:
-        tree = None
+    tree = parse_json(line.decode())
     if not isinstance(tree, dict):
-        raise ChannelClosed("it sends no messages of torusgd")
+        raise ValueError("no message")
     return tree
 
 
@@ -326,7 +325,6 @@ class RemoteRank:
         self.ended(-SIGKILL)
 
     def join(self) -> None:
-        """Forgets it; called once it has ended."""
         self._read.close()
         self._write.close()
 
@@ -347,13 +345,12 @@ class RemoteRank:
 
 @dataclass
 class JoinedNode:
-    """A machine that brings ranks."""
+    """A machine that brings ranks; `is_ready` once it has opened its data."""
 
     host: str
     workers: int
     channel: Channel
     is_ready: bool = False
-    """it has opened its data, and can start ranks"""
     gone: str = ""
     """why it is no longer there; empty: it is"""
     attempt: int = -1
@@ -429,7 +426,7 @@ class Listener:
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 
     def waiting(self, attempt: int) -> JoinedNode | None:
-        """A machine whose ranks have not been started in this attempt yet; None: there is none."""
+        """A machine whose ranks have not been started in this attempt yet."""
         return next((node for node in self._nodes if node.is_ready and not node.gone and node.attempt != attempt), None)
 
     def close(self, code: int, line: str) -> None:

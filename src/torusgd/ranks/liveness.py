@@ -88,7 +88,7 @@ class Beat:
 
 
 class Watch:
-    """Reads the beats of some ranks, about once a second, by this thread's connection, and says who is late."""
+    """Reads the beats of some ranks, about once a second, and says who is late."""
 
     def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
         self._store, self._limits = PrefixStore(keys.BEATS, store), limits
@@ -136,16 +136,13 @@ class Watch:
                 each.pop(rank, None)
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have not beaten for so long, and have not ended in good order."""
-        return [r for r, quiet in self._seconds.items() if quiet > seconds and not self._is_over(r)]
+        """The ranks that have not beaten for so long, and have neither ended nor failed."""
+        over = {r for r, beat in self.beats.items() if beat is not None and (beat.ended or beat.failed)}
+        return [r for r, quiet in self._seconds.items() if quiet > seconds and r not in over]
 
     def present(self, seconds: float) -> list[int]:
         """The ranks that have beaten within so many seconds, and have not ended."""
         return [r for r, quiet in self._seconds.items() if quiet <= seconds and not _has_ended(self.beats[r])]
-
-    def _is_over(self, rank: int) -> bool:
-        beat = self.beats[rank]
-        return beat is not None and (beat.ended or bool(beat.failed))
 
     def _silent(self) -> list[LateRank]:
         late = []
@@ -194,9 +191,13 @@ class Watch:
         idle = min(beat.idle for beat in known.values())
         if idle <= limit:
             return []
-        if blamed:
-            return [_late(r, beat, f"{_no_progress(beat)}, at {beat.stack}") for r, beat in blamed.items()]
-        return [_late(r, beat, f"waits for others since {beat.idle:.0f} s, as all do") for r, beat in known.items()]
+        late = []
+        for rank, beat in blamed.items():
+            waits = f"waits for {beat.what} since {beat.idle:.0f} s ({beat.where})"
+            why = waits if beat.what else f"no progress for {beat.idle:.0f} s"
+            late.append(_late(rank, beat, f"{why}, at {beat.stack}"))
+        everyone = f"waits for others since {idle:.0f} s, as all do"
+        return late or [_late(rank, beat, everyone) for rank, beat in known.items()]
 
     def _working(self) -> dict[int, Beat]:
         """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
@@ -259,12 +260,6 @@ def _late(rank: int, beat: Beat, why: str) -> LateRank:
     return LateRank(why, rank, beat.host, beat.phase, beat.step)
 
 
-def _no_progress(beat: Beat) -> str:
-    if beat.what:
-        return f"waits for {beat.what} since {beat.idle:.0f} s ({beat.where})"
-    return f"no progress for {beat.idle:.0f} s"
-
-
 def _has_ended(beat: Beat | None) -> bool:
     return beat is not None and beat.ended
 
@@ -274,8 +269,6 @@ class Heartbeat(Liveness):
 
     Args:
         store: Common to all ranks of this attempt.
-        rank: Of this process.
-        limits: Seconds after which ranks are given up.
         watched: The ranks to watch: all, this one among them, if this rank calls the roll; else none.
         on_late: Called once, from the thread, if the main thread does not call `late` although ranks are late: it
             is blocked in a wait that looks at nothing.

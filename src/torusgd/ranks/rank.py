@@ -40,10 +40,7 @@ class LastingFunction(Protocol):
         """Called once in a rank that joins, before the others know of it; UserError if it doesn't belong to them."""
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """Takes the state from the first rank of a group, until it sends no more, or is lost; then maybe again.
-
-        `caught_up` is to be called once this rank could take part.
-        """
+        """Takes the state, maybe again, until the source sends no more; `caught_up` once this rank could take part."""
 
     def close(self) -> None:
         """Called if the function is not called again after a loss, since the others do not go on."""

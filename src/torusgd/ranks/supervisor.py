@@ -144,15 +144,9 @@ class Supervisor:
         """Runs `function`, pickled through a pipe between our own processes, on all ranks.
 
         Gives what it returned, by rank, without those that were lost or let go. RankFailed if one has failed: then none
-        runs any more.
-
-        Args:
-            function: See `RankFunction`.
-            attempt: Its third argument; another one than any time before.
-            quorum: When others die, freeze or hang, it is called again in the processes of those that are left, with
-                their group. None: all ranks are needed.
-            requested: Called now and then: another number of ranks to go on with; None: no other. Later attempts begin
-                with that number (`size`).
+        runs any more. With a `quorum` (None: all ranks are needed) it is called again in the processes of those that
+        are left when others die, freeze or hang. `attempt`, the function's third argument, is another one each time;
+        `requested` gives another number of ranks to go on with, and for later attempts.
         """
         self._quorum = quorum or Quorum(self.size)
         self._open_attempt(attempt)
@@ -197,7 +191,7 @@ class Supervisor:
         ]
 
     def ask_to_stop(self) -> None:
-        """Requests that the ranks stop after their step, those of later attempts too."""
+        """After their step, those of later attempts too."""
         self._root.set(keys.STOP, "")
 
     def kill(self) -> None:
@@ -349,10 +343,9 @@ class Supervisor:
         return failure.text
 
     def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
-        """A rank of this machine, if none is left, for the others to meet; None: there is none.
+        """A rank of this machine, about to join or new, if none is left for the others to meet; None: there is none.
 
-        It is one that is about to join, or else a new one. If no others are left either it `needs_state`, which it
-        has once it is ready.
+        If no others are left either it `needs_state`, which it has once it is ready.
         """
         here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
@@ -374,7 +367,7 @@ class Supervisor:
         return rank
 
     def wait(self) -> tuple[list[Exit], list[LateRank]]:
-        """What happens within a second: processes that have ended, each reported once, and else ranks that are late."""
+        """What happens within a second: processes that have ended, each once, and else ranks that are late."""
         if exits := self._exits(BEAT_SECONDS):
             return exits, []
         if late := self._watch.look():

@@ -207,7 +207,7 @@ class Run:
         `saved` is the step of the last checkpoint; with `is_due` one of the state as it is must be written at once.
         """
         state, trainer, saver = self.state, self.trainer, self._saver
-        saver.saved = saved
+        saver.begin(saved)
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:

@@ -171,6 +171,10 @@ class Saver:
         """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
         return self._is_first and self._times.is_due(steps)
 
+    def begin(self, saved: int) -> None:
+        """Takes the step of the newest checkpoint, before the first step."""
+        self.saved = saved
+
     def save(self, state: RunState, trainer: Trainer) -> None:
         """Has the state of this step written, unless it is already."""
         if self.saved < state.step:

@@ -1,7 +1,8 @@
-"""A simulated run, from its description to errors over virtual time and the hash of its weights.
+"""Training in virtual time: P virtual workers in one process, with real gradients and keyed delays.
 
-The forms of relaxed synchrony are loops over virtual time, each with plain SGD, and generators of moments: the weights
-after an update, the virtual time, and how many gradients went in so far. Batches are numbered as a synchronous run
+Stale and sampled barriers, gossip and elastic averaging have no other. Forms of relaxed synchrony are loops over
+virtual time, each with plain SGD, and generators of moments: the weights after an update, the virtual time, and how
+many gradients went in so far. Batches are numbered as a synchronous run
 shares out its stream: the k-th gradient of worker i of P is of batch k P + i.
 
 | form | source |
@@ -29,19 +30,19 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ..data import Pipeline, StreamOrder, open_sources
-from ..errors import UserError
-from ..models import model_of
-from ..optim.sgd import Sgd
-from ..recipe.schedule import Schedule
-from ..recipe.schema import LEAST_LEARNED, Outer, Recipe, Synchrony
-from ..rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
-from ..synchrony import barriers
-from ..synchrony.barriers import Barrier, passages
-from ..synchrony.delays import DelayModel, delay_model
-from ..synchrony.limits import Limits, VirtualSteps, each_alone
-from ..text import listed
-from ..weights import weights_sha256
+from .data import Pipeline, StreamOrder, open_sources
+from .errors import UserError
+from .models import model_of
+from .optim.sgd import Sgd
+from .recipe.schedule import Schedule
+from .recipe.schema import LEAST_LEARNED, Outer, Recipe, Synchrony
+from .rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
+from .synchrony import barriers
+from .synchrony.barriers import Barrier, passages
+from .synchrony.delays import DelayModel, delay_model
+from .synchrony.limits import Limits, VirtualSteps, each_alone
+from .text import listed
+from .weights import weights_sha256
 
 _CHUNK = 500
 # Batches of _CHUNK training images from which batch norm takes its statistics in evaluations.
@@ -51,8 +52,7 @@ _STATISTICS = 4
 class Passes:
     """Gradients and accuracy of a recipe's network as functions of its weights, float32 [weights].
 
-    The workers of a simulation have different weights at the same moment, so the network is only where a pass puts
-    those that it is given. A gradient is over the first stage's images of a virtual worker, or of one local step.
+    A gradient is over the first stage's images of a virtual worker, or of one local step.
     """
 
     def __init__(self, recipe: Recipe, train: Pipeline, held_out: Pipeline) -> None:
@@ -128,7 +128,7 @@ class Moment:
     gradients: int
     """number of gradients in the weights so far"""
     weights: Callable[[], Tensor]
-    """maker of the weights to evaluate now, float32 [weights]; valid until the next moment is taken"""
+    """maker of the weights to evaluate now; valid until the next moment is taken"""
 
 
 def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
@@ -335,10 +335,8 @@ def simulate(
     """Trains in virtual time up to the first update at which `seconds` or `images` are used up, or the recipe's stages.
 
     The same setting gives the same bits each time on one machine: gradients are computed in the total order (time,
-    worker), and all that is random is drawn by key.
-
-    `data` has the recipe's images, and `points` is the number of errors to take, evenly over what limits the run.
-    UserError if setting or data can't be used.
+    worker), and all that is random is drawn by key. `points` is the number of errors to take, evenly over what limits
+    the run. UserError if setting or data can't be used.
     """
     recipe = setting.recipe
     if min(seconds, images) <= 0:
