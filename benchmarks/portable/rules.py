@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
-from torusgd.arithmetic.methods import quantised
-from torusgd.arithmetic.methods import slices
+from torusgd.arithmetic.methods import quantised, slices
 
 from ..record import sample
 
