@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.algorithms import GRIDS, Message, Round
-from ..comm.connection import typical
-from ..comm.connection import Connection, connect
+from ..comm.connection import Connection, connect, typical
 from ..plan.cluster import Cluster, Communication, Software
 from ..plan.forecast import Workload, longest_share
 from ..plan.step_script import Send, compose
