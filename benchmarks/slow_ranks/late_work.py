@@ -27,7 +27,7 @@ from typer import Option
 from torusgd.comm.groups import Group
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.load import load_recipe
-from torusgd.simulate.simulation import Passes
+from torusgd.simulate import Passes
 from torusgd.step.membership import Membership, even_shares
 from torusgd.step.rank_times import EVERY, balance
 from torusgd.step.work_stealing import Claims, StealingShare

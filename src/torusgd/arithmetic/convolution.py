@@ -55,10 +55,7 @@ class Geometry:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry) -> Tensor:
-    """The output [N, O, H', W'] of x [N, C, H, W], in its memory format, and weights [O, C / groups, *kernel]; float32.
-
-    The bias is added to the rounded product.
-    """
+    """The output [N, O, H', W'] of x [N, C, H, W] and weights [O, C / groups, *kernel]; the bias is added last."""
     output = shape.output(*x.shape[2:])
     result = torch.empty(len(x), len(weight), *output, device=x.device, memory_format=_format(x, weight))
     if result.numel() == 0:
@@ -66,8 +63,12 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
     if _is_depthwise(weight, shape):
-        padded = _padded(x.mul(scale).round_(), shape).double()
-        total = _taps_sum(padded, weights.double(), shape, output)
+        padded, kernels = _padded(x.mul(scale).round_(), shape).double(), weights.double().flatten(1)[..., None, None]
+        first, *others = shape.taps()
+        total = shape.at(padded, first, output) * kernels[:, 0]
+        for number, tap in enumerate(others, 1):
+            # A term is below 2**28, so that neither fused nor single operations round.
+            total.addcmul_(shape.at(padded, tap, output), kernels[:, number])
         result.copy_(total.mul_(image_units.view(len(x), -1, 1, 1)).mul_(weight_units.view(1, -1, 1, 1)))
     else:
         vertical, horizontal = shape.padding
@@ -181,7 +182,8 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
             left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
             right = _slices(method, x[chunk], scale, around)
-            rows = tuple(_grouped(part.flatten(0, 2), groups).transpose(-1, -2) for part in left)
+            rows = tuple(part.flatten(0, 2).unflatten(1, (groups, -1)).permute(1, 2, 0) for part in left)
+            rows = tuple(part[0] if groups == 1 else part for part in rows)
             product = multiply(method, rows, tuple(windows.of(part, groups) for part in right))
             total = product if total is None else total.add_(product)
         assert total is not None
@@ -240,7 +242,9 @@ def _correlate(
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
     """
     groups, wide = units.shape[1], 16 * min(units[0].numel(), 512)
-    prepared = [(each, tuple(_alone(part) for part in method.prepare(k)), out) for each, k, out in parts]
+    prepared = [
+        (each, tuple(part[0] if len(part) == 1 else part for part in method.prepare(k)), out) for each, k, out in parts
+    ]
     per_image = max(w.output[0] * w.output[1] * max(w.taps * images.shape[1], wide) for w, _, _ in parts)
     for chunk in _runs(len(images), per_image):
         left = _slices(method, images[chunk], scale[chunk], around)
@@ -266,15 +270,6 @@ def _slices(method: Method, images: Tensor, scale: Tensor, around: tuple[int, ..
     integers = torch.mul(images.contiguous(memory_format=torch.channels_last), scale).round_().permute(0, 2, 3, 1)
     parts = method.prepare(integers)
     return tuple(pad(part, (0, 0, *around)) for part in parts) if any(around) else parts
-
-
-def _alone(kernels: Tensor) -> Tensor:
-    return kernels[0] if len(kernels) == 1 else kernels
-
-
-def _grouped(rows: Tensor, groups: int) -> Tensor:
-    """[P, C] as [groups, P, C / groups], if there are several."""
-    return rows if groups == 1 else rows.unflatten(1, (groups, -1)).transpose(0, 1)
 
 
 def _units(images: Tensor, kernels: Tensor, groups: int) -> Tensor:
@@ -303,14 +298,3 @@ def _format(x: Tensor, weight: Tensor) -> torch.memory_format:
 def _padded(images: Tensor, shape: Geometry) -> Tensor:
     vertical, horizontal = shape.padding
     return pad(images, (horizontal, horizontal, vertical, vertical)) if vertical or horizontal else images
-
-
-def _taps_sum(padded: Tensor, weights: Tensor, shape: Geometry, output: tuple[int, int]) -> Tensor:
-    """The sum over a depthwise kernel; a term is below 2**28, so that neither fused nor single operations round."""
-    kernels = weights.flatten(1)
-    total: Tensor | None = None
-    for number, tap in enumerate(shape.taps()):
-        pixels, factor = shape.at(padded, tap, output), kernels[:, number, None, None]
-        total = pixels * factor if total is None else total.addcmul_(pixels, factor)
-    assert total is not None
-    return total

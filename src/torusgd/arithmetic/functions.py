@@ -119,10 +119,7 @@ def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """A function of float64 tensors for float32 ones of one shape, block by block: float32, laid out like the first.
-
-    Of float64 tensors it is the function itself.
-    """
+    """A float64 function for float32 tensors of one shape, block by block, laid out like the first; float64: itself."""
     first = inputs[0]
     if first.dtype == torch.float64:
         return function(*inputs)

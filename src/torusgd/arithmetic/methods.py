@@ -107,14 +107,15 @@ def _int_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    total: Tensor | None = None
-    for left, right in zip(a.split(_FLOAT_TERMS, -1), b.split(_FLOAT_TERMS, -2), strict=True):
+    def piece(left: Tensor, right: Tensor) -> Tensor:
         if left.dtype == torch.bfloat16:
-            piece = (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32).double()
-        else:
-            piece = (left @ right).double()
-        total = piece if total is None else total.add_(piece)
-    assert total is not None
+            return (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32).double()
+        return (left @ right).double()
+
+    first, *others = zip(a.split(_FLOAT_TERMS, -1), b.split(_FLOAT_TERMS, -2), strict=True)
+    total = piece(*first)
+    for pair in others:
+        total.add_(piece(*pair))
     return total
 
 
@@ -252,10 +253,7 @@ def _time(method: Method, a: Operand, b: Operand) -> float:
 
 
 def quantised(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Integers of a float32 tensor, with a scale for each index of the dimensions other than `dims`.
-
-    round-half-even(x * 2**s), float32, and 2**-s, float64, of length 1 in `dims`.
-    """
+    """Integers round-half-even(x * 2**s), float32, and 2**-s, float64, of length 1 in `dims`, each with its own s."""
     scale, inverse = scales(amax_over(x, dims))
     return (x * scale).round_(), inverse
 

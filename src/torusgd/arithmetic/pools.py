@@ -54,27 +54,20 @@ def max_pool(
     shape = _geometry(kernel, stride, padding, dilation)
     output = _output(x, shape, ceil_mode)
     padded = _padded(x, shape, output, -math.inf)
-    best, where, has_nan = None, None, bool(x.amax().isnan())
-    for tap in shape.taps():
+    has_nan = bool(x.amax().isnan())
+    first, *others = shape.taps()
+    best = shape.at(padded, first, output).clone()
+    where = torch.zeros_like(best, dtype=torch.int32)
+    for tap in others:
         values = shape.at(padded, tap, output)
-        if best is None or where is None:
-            best, where = values.clone(), torch.zeros_like(values, dtype=torch.int32)
-            continue
         # A NaN is greater than nothing, and nothing is greater than it.
         better = (values > best) | (values.isnan() & ~best.isnan()) if has_nan else values > best
         torch.where(better, values, best, out=best)
         where.masked_fill_(better, tap[0] * x.shape[3] + tap[1])
-    assert best is not None
-    assert where is not None
-    return best, _pixel_numbers(where, x.shape[3], shape)
-
-
-def _pixel_numbers(offsets: Tensor, width: int, shape: Geometry) -> Tensor:
-    device = offsets.device
-    rows = torch.arange(offsets.shape[2], device=device) * shape.stride[0] - shape.padding[0]
-    columns = torch.arange(offsets.shape[3], device=device) * shape.stride[1] - shape.padding[1]
+    rows = torch.arange(where.shape[2], device=x.device) * shape.stride[0] - shape.padding[0]
+    columns = torch.arange(where.shape[3], device=x.device) * shape.stride[1] - shape.padding[1]
     # A window that begins with padding has -inf there, which is also the greatest value of one of nothing else.
-    return offsets.long().add_((rows * width).unsqueeze(1) + columns).clamp_(min=0)
+    return best, where.long().add_((rows * x.shape[3]).unsqueeze(1) + columns).clamp_(min=0)
 
 
 def max_pool_gradient(
@@ -94,11 +87,10 @@ def average_pool(
     shape = _geometry(kernel, stride, padding)
     output = _output(x, shape, ceil_mode)
     padded = _padded(on_grid(x, _PIXELS), shape, output, 0.0)
-    total = None
-    for tap in shape.taps():
-        values = shape.at(padded, tap, output)
-        total = values.clone() if total is None else total.add_(values)
-    assert total is not None
+    first, *others = shape.taps()
+    total = shape.at(padded, first, output).clone()
+    for tap in others:
+        total.add_(shape.at(padded, tap, output))
     return torch.div(total, _counts(x, shape, output, with_padding, divisor)).float()
 
 

@@ -51,10 +51,7 @@ def blocks(x: Tensor) -> list[slice]:
 
 
 def block_sum(terms: Callable[[slice], Tensor], like: Tensor, dims: tuple[int, ...], amax: Tensor) -> Tensor:
-    """The grid sum over `dims`, which stay with length 1, of float32 terms shaped `like` a tensor, made block by block.
-
-    `terms` gives those of a run of the first dimension, `amax` is the largest magnitude of the terms of each sum.
-    """
+    """The grid sum over `dims`, of length 1 then, of `terms` of runs of the first dimension, up to `amax`."""
     offset = grid_offset(amax)
     if like.numel() <= _BLOCK:
         return (terms(slice(None)) + offset).sub_(offset).double().sum(dims, True)

@@ -115,7 +115,6 @@ _REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
     "direct": _direct,
 }
 METHODS = (*_REDUCE_SCATTER, "doubling")
-"""names of the methods that an axis of a grid may use"""
 
 
 def mirror(rounds: Sequence[Round]) -> list[Round]:

@@ -144,10 +144,7 @@ def create(
 def over(
     connection: Connection, name: str, grid: tuple[int, int] | None = None, profile: Path | None = None
 ) -> AlgorithmAllReduce:
-    """As `create`, for any name but `native`, over a connection that several all-reduces may share.
-
-    Closing any of them closes the connection.
-    """
+    """As `create`, over a connection that several may share; closing one closes it. Not for `native`."""
     size = connection.group.size
     if name == "auto":
         known, source = _profile(profile, connection)

@@ -21,7 +21,6 @@ class LateRank:
     why: str
     """one line, such as `no heartbeat for 12 s`"""
     rank: int | None = None
-    """in the run"""
     host: str | None = None
     phase: str | None = None
     """as it was given to `Liveness.progress`, such as `backward`"""
@@ -72,10 +71,7 @@ class CommError(RuntimeError):
 
 
 class CommTimeout(CommError):
-    """A message has not come in time: a rank is frozen, late or cut off, or did not come to meet the others.
-
-    `late` are the ranks that are known to be late.
-    """
+    """A message has not come in time: a rank is frozen, late or cut off, or did not come; `late` are known to be."""
 
     def __init__(self, text: str, late: Sequence[LateRank] = ()) -> None:
         super().__init__(text)
@@ -125,7 +121,6 @@ class Engine(Protocol):
     """Runs algorithms on tensors of one device: what the all-reduces by name and the measurements stand on."""
 
     device: torch.device
-    """where its tensors live"""
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         """Sums a 1-D contiguous tensor in place by an algorithm, the same on every rank; None: the backend's own."""

@@ -208,7 +208,6 @@ class Connection:
     engine: Engine
     group: Group
     streams: int = 1
-    """TCP connections between each two ranks"""
 
     def zeros(self, size: int) -> torch.Tensor:
         """`size` bytes of int32 (at least one element), as exact sums travel, where the engine's tensors live."""

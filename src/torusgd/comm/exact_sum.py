@@ -58,11 +58,7 @@ def gradient_integers(addends: int) -> torch.dtype:
 
 
 def encode(values: Tensor, window: Window = FULL) -> Tensor:
-    """Cuts floats (float32 or float64, any shape) into the limbs of a window.
-
-    Returns:
-        int64 tensor [window.rows, *values.shape]; add such tensors, over at most 2**20 addends, then `decode`.
-    """
+    """Cuts floats into limbs, int64 [window.rows, *values.shape], to be added at most 2**20 times, then `decode`d."""
     rest = values.to(torch.float64)
     # 2**43 of the highest limb's weight times 2**20 addends is 2**63. Not `>=`: a nan has to be counted, too.
     bad = ~(rest.abs() < 2.0 ** (window.top + 43))

@@ -33,11 +33,7 @@ _Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
 
 
 class _Turn(NamedTuple):
-    """The work of a lane for a chunk without a pause: it takes a round's receives, then begins the next round's sends.
-
-    The sends of a round need the sums of the round before it and nothing else. So this is the unit in which chunks take
-    turns: between two turns of a chunk only messages are awaited.
-    """
+    """The work of a lane for a chunk without a pause: a round's receives, then the next round's sends."""
 
     chunk: int
     adds: Tagged
@@ -142,10 +138,7 @@ class _Sum(LaneWork):
 
 
 class GlooEngine(Engine):
-    """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
-
-    Every rank makes the same calls in the same order. Parts of large messages travel in `further` groups of the ranks.
-    """
+    """Sums CPU tensors over a Gloo group of its own, and `further` groups for parts of large messages."""
 
     # One TCP connection can't fill a link that is long and fast: what it may have on its way ends with the kernel's
     # window, some MiB, of which a link of 50 ms takes few a second. So an engine may have several groups of the same
@@ -222,10 +215,7 @@ class _Staged(LaneWork):
 
 
 class StagedEngine(Engine):
-    """Sums CUDA tensors by a Gloo engine: each is copied to pinned memory of the host, summed there, and copied back.
-
-    A thread waits for the copies, so that the caller need not; sums start in the order of calls.
-    """
+    """Sums CUDA tensors by a Gloo engine, by way of pinned memory; a thread waits for the copies to the host."""
 
     def __init__(self, engine: GlooEngine, device: torch.device) -> None:
         self.device, self._engine, self._stream = device, engine, torch.cuda.Stream(device)

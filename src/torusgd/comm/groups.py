@@ -169,10 +169,7 @@ class Group:
         return self._begin([received, sent], lambda: begin(received, sent, received_splits, sent_splits, options))
 
     def connect(self, peers: Collection[int]) -> None:
-        """Connects this member with those to which it sends and from which it receives; each of them does likewise.
-
-        To be called before the first CPU tensor is sent; where each two are connected it does nothing.
-        """
+        """Connects this member with those it exchanges messages with, before the first CPU tensor; they do likewise."""
         missing = set() if self._tree is None else set(peers) - self._pairs.keys()
         if not missing:
             return

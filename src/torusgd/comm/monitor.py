@@ -28,7 +28,6 @@ class Monitor:
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
         self.waited = 0.0
-        """seconds in all that `wait` took"""
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:

@@ -32,10 +32,7 @@ in LARS' denominator, and LARS' eps"""
 
 
 class FlatUpdate:
-    """Lays the tensors of an optimizer, and their momentum, in one piece of memory each, and updates them at once.
-
-    The groups' values are read at each step, the state is shared. `after` is called, and captured, with each update.
-    """
+    """Lays an optimizer's tensors and their momentum in one piece of memory each, and updates them at once."""
 
     def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor], after: Callable[[], object]) -> None:
         self._optimizer, self._tensors, self._after = optimizer, list(tensors), after

@@ -57,10 +57,7 @@ class GraphMemory:
 
 
 class CudaGraph:
-    """Work captured on the current GPU, which waits for nothing on the host; RuntimeError says why it can't be.
-
-    `memory` is that of the graphs of one stream, `stream` that on which it is captured; None: torch's own.
-    """
+    """Work captured on the current GPU, which waits for nothing on the host; RuntimeError says why it can't be."""
 
     def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
         self._graph, self._memory = torch.cuda.CUDAGraph(), memory

@@ -27,11 +27,9 @@ _MOST_ENTRIES = 1 << 17
 
 
 def register(function: Callable[..., None], writes: Collection[str]) -> None:
-    """Makes an operator of a function, with its name; if it takes one dataclass, the operator takes the fields.
+    """Makes an operator, which writes some arguments, of a function made of torch's own operators, with its name.
 
-    Args:
-        function: The operator's form made of torch's own operators; `triton_kernels` has one of that name.
-        writes: Names of the arguments that it changes.
+    `triton_kernels` has its other form. If it takes one dataclass, the operator takes the fields.
     """
     name, signature = function.__name__, inspect.signature(function)
     record = next(iter(signature.parameters.values())).annotation

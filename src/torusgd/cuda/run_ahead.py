@@ -38,10 +38,7 @@ AHEAD = 2
 
 
 class GraphedUpdate:
-    """Launches the end of a step: verdict, mean, update and 16-bit copies, from the second time on as one CUDA graph.
-
-    `capture` makes a graph on the main stream; None: nothing is captured.
-    """
+    """Launches the end of a step, from the second time on as one CUDA graph, if there is a `capture`."""
 
     # All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
     # optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
@@ -112,10 +109,7 @@ def nothing_to_recompute(worker: int) -> IntegerHash:
 
 
 class RunAhead:
-    """Takes a run's ordinary steps up to AHEAD before the device; all others by `TrainStep.run`.
-
-    Which steps are ordinary is the same on every rank. The run is synchronous, without audit and clipping.
-    """
+    """Takes a run's ordinary steps, the same on every rank, ahead of the device; all others by `TrainStep.run`."""
 
     def __init__(self, step: TrainStep, update: GraphedUpdate, monitor: Monitor) -> None:
         self._step, self._update, self._monitor = step, update, monitor

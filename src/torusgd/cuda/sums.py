@@ -41,10 +41,7 @@ REPORT = 3
 
 
 class DeviceGradientSum(IntegerGradientSum):
-    """Takes the gradients of a bucket by two operators; all slots are on every rank.
-
-    `going` is float32 [1]: 1 while the device takes steps, 0 once it has refused one (`verdict`).
-    """
+    """Takes the gradients of a bucket by two operators; `going` is 1 until the device has refused a step."""
 
     def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device) -> None:
         super().__init__(buckets, addends, device)
@@ -194,10 +191,7 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
 
 
 def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
-    """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket.
-
-    `sizes` are int64 [slots]; factors, float32 [slots], one over scale and addends; `scale` one over the loss scale.
-    """
+    """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket."""
     values = torch.cat(list(sums)).float()
     values.mul_(torch.repeat_interleave(factors, sizes, output_size=len(values)))
     if scale != 1.0:

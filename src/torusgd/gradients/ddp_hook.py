@@ -128,7 +128,12 @@ class Hook:
         """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
         future, buffer = self._future(), bucket.buffer()
         work = self.allreduce.start(buffer.div_(self._ranks.size))
-        self._jobs.put(([future], lambda: [_after(work, buffer)]))
+
+        def finish() -> list[Tensor]:
+            work.wait()
+            return [buffer]
+
+        self._jobs.put(([future], finish))
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,8 +388,3 @@ class _Arrived:
     """views of the buffer by slot"""
     message: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Work | None = None
-
-
-def _after(work: Work, buffer: Tensor) -> Tensor:
-    work.wait()
-    return buffer

@@ -44,7 +44,6 @@ class SumReport:
     overflow: list[int]
     """slots whose sum may have left the range: the step must be measured and redone"""
     nonfinite: list[int]
-    """slots that held inf or nan"""
     underflow: float = 0.0
     """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
 
@@ -56,7 +55,6 @@ class SumStatus:
     flags: Tensor
     """bool [2, slots]: out of range, not finite"""
     underflow: Tensor
-    """float []"""
 
     def read(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> SumReport:
         """Transfers the status to the host, at once: the one place of a step where it waits for the gradients' sum."""
@@ -96,10 +94,7 @@ class GradientSum(Protocol):
         """Reads the summed messages, or with `payload` the summed trailers."""
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        """Writes the sum over `addends`, of every slot, and takes the next step's scales from this one.
-
-        With `spans`, of each slot those elements only.
-        """
+        """Writes the sum over `addends`, of every slot or its span, and takes the next step's scales."""
 
     def scratch(self, bucket: int) -> Tensor:
         """float32 [length]: the sums' own memory, free from `mean` until the next step's first gradient."""

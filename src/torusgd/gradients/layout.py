@@ -25,7 +25,6 @@ USUAL_MIB = 4.0
 _BYTES = 4
 
 Span = tuple[int, int]
-"""elements [low, high) of a tensor"""
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ class Slot(NamedTuple):
     """A tensor that is summed with one scale, and the ranks that sum it."""
 
     name: str
-    """for people"""
     parameter: str
-    """name of the whole parameter"""
     tensor: Tensor
     """the parameter itself, or a view of some of its rows"""
     parallel: int = 1

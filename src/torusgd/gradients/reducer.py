@@ -62,7 +62,6 @@ class Reduced(Generic[T]):
     overflowed: list[str]
     """slots whose sum left the range, before the step was redone"""
     redone: int
-    """times that the step was redone"""
 
 
 class Reducer:
@@ -96,7 +95,6 @@ class Reducer:
         self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
-        """of all slots, for people"""
         self.clock = DeviceClock(self._device)
         """of the two marks; to be set between two steps"""
         self.first_ready = self.last_ready = self.clock.mark()
@@ -187,10 +185,7 @@ class Reducer:
     def begin_worker(
         self, last: bool, hash_into: IntegerHash | None = None, observe: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Begins a virtual worker's passes; during the last one's, buckets leave as soon as they are full.
-
-        `hash_into` takes its integers too (exact sums only), `observe` is given each held slot's gradient.
-        """
+        """Begins a virtual worker's passes; `hash_into` takes its integers too, `observe` its gradients."""
         self._hash, self._observe = hash_into, observe
         self._is_last = last and not self.is_measuring
         # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
@@ -228,10 +223,7 @@ class Reducer:
             self._send_full()
 
     def taken(self, after: Callable[[int], AbstractContextManager[object]] | None = None) -> None:
-        """All gradients of this virtual worker have been added to the sum by other means, or the device will do so.
-
-        `after` is given with the last virtual worker: within its context a bucket may leave.
-        """
+        """All gradients of this virtual worker were added by other means; within `after` buckets of the last leave."""
         self._missing = [0] * len(self._missing)
         if after is not None:
             self._send_full(after)
@@ -337,10 +329,7 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
 
 
 def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) -> list[RemovableHandle]:
-    """Hands each parameter's gradient to the reducer as soon as autograd has it, and drops it.
-
-    `leaves` are of each held slot the tensor by which the network computes; None: the slots' own.
-    """
+    """Hands each parameter's (or leaf's, one a slot) gradient to the reducer as soon as autograd has it."""
 
     def hook(slot: int) -> Callable[[Tensor], None]:
         # Gradient 3: autograd has a parameter's gradient; once added it is dropped, so that one copy is in memory.

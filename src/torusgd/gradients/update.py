@@ -176,10 +176,7 @@ class Update:
 
 
 def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: Norms) -> Optimizer:
-    """An optimizer of the same class, groups and values, without state, over other tensors, such as shards.
-
-    `tensors` has one, maybe empty, for each of the optimizer's. `norms` are those of whole parameters.
-    """
+    """An optimizer of the same class, groups and values, without state, over other tensors, maybe empty shards."""
     other = copy.copy(optimizer)
     other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]
     other.state = defaultdict(dict)
@@ -242,10 +239,7 @@ class WeightGather:
             self._receive(bucket)
 
     def gather_state(self, shards: Sequence[Tensor], is_receiver: bool) -> list[Tensor]:
-        """Whole tensors (float32, shaped like the held slots) from every rank's shards of them; [] if not a receiver.
-
-        Every rank calls it, between two steps. It moves as many bytes as the weights' gather.
-        """
+        """Whole tensors, like the held slots, from every rank's shards; [] if not a receiver. Every rank calls it."""
         self.wait()
         whole = []
         for index in range(len(self._layout.buckets)):
@@ -296,10 +290,7 @@ class _Run(NamedTuple):
 
 
 class BlockNorms:
-    """Norms of whole parameters, for an optimizer (`Lars(norms=...)`) over `Reducer.owned`.
-
-    `complete` sums an int32 tensor, in place, over ranks that together own every block once.
-    """
+    """Norms of whole parameters, for an optimizer over `Reducer.owned`; `complete` sums over all blocks' ranks."""
 
     # A layer norm is defined over blocks of 4,096 elements (`optim.norms`) of each slot of a parameter, in order.
     # Shards are cut at the edges of those blocks, so each block lies on one rank as a whole, and only block norms

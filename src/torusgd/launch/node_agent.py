@@ -50,11 +50,7 @@ CONNECT_SECONDS = 10.0
 
 def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers: int | None) -> int:
     """Brings ranks (None: as many as there are cores) to a run whose launcher listens at an address, until it or they
-    end; the command's exit code. `data` is the data set on this machine; None: the one that the recipe names.
-
-    Raises:
-        UserError: The address, the token or the data are wrong, or this machine can't take part.
-        RunError: The run is gone.
+    end; the command's exit code. UserError if this machine can't take part, RunError if the run is gone.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > MOST_RANKS:

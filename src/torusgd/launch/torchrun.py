@@ -66,8 +66,8 @@ def run_joined(
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
-    The `device` is `cpu` or `cuda` (see `gpus.own_gpu`); `remedy` gives what is added to the line about a lost rank.
-    UserError if the variables of the environment are wrong, RunError if the ranks did not meet.
+    `remedy` gives what is added to the line about a lost rank. UserError if the variables of the environment are wrong,
+    RunError if the ranks did not meet.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()
@@ -95,10 +95,7 @@ def run_joined(
 
 
 def join(device: str, timeout: float) -> Group:
-    """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone.
-
-    `timeout`: seconds to meet, and for each message. Errors as of `run_joined`.
-    """
+    """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone."""
     store, rank, size = _rendezvous(timeout) if ranks_are_given() else (HashStore(), 0, 1)
     return _meet(store, rank, size, device, timeout, timeout)
 

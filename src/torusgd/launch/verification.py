@@ -57,13 +57,11 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of a range of steps, of a checkpoint, or of the result."""
+    """What was found (EQUAL, DIFFERS, UNKNOWN) of a range of steps, of a checkpoint, or of the result, and why."""
 
     name: str
     state: str
-    """EQUAL, DIFFERS or UNKNOWN"""
     text: str = ""
-    """for people: what differs, or why nothing was compared"""
     first: int = 0
     last: int = 0
     """steps done before and after a range; equal: it is no range"""
@@ -126,11 +124,7 @@ class Segment:
 
 @dataclass
 class Verifier:
-    """Checks ranges of a run; `data` and `init` are those of this machine.
-
-    `job` has recipe, options, device, data and initial weights, `scratch` is an empty folder, `progress` is called with
-    the steps computed and to compute so far.
-    """
+    """Checks ranges of a run with `data` and `init` of this machine; `progress` takes steps computed and to compute."""
 
     claims: Claims
     job: Job
@@ -156,15 +150,11 @@ class Verifier:
 
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
-        begin, names = (
-            self.claims.begin,
-            {"data_sha256": "data", "train_images": "data", "init_sha256": "initial weights"},
-        )
-        found = []
+        names, found = {"data_sha256": "data", "train_images": "data"}, []
+        if self.job.init is not None:
+            names["init_sha256"] = "initial weights"
         for key, what in names.items():
-            then, now = getattr(begin, key), getattr(self._fingerprint, key)
-            if key == "init_sha256" and self.job.init is None:
-                continue
+            then, now = getattr(self.claims.begin, key), getattr(self._fingerprint, key)
             if then != now:
                 text = f"{key} was {then}, here it is {now}: other {what} than the run's"
                 found.append(Checked(what, DIFFERS, text))
@@ -183,19 +173,17 @@ class Verifier:
                 )  # fmt: skip
                 self._note(left.pop(0), UNKNOWN, why)
                 continue
-            left = left[len(segment.ranges) :]
-            begin = self._begin(segment)
+            # {} for the beginning of the run; None: the state is gone or wrong.
+            begin = self._digest(segment.start) if segment.start else {}
             if begin is None:
-                left = segment.ranges + left
                 continue
+            left = left[len(segment.ranges) :]
             refuted = self._compute(segment, begin)
             barrier = max(barrier, refuted or 0)
             if refuted is not None:
-                left = [each for each in segment.ranges if each.first >= refuted and not self._is_noted(each)] + left
+                noted = {checked.name for checked in self.found}
+                left = [each for each in segment.ranges if each.first >= refuted and each.name not in noted] + left
         return self.found
-
-    def _is_noted(self, each: Range) -> bool:
-        return any(checked.name == each.name for checked in self.found)
 
     def _note(self, each: Range, state: str, text: str = "") -> None:
         self.found.append(Checked(each.name, state, text, each.first, each.last))
@@ -258,13 +246,10 @@ class Verifier:
             if step in self._checkpoints.steps():  # it has not gone: it is damaged
                 self._note_checkpoint(step, str(error))
             return None
-        digests = tensor_digests(tensors)
-        is_new = step not in self._digests
+        digests, is_new, wrong = tensor_digests(tensors), step not in self._digests, []
         self._digests[step] = digests
-        recorded = self.claims.states.get(step)
-        wrong = (
-            [] if recorded is None else first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
-        )
+        if (recorded := self.claims.states.get(step)) is not None:
+            wrong = first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
         if wrong:
             self._bad[step] = f"{named(wrong)} not those of its record"
             if is_new:
@@ -274,12 +259,6 @@ class Verifier:
     def _note_checkpoint(self, step: int, text: str) -> None:
         self.found = [each for each in self.found if each.name != f"checkpoint {step}"]
         self.found.append(Checked(f"checkpoint {step}", DIFFERS, text))
-
-    def _begin(self, segment: Segment) -> Tensors | None:
-        """The state from which a segment begins, {} for the beginning of the run; None: it is gone or wrong."""
-        if segment.start == 0:
-            return {}
-        return self._digest(segment.start)
 
     def _compute(self, segment: Segment, begin: Tensors) -> int | None:
         """Computes a segment and notes its ranges; the step after which the state differs, None if it never does."""
@@ -340,9 +319,8 @@ class Verifier:
         refuted, text = None, ""
         for step in sorted(recorded.keys() & states.keys()):
             if names := first_differences(recorded[step], states[step]):
-                refuted = step
                 what, since = self._described(step, names, folder), self._since(start, step, states, folder)
-                text = f"first after step {step}: {what}; {since}"
+                refuted, text = step, f"first after step {step}: {what}; {since}"
                 break
         if diverged and refuted is None:
             reached = max(states, default=start)
@@ -442,11 +420,10 @@ def _amounts(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], names: Se
 
 
 def _wrong(what: str, recorded: Mapping[str, Figure], computed: Mapping[str, Figure]) -> str:
-    wrong = [key for key in recorded if key not in computed or recorded[key] != computed[key]]
-    wrong += [key for key in computed if key not in recorded]
-    if not wrong:
-        return ""
-    return f"{what}: {wrong[0]} is {recorded.get(wrong[0])} in the records, {computed.get(wrong[0])} computed"
+    missing = object()
+    keys = [*recorded, *(key for key in computed if key not in recorded)]
+    key = next((key for key in keys if recorded.get(key, missing) != computed.get(key, missing)), None)
+    return "" if key is None else f"{what}: {key} is {recorded.get(key)} in the records, {computed.get(key)} computed"
 
 
 @contextmanager

@@ -39,8 +39,7 @@ class Telemetry:
     """Rank 0's: writes events and shows progress of a run that takes the first `steps` steps of its schedule.
 
     `first_step` steps were done before, and `evaluated` was the last one that was evaluated; later events of an earlier
-    attempt are dropped. `status.json` holds `about` from the first to the last step. The trackers, which were opened,
-    also take every event, and stay open.
+    attempt are dropped. The trackers, which were opened, also take every event, and stay open.
     """
 
     def __init__(
@@ -94,16 +93,10 @@ class Telemetry:
         self._show(stats)
         if stats.balance is not None:
             self.status.update(slow_ranks=stats.balance.slow)
-        self.status.update(
-            phase="train",
-            step=step.index + 1,
-            epoch=event["epoch"],
-            loss=event["loss"],
-            seconds=event["seconds"],
-            images_per_second=round(self._entering, 1),
-            seconds_left=round(self._seconds_left(step)),
-            shares=dict(zip(membership.ranks, membership.counts, strict=True)),
-        )
+        figures = {name: event[name] for name in ("step", "epoch", "loss", "seconds")}
+        shares = dict(zip(membership.ranks, membership.counts, strict=True))
+        speed, left = round(self._entering, 1), round(self._seconds_left(step))
+        self.status.update(phase="train", **figures, images_per_second=speed, seconds_left=left, shares=shares)
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         self._write(evaluation_event(step, evaluation, seconds, polished))
@@ -203,16 +196,9 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
         table.add_column(column, justify="right", overflow="fold")
     for number, span in enumerate(schedule.spans, 1):
         first, last = schedule[span.first_step], schedule[span.stop_step - 1]
-        row = [
-            str(number),
-            f"{span.first_step}-{span.stop_step - 1}",
-            f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}",
-            str(span.stage.images_per_worker),
-            f"{span.batch:,}",
-            f"{span.lr:.4g}",
-            f"{last.lr:.2g}",
-            f"{span.momentum:.4g}",
-        ]
+        epochs = f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}"
+        row = [str(number), f"{span.first_step}-{span.stop_step - 1}", epochs, str(span.stage.images_per_worker)]
+        row += [f"{span.batch:,}", f"{span.lr:.4g}", f"{last.lr:.2g}", f"{span.momentum:.4g}"]
         table.add_row(*row, *(["yes" if span.stage.augment else "no"] if has_plain else []))
     return table
 
@@ -224,10 +210,7 @@ def clock(seconds: float) -> str:
 
 
 def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
-    """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
-
-    The polish of `first_step` goes as well, since it is done again, and so does its evaluation, if it is done again.
-    """
+    """Drops what a resumed run does again: steps, polish, evaluations, and a last line that was cut off."""
     if not path.exists():
         return
     # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
@@ -291,8 +274,7 @@ class PlanComparison:
     def beside(self, events: Path) -> dict[str, float]:
         """Predicted and measured step time and throughput of the steps in `events.jsonl`, and relative errors.
 
-        A measured step is the median of its batch, without the run's first step, so that evaluations, checkpoints and
-        warming up are left out as in the plan. Empty without two steps.
+        A measured step is the median of its batch, without the run's first. Empty without two steps.
         """
         steps: dict[int, list[float]] = {}
         for line in events.read_text().splitlines():

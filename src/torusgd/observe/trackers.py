@@ -48,10 +48,7 @@ class Tracker(ABC):
 
 
 class Trackers:
-    """The trackers of a run, by the names of --track; `warn` takes a line if one fails.
-
-    The process that is rank 0 opens them, and keeps them open when the ranks change.
-    """
+    """The trackers of a run, opened once by the process that is rank 0; `warn` takes a line if one fails."""
 
     # To begin anew then would cost seconds, while all ranks wait, and a look through all events. Only if that very
     # process is lost does another one open them.
@@ -63,10 +60,7 @@ class Trackers:
         self._fed: dict[str, int] = {}
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Opens all of them, unless they are open; `config` is plain JSON.
-
-        UserError if one is not installed, or its server doesn't answer.
-        """
+        """Opens all of them, unless they are open; UserError if one is not installed, or its server doesn't answer."""
         if self._open is None:
             self._open = {name: MAKERS[name](folder, config) for name in self._names}
 

@@ -34,7 +34,6 @@ class FailureKind(Enum):
     DISK_ERROR = "disk error"
     """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
     OUTPUT_CLOSED = "output closed"
-    """nobody reads what the rank prints"""
     DEFECT = "defect"
     """of torusgd, or of a user's own model or data source"""
     RANK_LOST = "rank lost"
@@ -53,7 +52,6 @@ class Failure:
     rank: int
     host: str
     text: str
-    """one line"""
     trace: str = ""
     """of a defect: the traceback"""
 

@@ -17,11 +17,7 @@ _END_SECONDS = 2.0
 
 
 def start_forkserver() -> None:
-    """Starts it, unless it runs; before this process imports torch itself, so that both do it at the same time.
-
-    Raises:
-        UserError: The temporary folder holds no socket: its name is too long, or it can't be written.
-    """
+    """Starts it, unless it runs, before torch is imported here; UserError if the temporary folder holds no socket."""
     multiprocessing.set_forkserver_preload([*PRELOAD])
     # Stop signals are held back in it, and in each rank until it takes them, so that a Ctrl-C, which reaches all
     # processes of a terminal, ends none of them half-way.

@@ -67,10 +67,7 @@ def free_local_rank(taken: Collection[int]) -> int:
 
 
 def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
-    """UserError, the same line on every rank, if more than `ranks_per_gpu` ranks have the same GPU.
-
-    `gpus` has by rank its GPU's UUID, which no two GPUs share; empty for a rank on a CPU.
-    """
+    """UserError, the same line on every rank, if too many ranks have the same GPU, by its UUID (empty: a CPU)."""
     # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
     ranks_of = defaultdict(list)
     for rank, gpu in gpus.items():

@@ -104,10 +104,7 @@ def read_token(path: Path) -> bytes:
 
 
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
-    """The listening side of the handshake: what the connection is for, NODE or STORE.
-
-    `Refused` if the other side doesn't know the token; all that it has got is a nonce.
-    """
+    """The listening side: what the connection is for. Refused, having sent a nonce alone, without the token."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
@@ -145,10 +142,7 @@ def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> 
 
 
 class Channel:
-    """JSON messages over a connection after its handshake; both sides beat by empty ones.
-
-    After `silent` seconds without any message the other side counts as gone.
-    """
+    """JSON messages over a connection; both sides beat by empty ones, and are gone after `silent` seconds without."""
 
     def __init__(self, connection: socket.socket, silent: float) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)

@@ -71,11 +71,9 @@ class Beat:
     step: int = 0
     unit: int = 0
     idle: float = 0.0
-    """seconds since the last progress"""
     longest: float = 0.0
     """seconds of the longest unit that was finished; 0: none was"""
     waits: bool = False
-    """for other ranks"""
     busy: float = 0.0
     """fraction of one core that the process has used since the last progress"""
     what: str = ""

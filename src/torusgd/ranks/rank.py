@@ -54,7 +54,6 @@ class RankSpec:
     size: int
     """ranks with which the attempt began"""
     port: int
-    """of the store, on loopback"""
     attempt: int
     device: str
     ranks_per_gpu: int
@@ -63,7 +62,6 @@ class RankSpec:
     joins: bool
     """beside ranks that are at work already"""
     interface: str = LOOPBACK_INTERFACE
-    """the network interface by which it exchanges messages"""
     local: int = 0
     """its number among the ranks that run on its machine, which decides its GPU"""
     stops_run: bool = True

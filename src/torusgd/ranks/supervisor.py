@@ -89,7 +89,6 @@ class Exit:
     code: int
     """minus the signal's number if a signal ended it"""
     how: str
-    """for people"""
     is_remote: bool = False
     is_orphan: bool = False
     """the fork server was ended, and the rank with it"""
@@ -104,10 +103,7 @@ class RankFailed(Exception):
 
 
 class Supervisor:
-    """Starts `size` ranks on this machine and watches them; leaving it as a context kills those that still run.
-
-    The `device` is `cpu`, or `cuda`: rank i has GPU i // ranks_per_gpu. `report` is called with lines for people.
-    """
+    """Starts ranks on this machine (rank i has GPU i // ranks_per_gpu) and watches them; a context that kills them."""
 
     def __init__(
         self,
@@ -343,10 +339,7 @@ class Supervisor:
         return failure.text
 
     def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
-        """A rank of this machine, about to join or new, if none is left for the others to meet; None: there is none.
-
-        If no others are left either it `needs_state`, which it has once it is ready.
-        """
+        """A rank of this machine, about to join or new, if none is left here; it `needs_state` if nobody has one."""
         here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
         if here and (self._generations.are_ready(here[:1]) or not needs_state):

@@ -62,12 +62,10 @@ class Trainer:
     """of ranks that have others than rank 0; empty unless the options allow them"""
     trace: StepTrace | None
     explanation: str
-    """lines that say how gradients travel; empty if there is nothing to choose"""
     ahead: "RunAhead | None"
     """takes the steps in the place of `step`, with the runtime option `cuda_graphs`"""
     sums: Sums
     hooks: Sequence[RemovableHandle]
-    """by which autograd hands over each gradient"""
 
     def close(self) -> None:
         """Every rank calls it, with nothing under way."""
@@ -191,7 +189,6 @@ def _watches_of(
 
 
 def _gpu_form(job: Job, world: Group) -> "GpuForm | None":
-    """The parts by which a GPU takes steps as CUDA graphs; None: the plain step's parts."""
     if not job.options.cuda_graphs:
         return None
     from ..cuda.form import GpuForm  # the only way to cuda/, which has never run on a GPU

@@ -34,13 +34,11 @@ class Claims:
     """What a run says of itself; it may go on meanwhile."""
 
     run: Path
-    """folder or URL, as it was given"""
     folder: Path
     """the run's, or a copy of what is in its bucket"""
     recipe: Recipe
     lines: tuple[Line, ...]
     head: str
-    """hash of the last record"""
     problem: str
     """why the records behind `lines` can't be those of a run; empty: they can"""
     summary: Mapping[str, Any]

@@ -17,6 +17,7 @@ import platform
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -95,12 +96,15 @@ def machine(device: torch.device) -> Conditions:
 
 def _cpu() -> Conditions:
     # Family, model and stepping name a design; flags and caches are what a virtual machine shows of it.
-    design = [cpu_info(f"{x86}\t") or cpu_info(arm) for x86, arm in _DESIGN]
+    design, caches = [cpu_info(f"{x86}\t") or cpu_info(arm) for x86, arm in _DESIGN], ""
+    with suppress(OSError):  # of the first core: libraries cut the blocks of a matrix product by them
+        found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        caches = " ".join(path.read_text().strip() for path in found)
     return {
         "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cpu_design": "-".join(filter(None, design)),
         "cpu_flags": " ".join(sorted(flag for flag in cpu_flags() if _ARITHMETIC_FLAG.match(flag))),
-        "cpu_caches": _caches(),
+        "cpu_caches": caches,
         "isa": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -109,20 +113,10 @@ def _cpu() -> Conditions:
 _DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping", "CPU revision"))
 
 
-def _caches() -> str:
-    # Of the first core: libraries cut the blocks of a matrix product by them.
-    found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    try:
-        return " ".join(path.read_text().strip() for path in found)
-    except OSError:
-        return ""
-
-
 def _gpu(device: torch.device) -> Conditions:
-    try:
-        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        driver = ""
+    driver = ""
+    with suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     number = re.search(r"\d+\.\d+[.\d]*", driver)
     return {
         "gpu": torch.cuda.get_device_name(device),
@@ -175,7 +169,6 @@ class Fingerprint:
     """of the network's weights as this rank drew them from the seed; another torch may draw others"""
     conditions: Conditions
     replayed_sha256: str = ""
-    """of the journal that is replayed; empty: none"""
     data_revision: str = ""
     """the commit of a data set of the hub; empty: it is none of the hub's"""
     operators: str = ""
@@ -342,10 +335,7 @@ def library_of(name: str) -> str:
 
 
 def check_stored(name: str) -> None:
-    """UserError if a network whose operators are stored has others by this torch.
-
-    Networks of another version of their library have operators of their own, which say nothing.
-    """
+    """UserError if a network whose operators are stored, by its library's version, has others by this torch."""
     stored = json.loads(files(__package__).joinpath(STORED).read_text())
     entry = stored.get(name)
     if entry is None or entry["library"] != library_of(name):

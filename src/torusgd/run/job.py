@@ -44,13 +44,11 @@ class Job:
     """weights to start from, see `trained_weights.read_initial`"""
     max_steps: int | None = None
     plan: PlanComparison | None = None
-    """to stand beside what is measured"""
     replay: Journaled | None = None
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     expected: Expected | None = None
     """the states that steps computed anew must reach; None: this is a run of its own"""
     delays: str = ""
-    """a model of delays that the ranks sleep"""
     lists: tuple[str, ...] | None = None
     """what our launcher has found of the images (`open_data.LauncherArrays`); None: the ranks find it together"""
     trace: TracedSteps | None = None

@@ -49,19 +49,15 @@ class Retained:
     """What a rank retains of its part in a run when the ranks change; all of it in memory."""
 
     data: Data
-    """open"""
     schedule: Schedule
     run_dir: RunDir
     requests: RunRequests
-    """by which others may stop the run"""
     about: Mapping[str, Any]
     """what `torusgd status` shows of the job, plain JSON"""
     began: tuple[int, ...]
-    """ranks with which the run was started"""
     trackers: Trackers
     """open, if this rank has been the first"""
     fingerprint: Fingerprint | None = None
-    """None: not found yet"""
     generation: int = -1
     """the last one whose groups were used"""
     state: RunState | None = None
@@ -106,7 +102,6 @@ class Offer(NamedTuple):
     copy: int = -1
     """step of the copy in its node's memory; below 0: none"""
     digest: int = 0
-    """hash of that copy"""
     disk: int = 0
     """step of the newest checkpoint, as the first rank has found it"""
 

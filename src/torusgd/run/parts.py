@@ -39,7 +39,6 @@ class Sums:
     """What sums the gradients of a rank with those of the others."""
 
     allreduce: AnyAllReduce
-    """over all ranks"""
     watched: AllReduce
     """the same, with waits that find late ranks"""
     tail: ParallelTail | None

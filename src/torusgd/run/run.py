@@ -202,10 +202,7 @@ class Run:
                 each.close()
 
     def _train(self, saved: int, is_due: bool) -> End:
-        """Steps, evaluations and checkpoints; if it stops before the end a checkpoint is written.
-
-        `saved` is the step of the last checkpoint; with `is_due` one of the state as it is must be written at once.
-        """
+        """Steps, evaluations and checkpoints (at once with `is_due`) from the one of step `saved` on; why it ends."""
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.begin(saved)
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)

@@ -42,19 +42,16 @@ class RunState:
     resumed_from: _Steps = 0
     """the step of the checkpoint that this process began from; 0: none"""
     step: _Steps = 0
-    """steps done"""
     seconds: float = 0.0
     """training time: steps, evaluations and waits for checkpoints, over all attempts"""
     totals: StepTotals = field(default_factory=StepTotals)
     evaluated: _Steps = 0
-    """step of the last evaluation"""
     seconds_to_target: float | None = None
     other_conditions: list[Conditions] = field(default_factory=list)
     """conditions of earlier parts of the run, where they were not today's"""
     mixed_conditions: list[Conditions] = field(default_factory=list)
     """of ranks, in any part of the run, whose conditions were not rank 0's"""
     initial: Fit | None = None
-    """what the network took of --init"""
     journal: JournalHead | None = None
     """up to where the run has come; None: its journal follows from the recipe"""
 
@@ -144,10 +141,7 @@ class LastSaved(NamedTuple):
 
 
 class Saver:
-    """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
-
-    `steps` and `last`: see `CheckpointTimes`.
-    """
+    """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes."""
 
     def __init__(
         self,
@@ -223,10 +217,7 @@ class RunResult:
 
 
 def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
-    """The summary of a job that its folder holds the result of; None if there is work left. `once` lists the images.
-
-    UserError if the result is of another data set or other initial weights, or the job can't be run as given.
-    """
+    """The summary of a job that its folder holds the result of; UserError if of other data or initial weights."""
     # Opened in any case, since a wrong path is to be found before any rank is started.
     train, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed, once)
     steps = len(Schedule(job.recipe, len(train)))

@@ -31,10 +31,7 @@ from .state_feed import StateFollower
 
 
 class TrainRank:
-    """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins.
-
-    `workers`: ranks with which the attempt begins.
-    """
+    """A run on one rank, called again in the same process with the ranks that are left; it began with `workers`."""
 
     def __init__(self, job: Job, workers: int) -> None:
         self._job, self._began = job, range(workers)

@@ -119,7 +119,6 @@ class TrainedModel:
     """A model with its weights, without any data."""
 
     path: Path
-    """the weight file"""
     model: nn.Module
     """float32; of `open_model` in evaluation mode"""
     recipe: Recipe

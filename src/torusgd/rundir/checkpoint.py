@@ -86,7 +86,11 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
         save_weights(temporary / FILES[0], checkpoint.model, metadata)
         save_weights(temporary / FILES[1], checkpoint.state, {})
         write_text(temporary / FILES[2], json_text(checkpoint.progress, indent=1))
-        write_text(temporary / MANIFEST, json_text({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
+        sums = {}
+        for name in FILES:
+            with (temporary / name).open("rb") as file:
+                sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        write_text(temporary / MANIFEST, json_text(sums, indent=1))
         _flush_folder(temporary)
         if final.exists():
             set_aside(final)
@@ -119,10 +123,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def list_checkpoints(folder: Path, end: str = "") -> list[Path]:
-    """The checkpoints under a folder, newest first; OSError as it comes, but where there is no such folder.
-
-    `end` is that of their names, LIGHT for light ones.
-    """
+    """The checkpoints under a folder (LIGHT: the light ones), newest first, if there is one; OSError as it comes."""
     names = sorted((name for name in _names(folder) if name.endswith(end)), reverse=True)
     return [folder / name for name in names if _NAME.fullmatch(name.removesuffix(end))]
 
@@ -139,8 +140,7 @@ def light_bytes(tensors: Mapping[str, Tensor]) -> int:
 class LightWriter:
     """Writes light checkpoints in the background, one at a time: tensors that steps can be computed anew from.
 
-    They are for others, and the run does not need them: one that can't be written is a warning, and so is a disk that
-    has no room for more than the run's own. `copy` is called with each once it stands.
+    The run does not need them: one that can't be written, or for which there is hardly room, is a warning.
     """
 
     def __init__(self, folder: Path, copy: Callable[[Path], object] | None = None) -> None:
@@ -158,7 +158,6 @@ class LightWriter:
         self._pending = self._pool.submit(self._write, step, _copies(tensors))
 
     def close(self) -> None:
-        """Returns when nothing is being written."""
         try:
             self._is_settled(None)
         finally:
@@ -203,10 +202,9 @@ def step_on_disk(folder: Path, unread: int = 0) -> int:
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint, or None if there has never been one; `folder` may be missing.
+    """The newest good checkpoint, or None if there has never been one; damaged ones are set aside, with a warning.
 
-    `warn` gets a line for each damaged one, which is set aside. RunError if the disk can't be read, or all checkpoints
-    are damaged: nothing may begin anew.
+    RunError if the disk can't be read, or all checkpoints are damaged: nothing may begin anew.
     """
     for path in _patiently(list_checkpoints, folder):
         try:
@@ -236,7 +234,6 @@ def set_aside(path: Path) -> Path:
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, and keeps the newest `keep`.
 
-    `folder` is made when the first is written, and `metadata` goes into the weight file, such as the class names.
     `copy` is called with each checkpoint once it stands; what it raises is as if the disk had.
     """
 
@@ -269,10 +266,7 @@ class CheckpointWriter:
         return self.is_writing and time.monotonic() - self._began > WRITE_PATIENCE
 
     def wait(self, progress: Callable[[float], object] = lambda seconds: None) -> None:
-        """Returns when nothing is being written; RunError if the last write failed.
-
-        `progress` is called about once a second with the seconds waited: a disk may take its time.
-        """
+        """Returns when nothing is being written, and calls `progress` meanwhile; RunError if the last write failed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -312,10 +306,9 @@ class CheckpointWriter:
 
 
 class CheckpointTimes:
-    """When a checkpoint is due: after certain steps, and when the last is so many seconds old. Rank 0's clock decides.
+    """When a checkpoint is due, by rank 0's clock: after certain steps, and when the `last` (monotonic) is too old.
 
-    While the writer is slow, a checkpoint that is due is put off. `last` is when the last one was taken
-    (time.monotonic); None: the time counts from now.
+    While the writer is slow, a checkpoint that is due is put off.
     """
 
     def __init__(
@@ -359,11 +352,6 @@ def _partial(checkpoint: Path) -> Path:
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush_folder(folder: Path) -> None:

@@ -65,10 +65,7 @@ class Lease:
         self._store, self._folder = store, folder
 
     def acquire(self, tell: Callable[[str], None]) -> None:
-        """Takes the lock, from a holder that is gone if need be; UserError if another one is at work.
-
-        `tell` gets a line before it waits for a sign of life.
-        """
+        """Takes the lock, from a holder that is gone if need be, for which it waits; UserError if one is at work."""
         last = self.newest()
         while True:
             number, holder = last
@@ -98,10 +95,7 @@ class Lease:
 
     @contextmanager
     def renewed(self, tell: Callable[[str], None], beside: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Gives a sign of life every RENEW seconds, each followed by `beside`, and the lock back at the end.
-
-        `tell` gets a line if the bucket doesn't take the lock back within GIVE_BACK seconds.
-        """
+        """Gives a sign of life, and calls `beside`, every RENEW seconds; gives the lock back at the end."""
         is_done = threading.Event()
         # A thread that nobody has to wait for, since a store's library may take minutes until it gives up.
         thread = threading.Thread(target=self._renew, args=(is_done, beside), name="lease", daemon=True)

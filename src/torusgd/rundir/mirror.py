@@ -52,8 +52,8 @@ class Mirror:
     def held(self, fresh: bool) -> Iterator[None]:
         """Takes the run's lock and makes the working folder one of the run in the bucket, or with `fresh` of a new one.
 
-        UserError if the bucket can't be reached, holds what no run left there, or another machine is at work; RunError
-        if it holds checkpoints, none of which is good.
+        UserError if the bucket can't be used, or another machine is at work; RunError if none of its checkpoints is
+        good.
         """
         try:
             with RunDir(self.folder).lock():
@@ -198,8 +198,7 @@ class Mirror:
 class RunCheckpoints:
     """The checkpoints of a run that may be at work, in its folder or its bucket, read only.
 
-    `folder` is that of the run, or the copy of what is in its bucket (`run_view.local_run`); `copy` is a folder for the
-    files of checkpoints in a bucket.
+    `folder` is that of the run, or of `run_view.local_run`; `copy` is one for the files of checkpoints in a bucket.
     """
 
     def __init__(self, run: Path, folder: Path, copy: Path) -> None:

@@ -66,7 +66,8 @@ class RunDir:
             # Errors of the disk inside the block that the lock is for are not the lock's.
             with self._telling():
                 stack.enter_context(held(self.path, f"--out {self.path}"))
-            if why := local_locks(self.path.resolve(), _mounts()):
+            mounts = Path("/proc/mounts")  # of Linux alone
+            if why := local_locks(self.path.resolve(), mounts.read_text().splitlines() if mounts.exists() else []):
                 warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
             traces += [name for name in (self.recipe.name, _AGENTS) if not (self.path / name).exists()]
             try:
@@ -79,8 +80,7 @@ class RunDir:
     def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
         """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
 
-        `agents` are those of torchrun, by numbers of their own, that have started the ranks. UserError if the folder
-        belongs to another recipe's run that has begun, or holds files that no run wrote.
+        `agents` are torchrun's. UserError if it is another recipe's run that has begun, or holds files of no run.
         """
         with self._telling():
             known = self.agents()
@@ -240,13 +240,6 @@ def local_locks(path: Path, mounts: Iterable[str]) -> str:
     _, point, kind, options = max(above, key=lambda each: len(each[1]))[:4]
     found = _LOCAL_LOCKS.get(kind.rstrip("4"), set()).intersection(options.split(","))
     return f"{point} ({kind}) is mounted with {min(found)}, so locks bind this host only" if found else ""
-
-
-def _mounts() -> list[str]:
-    try:
-        return Path("/proc/mounts").read_text().splitlines()
-    except OSError:  # another system than Linux
-        return []
 
 
 def dump_recipe(recipe: Recipe) -> str:

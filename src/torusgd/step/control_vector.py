@@ -31,9 +31,7 @@ class Counts:
     contributions: int = 0
     """virtual workers whose gradients are in the step's sum: what its mean divides by"""
     replaced: int = 0
-    """training images that could not be decoded and were replaced"""
     failed: int = 0
-    """ranks that could not read their images"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class ControlVector:
     batch_norm: Tensor
     """float64: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
     is_finite: bool
-    """whether all batch statistics are"""
     sections: Mapping[str, Tensor]
     """int64, summed over ranks, by name: of each watcher (`watch`) what it sent in this step"""
 
@@ -58,10 +55,7 @@ class ControlVector:
 
 
 class ControlMessage:
-    """Collects one rank's part of a step's control vector, and sums it over ranks.
-
-    `width` is the number of batch-norm statistics; `counts` are this rank's, to be added to.
-    """
+    """Collects one rank's part of a step's control vector, of `width` statistics, and sums it over ranks."""
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
         self._to_host = to_host

@@ -39,10 +39,7 @@ _OF_UPDATE = 100
 
 
 class DriftWatch(StepWatch):
-    """Compares the reducer's `slots`, and `others` that all ranks hold alike, every so many steps (0: never).
-
-    `wait_weights` returns when the new weights of the last step are there.
-    """
+    """Compares the reducer's `slots`, and `others` that all ranks hold alike, every so many steps (0: never)."""
 
     name = "fingerprints"
 
@@ -231,10 +228,7 @@ class Audit(StepWatch):
         self._work = self._allreduce.start(self._sent)
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
-        """CorruptionError, on every rank, if two ranks found other integers: names rank and host.
-
-        RunError if the images can't be read a second time.
-        """
+        """CorruptionError, on every rank, if two ranks found other integers; RunError if images can't be read again."""
         step = view.step.index
         self._compared = 0
         if self._work is None or view.is_skipped:

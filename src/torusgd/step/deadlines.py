@@ -222,7 +222,6 @@ class Passed:
     gradients: list[tuple[int, Tensor]]
     """by slot; slots without one are missing"""
     replaced: int
-    """images that could not be decoded"""
 
 
 class _Unwanted(Exception):
@@ -230,10 +229,7 @@ class _Unwanted(Exception):
 
 
 class PassThread:
-    """Runs the passes of one virtual worker after the other on `copy`, whose parameters are this thread's.
-
-    `delays` is a model of delays to sleep before passes, in units of DELAY_UNIT; empty: none.
-    """
+    """Runs passes on `copy`, whose parameters are this thread's; it sleeps by a model of `delays` before them."""
 
     def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState, world: Group, delays: str) -> None:
         self._parameters: list[Tensor] = list(copy.parameters())
@@ -269,10 +265,7 @@ class PassThread:
         self._work.put(partial(self._pass, step, worker, membership, take))
 
     def poll(self, seconds: float) -> Passed | None:
-        """What has been finished, for which it waits so long; None: nothing, or what was not wanted any more.
-
-        Raises whatever the passes raised, such as OSError if images can't be read.
-        """
+        """What has been finished, waiting so long; None: nothing wanted. Raises whatever the passes raised."""
         try:
             done = self._done.get(timeout=seconds) if seconds > 0 else self._done.get_nowait()
         except queue.Empty:
@@ -292,10 +285,7 @@ class PassThread:
         take: Callable[[int], Batch],
         is_stopped: Callable[[int], bool],
     ) -> Iterator[tuple[Passed, float]]:
-        """This rank's virtual workers of a step that finish before it is closed, each with the seconds until then.
-
-        `is_stopped` is called at least every SLICE seconds with the next virtual worker; if true, the step is closed.
-        """
+        """This rank's virtual workers that finish before the step is closed, with the seconds; a stop closes it."""
         window = StepWindow(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
         left = list(reversed(membership.mine))
         is_mine = False

@@ -34,13 +34,11 @@ class Evaluation:
     """The result over all held-out images; the same bits on any number of ranks."""
 
     top1: float
-    """fraction"""
     top5: float
     loss: float
     """mean cross-entropy, without label smoothing"""
     images: int
     excluded: int
-    """undecodable images, which count nowhere"""
 
     def as_summary(self) -> dict[str, float | int]:
         figures = {"top1": self.top1, "top5": self.top5, "loss": self.loss}

@@ -173,9 +173,11 @@ class LocalSteps(ForwardBackward):
         set_hyperparameters(
             self._optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
         )
-        losses, statistics = [], torch.zeros_like(self._copied.batch)
+        losses, statistics, images = [], torch.zeros_like(self._copied.batch), len(batch.images) // self._local_steps
         for part in range(self._local_steps):
-            loss = self._passes.forward(step, worker, _part(batch, part, self._local_steps), membership, part)
+            own = slice(part * images, (part + 1) * images)
+            mine = Batch(batch.images[own], batch.targets[own], batch.positions[own], replaced=0, table=batch.table)
+            loss = self._passes.forward(step, worker, mine, membership, part)
             self._passes.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -195,12 +197,6 @@ def outer_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """SGD over the network's weights, which takes the mean changes of local steps as gradients."""
     outer = recipe.synchrony.outer
     return build_optimizer(OptimizerSettings(momentum=outer.momentum, nesterov=outer.nesterov), model, outer.lr)
-
-
-def _part(batch: Batch, part: int, parts: int) -> Batch:
-    images = len(batch.images) // parts
-    own = slice(part * images, (part + 1) * images)
-    return Batch(batch.images[own], batch.targets[own], batch.positions[own], replaced=0, table=batch.table)
 
 
 def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:

@@ -74,10 +74,7 @@ def _shares(step: Step, worker: int) -> list[Share]:
 
 
 class ReplacedImages(StepWatch):
-    """Ends a run in which more than the fraction `limit` of the images can't be decoded.
-
-    An epoch has `train_images`; `replaced` gives how many were replaced in all steps so far.
-    """
+    """Ends a run in which more than the fraction `limit` of the images can't be decoded."""
 
     def __init__(self, limit: float, train_images: int, replaced: Callable[[], int]) -> None:
         self._limit, self._train_images, self._replaced = limit, train_images, replaced

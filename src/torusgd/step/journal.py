@@ -86,10 +86,7 @@ class Journal:
         self._file: LineFile | None = None
 
     def open(self, path: Path) -> None:
-        """Goes on in a file, from the head on: what an earlier attempt wrote behind it is dropped.
-
-        UserError if the file up to the head is not what the run wrote; RunError if the disk doesn't take it.
-        """
+        """Goes on in a file from the head on; UserError if it is not what the run wrote, RunError if the disk fails."""
         head = self.head
         try:
             is_new = head.size == len(head.last)

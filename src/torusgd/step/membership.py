@@ -18,11 +18,9 @@ class Membership:
     generation: int
     """counts the groups that the run has built: a message of an earlier one reaches nobody"""
     ranks: tuple[int, ...]
-    """rank numbers by index in the group"""
     me: int
     """index of this process among them"""
     shares: tuple[tuple[int, ...], ...]
-    """virtual workers of each rank, by index"""
 
     @property
     def mine(self) -> tuple[int, ...]:

@@ -48,10 +48,7 @@ class NoiseEstimate:
 
 
 class NoiseWatch(StepWatch):
-    """Measures the noise scale every EVERY steps; every rank has one, and two `workers` of a step at least.
-
-    `mean_norm` gives the norm of the step's mean gradient, `loss_scale` the factor in the gradients of the passes.
-    """
+    """Measures the noise scale every EVERY steps; every rank has one, and two `workers` of a step at least."""
 
     name = "noise scale"
 

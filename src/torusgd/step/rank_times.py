@@ -228,7 +228,6 @@ class Move:
 
     membership: Membership
     moved: int
-    """number of virtual workers that change their rank"""
     gain: float
     """fraction of the time that the slowest rank computed, which should be saved"""
 

@@ -43,7 +43,6 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: NonNegativeInt
-    """steps done"""
     before: str = ""
     """SHA-256 of the line before; empty in the first"""
 
@@ -73,7 +72,6 @@ class StateLine(_Line):
 
     record: Literal["state"] = "state"
     tensors: dict[str, str] = {}
-    """SHA-256 of each, as of `state_digests`"""
     images: str | None = None
     """of the step's images and labels; None: nobody knew before the step that it would be recorded"""
     rates: tuple[float, float, float] | None = None
@@ -106,7 +104,6 @@ class Expected:
     """What steps that are computed anew, for `torusgd verify`, are compared with; the run ends at a difference."""
 
     states: Mapping[int, StateLine]
-    """by the steps done"""
     checkpoints: Mapping[int, Mapping[str, str]]
     """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
     evaluations: frozenset[int]
@@ -141,10 +138,7 @@ def parse_records(text: str) -> tuple[list[Line], str, str]:
 
 
 class RecordFile:
-    """The records of a run as they grow, on rank 0; what an earlier attempt wrote behind its state is dropped.
-
-    `evaluated`: the step of the last evaluation. RunError if the disk doesn't take it.
-    """
+    """The records of a run as they grow, on rank 0; what an earlier attempt wrote behind its state is dropped."""
 
     def __init__(self, path: Path, step: int, evaluated: int) -> None:
         try:
@@ -223,10 +217,7 @@ def batch_sha256(batch: Batch) -> str:
 
 
 class RecordWatch(StepWatch):
-    """Has a step's images hashed if the state after it is recorded, which all ranks learn one step before.
-
-    `is_fixed`: in any case, the same on all ranks; `is_wanted`: this rank wants it besides, None: no rank ever does.
-    """
+    """Has a step's images hashed if the state after it is recorded, which all ranks learn one step before."""
 
     name = "records"
 
@@ -285,16 +276,12 @@ def _as_words(digest: str) -> Tensor:
 
 def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
     """What differs between two records of the same step, in the order in which a step makes it; empty: nothing."""
-    found = [name for name in ("journal", "images", "rates") if _differ(recorded, computed, name)]
+    found = [name for name in ("journal", "images", "rates") if getattr(recorded, name) != getattr(computed, name)]
+    if None in (recorded.images, computed.images):  # hashed only if the record was expected
+        found = [name for name in found if name != "images"]
     known = recorded.tensors.keys() | computed.tensors.keys()
     names = (name for name in known if recorded.tensors.get(name) != computed.tensors.get(name))
     return found + sorted(names, key=lambda name: (not name.startswith("optimizer/"), name.startswith("average"), name))
-
-
-def _differ(one: StateLine, two: StateLine, name: str) -> bool:
-    mine, other = getattr(one, name), getattr(two, name)
-    # Images are hashed only if the record was expected; whoever has no hash says nothing of them.
-    return mine != other and (name != "images" or None not in (mine, other))
 
 
 def states_of(lines: Sequence[Line]) -> dict[int, StateLine]:

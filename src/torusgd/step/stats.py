@@ -47,25 +47,17 @@ class StepStats:
     """mean over virtual workers"""
     entry: JournalEntry
     replaced: int = _counted("replaced_images")
-    """training images that could not be decoded and were replaced"""
     stop: bool = False
-    """whether a rank was requested to stop: the run ends after this step"""
     save: bool = False
-    """whether a checkpoint is due after this step"""
     keep: bool = False
-    """whether nodes copy the state into their memory after this step"""
     record: bool = False
-    """whether the state after this step is recorded"""
     change: bool = False
-    """whether ranks join or leave after this step"""
     redone: int = _counted("redone_steps")
-    """times that the step was measured and redone after an overflow"""
     overflowed: list[str] = field(default_factory=list, metadata=_RARE)
     """tensors whose sum left the integer range, before the step was redone"""
     skipped: list[str] = field(default_factory=list, metadata=_RARE)
     """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
     audited: int = _counted("audited_workers")
-    """virtual workers that were computed twice, on two ranks"""
     left_out: int = _counted("left_out_workers")
     """virtual workers whose gradients did not enter the update"""
     finished: list[int] = field(default_factory=list)
@@ -79,9 +71,7 @@ class StepStats:
     balance: Balance | None = None
     """speeds of the ranks, and better shares if there are any; in most steps nobody looks"""
     taken_over: TakenOver | None = None
-    """virtual workers that idle ranks took over from late ones"""
     lines: list[str] = field(default_factory=list)
-    """lines of watchers for the console"""
     figures: dict[str, float | str] = field(default_factory=dict)
     """figures of watchers, by their names in the event"""
 
@@ -144,13 +134,11 @@ class StepTotals:
     skipped: int = 0
     audited: int = 0
     moved: int = 0
-    """number of virtual workers that have changed their rank"""
     saved_seconds: float = 0.0
     """seconds that even shares would have taken longer, by the ranks' measured speed"""
     slow_ranks: dict[str, float] = field(default_factory=dict)
     """ranks from which work was moved away, and how many times the median a virtual worker took them at last"""
     taken_over: int = 0
-    """number of virtual workers that idle ranks took over from late ones"""
     late_ranks: dict[str, int] = field(default_factory=dict)
     """number of virtual workers that were taken over, by late rank"""
     taken_over_saved_seconds: float = 0.0
@@ -161,9 +149,7 @@ class StepTotals:
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
     on_way_seconds: float | None = 0.0
-    """null if nobody can measure it"""
     train_loss: float | None = None
-    """of the last step"""
     underflow: float = 0.0
     """sum of the steps' fractions, each times its images"""
 
@@ -216,10 +202,7 @@ class StepTotals:
 
 
 class StepClock:
-    """Reads the clocks of a step: its own, the loader's and the messages'.
-
-    `speed` gives a virtual worker's seconds on this rank, its images included, once the device is done; 0: not known.
-    """
+    """Reads the clocks of a step; `speed` gives a virtual worker's seconds here, images included (0: not known)."""
 
     def __init__(self, loader: Loader, monitor: Monitor) -> None:
         self.loader, self.monitor = loader, monitor

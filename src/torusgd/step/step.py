@@ -81,7 +81,6 @@ class TrainStep:
     stealing: WorkStealing | None = None
     """claims of idle ranks on the work of late ones; None: each rank computes its own share"""
     pass_thread: PassThread | None = None
-    """thread for the passes of steps that time decides"""
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
         """Takes the step of a journal entry; None, on all ranks, if a stop was requested: then nothing has changed.

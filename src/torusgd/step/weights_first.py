@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from ..recipe.runtime_options import RuntimeOptions
 
 Context = Callable[[], AbstractContextManager[object]]
-"""makes the context of a forward pass"""
 # Of weight and bias, from a layer's output gradient, its input, its weight, and whether it has a bias.
 _Gradients = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 

@@ -183,10 +183,7 @@ class OwnShare:
 
 
 class StealingShare:
-    """As `OwnShare`, without what others have taken over, and then the virtual workers of late ranks.
-
-    `wait` returns once the device is about to begin what was claimed last.
-    """
+    """As `OwnShare`, without what others have taken over, and then the virtual workers of late ranks."""
 
     def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
         self._membership, self._claims, self._wait = membership, claims, wait
@@ -251,7 +248,6 @@ class TakenOver:
     helpers: dict[int, int]
     """number of others' virtual workers that it has computed, by rank"""
     saved: float
-    """estimate of the seconds that the step would have taken longer"""
 
     @classmethod
     def read(cls, reports: Tensor, ranks: Sequence[int]) -> "TakenOver | None":

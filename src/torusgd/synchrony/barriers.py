@@ -65,10 +65,7 @@ def barrier(text: str) -> Barrier:
 
 @dataclass(frozen=True)
 class Passage:
-    """Workers, ascending, that pass their barriers at one virtual time, each with the steps that it has completed.
-
-    These steps count for others from then on.
-    """
+    """Workers, ascending, that pass their barriers at one virtual time, each with the steps that it has completed."""
 
     time: float
     workers: tuple[int, ...]

@@ -66,10 +66,7 @@ class Predictor(Protocol):
 
 
 class MovingAverage:
-    """Each worker's times are normal by themselves, with a moving mean and variance.
-
-    `weight` is that of a new observation against all before; `samples` needs one observation.
-    """
+    """Each worker's times are normal, with a moving mean and variance; `weight` is that of a new observation."""
 
     def __init__(self, workers: int, seed: int, weight: float = 0.2) -> None:
         self._seed, self._weight, self._steps = seed, weight, 0

@@ -37,10 +37,9 @@ class Threshold:
 
 
 def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
-    """The threshold with the highest gain on measured times.
+    """The threshold with the highest gain on measured times, [steps, ranks, micro-batches]; `overhead`: of a step.
 
-    `seconds` are the times of each micro-batch, [steps, ranks, micro-batches]; the authors look at steps 6 to 49.
-    `overhead` is the time of a step beside the slowest rank's passes, such as its all-reduce.
+    The authors look at steps 6 to 49.
     """
     ends = np.cumsum(seconds, axis=2)
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
@@ -90,13 +89,11 @@ class Limits:
 
     Args:
         shares: Workers of each rank, in the order in which it computes them; numbers from 0 on.
-        seed: Of the predictor's draws.
         count: Workers that a step takes; predicted: the number with most gradients a second, by a moving average of
             their times; learned: the same by a state-space model that is fitted on the times of the first `warmup`
             steps (Teng and Wood); None: all.
         threshold: Seconds after which a step takes nothing more; measured: those with most gradients a second, on the
             times of the first `warmup` steps that are observed (DropCompute); None: it waits.
-        warmup: Steps by which a threshold is measured.
         warm: The first step that does not wait for all.
     """
 
@@ -133,11 +130,7 @@ class Limits:
         return Limit(self._count if isinstance(self._count, int) else self._workers, self._seconds)
 
     def observe(self, finished: F64, seconds: float) -> Threshold | None:
-        """Learns from a step; returns the threshold if this step and those before have just determined it.
-
-        `finished` are the seconds from the step's beginning to the end of each worker (nan: it was left out), `seconds`
-        those of the whole step.
-        """
+        """Learns from a step (nan: left out), and returns the threshold if it has just been determined."""
         self._steps += 1
         # The time beside the passes, such as that of the messages, is the same for any count: a mean over all steps.
         overhead = max(seconds - float(np.nanmax(finished)), _LEAST)

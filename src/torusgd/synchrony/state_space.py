@@ -34,10 +34,7 @@ _LEAST_DEVIATION = 0.01
 
 
 class StateSpaceModel(nn.Module):
-    """The model and its guide over n workers; made by `fit`.
-
-    `centre` is the mean logarithm of each worker's times, float32 [n], `scale` their standard deviation around it.
-    """
+    """The model and its guide over n workers, with mean and deviation of the logarithms of times; made by `fit`."""
 
     def __init__(self, centre: Tensor, scale: float, states: int) -> None:
         super().__init__()
@@ -131,10 +128,7 @@ def fit(times: F64, seed: int, iterations: int = 800, states: int = STATES) -> S
 
 
 class StateSpace:
-    """A trained model as a predictor (`torusgd.synchrony.cutoff.Predictor`) after known steps.
-
-    `past` are the seconds [steps, n] of the steps before, at least one.
-    """
+    """A trained model as a predictor (`synchrony.cutoff.Predictor`) after known steps, seconds [steps, n]."""
 
     def __init__(self, model: StateSpaceModel, past: F64, seed: int) -> None:
         self._model, self._draws = model, torch.Generator().manual_seed(seed)

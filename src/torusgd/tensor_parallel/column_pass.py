@@ -97,12 +97,11 @@ Sink = Callable[[int, int, Tensor, Tensor | None], None]
 class _Saved:
     """The tensors of a layer's forward pass that its backward pass needs."""
 
-    # inputs by virtual worker: (images, inputs)
+    # by virtual worker; by block, in the dtype of the product
     inputs: dict[int, Tensor]
-    # weights by block, in the dtype of the product
     weights: dict[int, Tensor]
     products: ActivationBlocks
-    # outputs of the elementwise modules, with their graph back to the products
+    # of the elementwise modules, with their graph back to the products
     outputs: ActivationBlocks
 
 

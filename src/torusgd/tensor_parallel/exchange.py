@@ -82,9 +82,8 @@ def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:
 class ParallelGroups:
     """Groups of consecutive ranks, for activations, and of ranks that hold the same columns, for gradients.
 
-    In Megatron's words: for each number M of model-parallel ranks the tensor-model-parallel group of this rank, and its
-    data-parallel group. Every rank makes them at the same time. `sizes` are the M of the layers; `watch` maps a message
-    that leaves to the work to use in its place (`Monitor.watch`).
+    In Megatron's words: for each number M of model-parallel ranks (`sizes`, of the layers) the tensor-model-parallel
+    group of this rank, and its data-parallel group. Every rank makes them at the same time.
     """
 
     def __init__(self, sizes: Sequence[int], world: Group, watch: Callable[[Work], Work] = lambda work: work) -> None:
@@ -131,11 +130,7 @@ class Transfer:
 
 
 class Exchange:
-    """The messages between two layouts, for one rank.
-
-    Forward, each rank of `target` gets all columns of its group's virtual workers. Backward, each rank of `source` gets
-    the gradients of the activations that it holds, summed over the ranks of the target's group.
-    """
+    """The messages between two layouts: columns forward to `target`, sums of gradients back to `source`."""
 
     def __init__(self, source: Layout, target: Layout, rank: int, groups: ParallelGroups) -> None:
         self.source, self.target = source, target

@@ -59,17 +59,14 @@ class Block:
     low: int
     high: int
     weight: Tensor
-    """(high - low, inputs)"""
     bias: Tensor | None
-    """(high - low)"""
 
 
 @dataclass(frozen=True)
 class ColumnLayer:
-    """A linear layer in column blocks, and the elementwise modules that follow it."""
+    """A linear layer of the model in column blocks, and the elementwise modules that follow it."""
 
     name: str
-    """name of the linear layer in the model"""
     inputs: int
     outputs: int
     blocks: tuple[Block, ...]
@@ -165,10 +162,9 @@ def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int)
 
 
 class ParallelTail:
-    """A network's tail (from `column_tail`), divided over groups of ranks. Every rank makes one at the same time.
+    """A network's tail (from `column_tail`), divided over groups of `parallel` ranks; all make one at the same time.
 
     From then on the tail's parameters take no gradients of their own (`requires_grad` is off): their column blocks do.
-    `parallel` are the model-parallel ranks of each layer, as from `choose_parallel`.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class Record:
     bound_s: float = 0.0
     """seconds by which clocks of several machines may have changed a time"""
     samples_s: tuple[float, ...] = ()
-    """each repetition"""
     cpu_s: float = 0.0
     """median of the processor time that a sum takes on this rank, all threads of the process together"""
 

@@ -32,7 +32,6 @@ class Topology(NamedTuple):
 
     per_host: int
     inside: AlphaBeta
-    """link between two ranks of a host"""
     between: AlphaBeta
     """link between hosts; beta is of all network cards of a host together, which its ranks share"""
     message: float = 0.0

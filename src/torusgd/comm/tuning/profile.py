@@ -18,7 +18,6 @@ from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Backend = Literal["nccl", "gloo"]
-"""of torch.distributed: nccl on GPUs, gloo on CPUs"""
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
 # The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
@@ -49,7 +48,6 @@ class Timing(_Part):
     """One algorithm at one size: median seconds of an all-reduce."""
 
     size: Annotated[int, Field(ge=1)]
-    """bytes"""
     algorithm: str
     grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
     chunks: Annotated[int, Field(ge=1)]
@@ -98,7 +96,6 @@ class Profile(_Part):
     backend: Backend
     hosts: Annotated[tuple[int, ...], Field(min_length=1)]
     streams: Annotated[int, Field(ge=1)] = 1
-    """TCP connections between each two ranks"""
     message: Seconds
     """seconds of work that each message costs a rank, beyond its round"""
     inside: Link | None
@@ -112,11 +109,7 @@ class Profile(_Part):
 
     @property
     def topology(self) -> Topology:
-        """The network as `cost` takes it.
-
-        If hosts hold different numbers of ranks, or ranks are not numbered host by host, every message is priced as if
-        it left its host, whose link all of the fullest host's ranks share.
-        """
+        """The network as `cost` takes it; of unequal hosts every message is priced as if it left the fullest."""
         links = [AlphaBeta(link.latency, link.per_byte) for link in (self.inside, self.between) if link is not None]
         inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
         each = ranks_a_host(self.hosts)

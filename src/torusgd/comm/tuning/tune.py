@@ -54,10 +54,7 @@ def tune(
     device: torch.device | str = "cpu",
     streams: int = 1,
 ) -> Profile:
-    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile.
-
-    A profile holds for runs with as many `streams` (see `create`).
-    """
+    """Measures the network between the ranks of `group` (None: all), for runs with as many `streams`."""
     ranks = group_of(group, device)
     if ranks.size == 1:
         raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
@@ -66,10 +63,7 @@ def tune(
 
 
 def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
-    """A profile in about `seconds`; a size that would take longer than the time that is left is not tried.
-
-    `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
-    """
+    """A profile in about `seconds`; `short` is the probe before a run: fewer sizes, rivals and repetitions."""
     begin = time.perf_counter()
     hosts = hosts_of(connection.group)
     repetitions, rivals = (3, 5) if short else (4, 7)
