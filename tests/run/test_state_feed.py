@@ -17,9 +17,9 @@ from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
+from torusgd.run.components import draw_network
 from torusgd.run.job import Job
 from torusgd.run.newest_state import Retained, nothing_yet
-from torusgd.run.parts import draw_network
 from torusgd.run.saving import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 

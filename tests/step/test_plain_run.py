@@ -50,4 +50,4 @@ def test_one_import_leads_to_the_gpu_form() -> None:
     lazy = [(file, line) for file, line in found if "GpuForm  #" in line]
     typing = [(file, line) for file, line in found if (file, line) not in lazy]
     assert [file for file, _ in lazy] == ["run/build.py"]
-    assert {file for file, _ in typing} <= {"run/build.py", "run/parts.py"}  # for annotations
+    assert {file for file, _ in typing} <= {"run/build.py", "run/components.py"}  # for annotations

@@ -1,7 +1,7 @@
 """Puts a run together on one rank, once for each generation of ranks.
 
 images      `open_data`       what a virtual worker computes with
-parts       `parts`           all-reduce and reducer; the network, its update, forward and backward passes
+components  `components`      all-reduce and reducer; the network, its update, forward and backward passes
 step        `build`           joins them, with the watchers of the step
 """
 
@@ -28,10 +28,7 @@ from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
-from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
-from .job import Job, check_job, images_at
-from .open_data import Data
-from .parts import (
+from .components import (
     Network,
     Sums,
     draw_network,
@@ -41,6 +38,9 @@ from .parts import (
     sums_of,
     thread_of,
 )
+from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
+from .job import Job, check_job, images_at
+from .open_data import Data
 
 if TYPE_CHECKING:
     from ..cuda.form import GpuForm

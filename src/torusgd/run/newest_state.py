@@ -30,11 +30,11 @@ from ..step.records import recorded_tensors
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
+from .components import Network
 from .fingerprint import Fingerprint, changes
 from .job import Job, images_at, setup_of
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
-from .parts import Network
 from .saving import LastSaved, RunState, resumed, share_tensors
 from .trained_weights import fit, read_initial
 

@@ -22,10 +22,10 @@ from ..ranks.generations import RanksChange
 from ..ranks.liveness import Heartbeat
 from ..recipe.runtime_options import RuntimeOptions
 from ..signals import StopFlag
+from .components import draw_network
 from .fingerprint import Fingerprint, fingerprint_on_rank
 from .job import Job
 from .newest_state import Retained, nothing_yet
-from .parts import draw_network
 from .run import Run
 from .state_feed import StateFollower
 
