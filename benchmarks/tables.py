@@ -86,6 +86,7 @@ WRITERS: dict[str, Callable[[], str]] = {
     "commands": listed,
     "proof": proof.table,
     "proof-choices": proof.choices,
+    "proof-noise": proof.noise,
     "step-records": partial(pooled, "step-records"),
 }
 """tables that are not the newest run of a file"""

@@ -134,6 +134,24 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
     assert "| off | 1 | 90.00 | taken |" in proof.choices()
 
 
+def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, large = TINY.but("rate.lr=0.5"), TINY.but("rate.lr=0.7")
+    claims = [
+        Claim("x", Side("LARS", (on,)), Side("SGD", (other,)), Criterion(), "nobody", batch=batch)
+        for batch, on in ((100, TINY), (400, large))
+    ]
+    monkeypatch.setattr(proof, "CLAIMS", claims)
+    told = [(arm, 0, "a", {"validation": 0.9, "core_seconds": 1.0, "noise_scale": 200.0}) for arm in (TINY, large)]
+    (files / "runs.jsonl").write_text(lines(*told))
+    (files / "looks.jsonl").write_text(lines((TINY, 0, "a", {"top1": 0.9}), (large, 0, "a", {"top1": 0.8})))
+    assert proof.noise().splitlines()[2:] == [
+        "| 100 | 90.00 | 200 | 1.50 |  |  |  |",
+        "| 400 | 80.00 | 200 | 3.00 |  |  |  |",
+    ]
+
+
 @pytest.mark.timeout(180)
 def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One training, stopped before it began, then trained to its end and looked at."""

@@ -80,6 +80,8 @@ class Claim:
     seeds: int = 5
     fails: bool = False
     """a side that is 5 points below the other fails"""
+    batch: int | None = None
+    """of a row of the sweep over batches"""
 
 
 def rates(arm: Arm, *values: float) -> tuple[Arm, ...]:
@@ -284,7 +286,7 @@ CLAIMS = (
             f"batch {batch:,}",
             Side("LARS, best of 4 rates", rates(LARGE.but(at), *(1.5 * (batch / 1024) ** 0.5 * 2**k for k in TIMES))),
             Side("SGD, best of 4 rates", rates(LARGE.but(at, SGD), *(0.2 * batch / 1024 * 2**k for k in TIMES))),
-            Criterion(), "arXiv 1709.05011", seeds=3,
+            Criterion(), "arXiv 1709.05011", seeds=3, batch=batch,
         )
         for batch in (256, 1024, 4096, 16384)
         for at in [stages((14, batch // 16, ""), (20, batch // 16, PLAIN))]

@@ -215,6 +215,36 @@ def choices() -> str:
     return "\n".join(found)
 
 
+def noise() -> str:
+    """The sweep over batches beside the gradient noise scale, which predicts where more images stop paying.
+
+    McCandlish et al. (arXiv 1812.06162, equation 2.11): at batch B as much progress takes 1 + B / noise scale times the
+    images of a small batch. The scale is that of the smallest batch's runs.
+    """
+    known = Known()
+    found = [
+        "| batch | LARS: top-1, % | noise scale | images, predicted | SGD: top-1, % | noise scale | images |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first: dict[bool, float] = {}
+    for claim in CLAIMS:
+        if claim.batch is None:
+            continue
+        cells = [f"{claim.batch:,}"]
+        for is_lars, side in ((True, claim.on), (False, claim.off)):
+            arm = known.chosen(side)
+            lines = [line for line in known.lines if arm is not None and line["recipe"] == arm.sha256]
+            scales = [line["noise_scale"] for line in lines if line["noise_scale"] is not None]
+            tops = [100 * known.held_out[key_of(line)] for line in lines if key_of(line) in known.held_out]
+            scale = mean(scales) if scales else None
+            if scale is not None:
+                first.setdefault(is_lars, scale)
+            more = f"{1 + claim.batch / first[is_lars]:.2f}" if is_lars in first else ""
+            cells += [f"{mean(tops):.2f}" if tops else "", f"{scale:,.0f}" if scale is not None else "", more]
+        found.append(f"| {' | '.join(cells)} |")
+    return "\n".join(found)
+
+
 def messages() -> None:
     """What a larger batch saves in 90 epochs of ImageNet: the cost model of You et al. (arXiv 1709.05011, section 4).
 
