@@ -169,6 +169,7 @@ def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(c
 
 def test_the_earlier_name_of_resize_is_hidden_and_works(run_cli: Run, tmp_path: Path) -> None:
     assert "scale" not in run_cli("--help")[1]
+    assert "--workers" in help_of(run_cli, "scale")
     lines = [run_cli(name, tmp_path, "--workers", 2)[2] for name in ("resize", "scale")]
     assert lines[0] == lines[1]
     assert "holds no run" in lines[0]

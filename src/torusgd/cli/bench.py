@@ -10,14 +10,14 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
 from ..comm.algorithms import SCHEDULED
 from ..errors import UserError
 from ..text import byte_size, listed, parse_size
-from .options import NETWORK, OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, option
+from .options import NETWORK, OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, flag
 from .output import check_writable, console, table, write_file, write_json
 
 if TYPE_CHECKING:
@@ -37,13 +37,11 @@ _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, 
 
 def allreduce(
     runtime: RuntimeFlags,
-    sizes: Annotated[
-        str | None, option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,...")
-    ] = None,
-    algorithms: Annotated[
-        str, option("--algorithms", f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK)
-    ] = ",".join(_COMPARED),
-    repetitions: Annotated[int, option("-n", "Time each this many times.", OUTPUT, min=1)] = 7,
+    sizes: str | None = flag("Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
+    algorithms: str = flag(
+        f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=",".join(_COMPARED)
+    ),
+    repetitions: int = flag("Time each this many times.", OUTPUT, min=1, name="-n", default=7),
     json_file: JsonFile = None,
 ) -> None:
     """Time all-reduce algorithms in turn, by the slowest rank."""
@@ -93,8 +91,8 @@ def show_records(records: "Sequence[Record]") -> None:
 
 def tune(
     runtime: RuntimeFlags,
-    out: Annotated[Path, option("--out", "Write the profile to this file.", OUTPUT)] = Path("profile.json"),
-    seconds: Annotated[float, option("--seconds", "Measure for about so long.", min=1.0)] = 40.0,
+    out: Path = flag("Write the profile to this file.", OUTPUT, default=Path("profile.json")),
+    seconds: float = flag("Measure for about so long.", min=1.0, default=40.0),
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
     from ..comm.tuning.profile import Profile
@@ -208,10 +206,8 @@ def scaling(
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    steps: Annotated[int, option("--steps", "Train each run for this many steps.", OUTPUT, min=3)] = 30,
-    seconds: Annotated[
-        float, option("--seconds", "Measure the network for so long, unless --profile gives it.", min=1.0)
-    ] = 10.0,
+    steps: int = flag("Train each run for this many steps.", OUTPUT, min=3, default=30),
+    seconds: float = flag("Measure the network for so long, unless --profile gives it.", min=1.0, default=10.0),
     json_file: JsonFile = None,
 ) -> None:
     """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""

@@ -10,14 +10,14 @@ from typer import Argument
 
 from ..errors import RunError, UserError
 from ..text import percent, plural
-from .options import option
+from .options import flag, option
 from .output import console
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or URL, that of --out.")]
 _MOST_SHOWN = 16  # ranks whose virtual workers stand in a line
 
 
-def status(run: RunFolder, as_json: Annotated[bool, option("--json", "Print all of it as JSON.")] = False) -> None:
+def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name="--json", default=False)) -> None:
     """Show a run's step, speed, ranks and their virtual workers, slow ranks and time left."""
     from ..rundir.run_view import RunView, gone
 
@@ -41,7 +41,7 @@ def status(run: RunFolder, as_json: Annotated[bool, option("--json", "Print all 
 
 def stop(
     run: RunFolder,
-    seconds: Annotated[float, option("--seconds", "Wait so long for its end; 0: don't wait.", min=0)] = 120.0,
+    seconds: float = flag("Wait so long for its end; 0: don't wait.", min=0, default=120.0),
 ) -> None:
     """Have a run write a checkpoint and end; the same `torusgd train` goes on with it."""
     from ..rundir.run_view import STOP, RunView, gone

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from typer import Argument
 
-from .options import option
+from .options import flag
 from .output import check_here, console
 
 
 def fetch(
     name: Annotated[str, Argument(metavar="NAME", help="fashion-mnist")],
-    out: Annotated[Path | None, option("--out", "Put it into this folder.")] = None,
+    out: Path | None = flag("Put it into this folder."),
 ) -> None:
     """Find or fetch a public data set, and check its files."""
     from ..data.fetch import fetch as get
@@ -27,13 +27,8 @@ def fetch(
 
 def index(
     path: Annotated[Path, Argument(metavar="PATH", help="A folder of tar files: train-0000.tar, val-0000.tar ...")],
-    out: Annotated[
-        Path | None, option("--out", "Write the index to this file. Default: PATH/index.safetensors.")
-    ] = None,
-    classes: Annotated[
-        Path | None,
-        option("--classes", "Read the classes from this list, one a line. Default: PATH/classes.txt, if any."),
-    ] = None,
+    out: Path | None = flag("Write the index to this file. Default: PATH/index.safetensors."),
+    classes: Path | None = flag("Read the classes from this list, one a line. Default: PATH/classes.txt, if any."),
 ) -> None:
     """List where each image of a set of tar files lies, once, so that training can read any of them."""
     from ..data.file_lists import read_classes
@@ -56,12 +51,10 @@ def index(
 def pack(
     path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file.")],
     out: Annotated[Path, Argument(metavar="OUT", help="A folder for the tar shards; the same again goes on.")],
-    size: Annotated[
-        int | None, option("--size", "Scale larger images to this shorter side, in pixels. Default: leave them.", min=1)
-    ] = None,
-    quality: Annotated[int, option("--quality", "Write JPEGs of this quality.", min=1, max=100)] = 90,
-    png: Annotated[bool, option("--png", "Write PNGs, whose pixels are the same on any machine.")] = False,
-    images_per_shard: Annotated[int, option("--images-per-shard", "Put this many images into a shard.", min=1)] = 5000,
+    size: int | None = flag("Scale larger images to this shorter side, in pixels. Default: leave them.", min=1),
+    quality: int = flag("Write JPEGs of this quality.", min=1, max=100, default=90),
+    png: bool = flag("Write PNGs, whose pixels are the same on any machine.", default=False),
+    images_per_shard: int = flag("Put this many images into a shard.", min=1, default=5000),
 ) -> None:
     """Copy a data set into tar shards with their index, large images scaled once."""
     from ..data.pack import Packing, pack
@@ -106,7 +99,7 @@ def prepare(
 
 def info(
     path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file, or a recipe's name.")],
-    check: Annotated[bool, option("--check", "Decode every image, and name those that can't be decoded.")] = False,
+    check: bool = flag("Decode every image, and name those that can't be decoded.", default=False),
 ) -> None:
     """Describe a data set: its images, classes and sizes."""
     from ..data.registry import describe, undecodable
@@ -122,9 +115,7 @@ def info(
 
 def recipes(
     name: Annotated[str | None, Argument(help="Show this one with its source.")] = None,
-    keys: Annotated[
-        bool, option("--keys", "Print every key of a recipe, and what does not go with what, as Markdown.")
-    ] = False,
+    keys: bool = flag("Print every key of a recipe, and what does not go with what, as Markdown.", default=False),
 ) -> None:
     """List the built-in recipes, show one with its source, or print every key."""
     from ..recipe.load import load_recipe, recipe_names, recipe_source

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import UserError, as_user_error
-from .options import OUTPUT, JsonFile, RuntimeFlags, TrainedWeights, option
+from .options import OUTPUT, JsonFile, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_json
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile
 def polish(
     weights: TrainedWeights,
     runtime: RuntimeFlags,
-    out: Annotated[
-        Path | None, option("--out", "Write the weights to this file. Default: NAME-polished.safetensors.", OUTPUT)
-    ] = None,
+    out: Path | None = flag("Write the weights to this file. Default: NAME-polished.safetensors.", OUTPUT),
 ) -> None:
     """Give trained weights exact batch-norm statistics, from un-augmented training images (Final Polishing)."""
     from torch.nn.modules.batchnorm import _BatchNorm

@@ -7,7 +7,7 @@ from typer import Argument
 
 from ..errors import UserError, as_user_error
 from ..text import listed
-from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, option
+from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_file
 
 if TYPE_CHECKING:
@@ -16,22 +16,19 @@ if TYPE_CHECKING:
 
 FORMATS = {"onnx": "model.onnx", "torch": "model.pt2", "hub": "hub", "mlperf": "mlperf.log"}
 """files or folders of each format"""
+_WORDS = "|".join(FORMATS)
 
 
 def export(
     run: Annotated[
         Path, Argument(metavar="RUN", help="A run's folder or URL; for onnx and torch a checkpoint or weight file too.")
     ],
-    formats: Annotated[
-        list[str] | None, option("--format", "Write this; repeatable. Default: onnx.", metavar="|".join(FORMATS))
-    ] = None,
-    out: Annotated[Path | None, option("--out", "Write to this folder. Default: RUN/export.", OUTPUT)] = None,
-    license_name: Annotated[
-        str | None, option("--license", "Name this licence of the weights, in the hub's words, such as apache-2.0.")
-    ] = None,
-    division: Annotated[
-        str, option("--division", "Write the MLPerf log for this division.", metavar="open|closed")
-    ] = "open",
+    formats: list[str] | None = flag("Write this; repeatable. Default: onnx.", metavar=_WORDS, name="--format"),
+    out: Path | None = flag("Write to this folder. Default: RUN/export.", OUTPUT),
+    license_name: str | None = flag(
+        "Name this licence of the weights, in the hub's words, such as apache-2.0.", name="--license"
+    ),
+    division: str = flag("Write the MLPerf log for this division.", metavar="open|closed", default="open"),
     overrides: Overrides = None,
 ) -> None:
     """Write a run for other programs; graphs are checked to give the same logits."""
@@ -82,15 +79,12 @@ def report(
         Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not; or other trainers' logs."),
     ],
     runtime: RuntimeFlags,
-    out: Annotated[Path, option("--out", "Write the page to this file.", OUTPUT)] = Path("report.html"),
-    mistakes: Annotated[
-        bool, option("--mistakes", "Also classify the held-out images: the worst classes, the most wrong images.")
-    ] = False,
+    out: Path = flag("Write the page to this file.", OUTPUT, default=Path("report.html")),
+    mistakes: bool = flag(
+        "Also classify the held-out images: the worst classes, the most wrong images.", default=False
+    ),
     data: DataPath = None,
-    verified: Annotated[
-        list[Path] | None,
-        option("--verified", "Show what was verified, by this file of torusgd verify --json; repeatable."),
-    ] = None,
+    verified: list[Path] | None = flag("Show what was verified, by this file of torusgd verify --json; repeatable."),
 ) -> None:
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.page import log_page, run_page

@@ -87,8 +87,8 @@ def _write_example(ctx: Any, formatter: Any) -> None:
     while outer.parent is not None:
         words.insert(0, outer.info_name)
         outer = outer.parent
-    if words:
-        formatter.write(f"Example: torusgd {EXAMPLES[' '.join(words)]}\n\n")
+    if example := EXAMPLES.get(" ".join(words)):  # none of an earlier name
+        formatter.write(f"Example: torusgd {example}\n\n")
 
 
 def _write_options(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -24,6 +24,13 @@ if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` take
 DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network", "Output"
 """panels of --help, beside those of single commands"""
 _log = logging.getLogger(__name__)
+
+
+def flag(
+    text: str, panel: str | None = None, metavar: str | None = None, default: Any = None, name: str = "", **more: Any
+) -> Any:
+    """What makes a parameter of a command, or a field of a group, an option; MISSING as `default`: it must be given."""
+    return field(default=default, metadata={"name": name, "text": text, "panel": panel, "metavar": metavar, **more})
 
 
 def option(name: str, text: str, panel: str | None = None, metavar: str | None = None, **more: Any) -> Any:
@@ -107,14 +114,14 @@ def runtime_flags(command: str) -> Iterator[inspect.Parameter]:
     """The flags that a command has of the runtime options, as parameters that Typer reads."""
     from ..recipe.runtime_options import RuntimeOptions, flags_of
 
-    for name, field in RuntimeOptions.model_fields.items():
+    for name, info in RuntimeOptions.model_fields.items():
         flag, names = flags_of(name)
         # The values stay as they were typed: `validate` checks them as it checks those of a recipe file.
         if flag is None or command not in flag.commands:
             continue
-        kind, words = _kind_of(field.annotation)
-        default = ("no", "yes")[field.default] if kind is bool else str(field.default or "")
-        text = " ".join((field.description or "").split()) + _MORE.get(name, "")
+        kind, words = _kind_of(info.annotation)
+        default = ("no", "yes")[info.default] if kind is bool else str(info.default or "")
+        text = " ".join((info.description or "").split()) + _MORE.get(name, "")
         made = Option(
             None,
             *(f"{each}/--no-{each.removeprefix('--')}" if kind is bool else each for each in names),
@@ -141,25 +148,13 @@ def _kind_of(annotation: Any) -> tuple[Any, str]:
 class PlannedMachine:
     """The machine and the program that plan and rehearse take in place of this one."""
 
-    cluster: Annotated[
-        str | None, option("--cluster", "Plan for this cluster: a name, a YAML file, or local.", "Cluster")
-    ] = None
-    software: Annotated[
-        str | None,
-        option(
-            "--software",
-            "Plan by this software profile; a rehearsal takes its speed. By default torusgd, or the record's.",
-            "Cluster",
-        ),
-    ] = None
-    measured: Annotated[
-        Path | None,
-        option(
-            "--measured",
-            "Take the compute from this finished run with one worker on such a device; --cluster local needs it.",
-            "Cluster",
-        ),
-    ] = None
+    cluster: str | None = flag("Plan for this cluster: a name, a YAML file, or local.", "Cluster")
+    software: str | None = flag(
+        "Plan by this software profile; a rehearsal takes its speed. By default torusgd, or the record's.", "Cluster"
+    )
+    measured: Path | None = flag(
+        "Take the compute from this finished run with one worker on such a device; --cluster local needs it.", "Cluster"
+    )
 
 
 @dataclass(frozen=True)
@@ -170,12 +165,18 @@ class TrainedWeights:
         Path, Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's or a weight file; or its URL.")
     ]
     data: DataPath = None
-    classes: Annotated[
-        str | None,
-        option("--classes", "Read the class folders in the weights' order from this file of the data folder.", DATA),
-    ] = None
-    model: Annotated[str | None, option("--model", "Take this network, for weights trained elsewhere.", RECIPE)] = None
+    classes: str | None = flag("Read the class folders in the weights' order from this file of the data folder.", DATA)
+    model: str | None = flag("Take this network, for weights trained elsewhere.", RECIPE)
     overrides: Overrides = None
+
+
+def _parameter(name: str, annotation: Any, default: "Field[Any]") -> inspect.Parameter:
+    """What Typer reads of an option or argument: its flag is its name's, unless it has another."""
+    if default.metadata:
+        words = dict(default.metadata)
+        annotation = Annotated[annotation, option(words.pop("name") or f"--{name.replace('_', '-')}", **words)]
+    value = inspect.Parameter.empty if default.default is MISSING else default.default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
 
 
 def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
@@ -187,8 +188,10 @@ def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
         if group is RuntimeFlags:
             found = list(runtime_flags(name))
         elif isinstance(group, type) and is_dataclass(group):
-            found = list(inspect.signature(group).parameters.values())
-        if found != [parameter]:
+            found = [_parameter(each.name, each.type, each) for each in fields(group)]
+        elif isinstance(parameter.default, Field):
+            found = [_parameter(parameter.name, parameter.annotation, parameter.default)]
+        if group is RuntimeFlags or is_dataclass(group):
             groups[parameter.name] = group, [each.name for each in found]
         # By keyword, since options with and without defaults follow one another.
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]

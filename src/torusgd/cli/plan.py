@@ -12,7 +12,7 @@ from typer import Argument
 
 from ..errors import UserError
 from ..text import byte_size, plural
-from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, option
+from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, flag
 from .output import check_writable, console, write_file, write_json
 
 if TYPE_CHECKING:
@@ -33,56 +33,31 @@ _QUIET = 1.1  # upper over lower quartile of the steps of a run that nothing dis
 class Wanted:
     """What a plan is to find beside the run itself, and the files to write."""
 
-    sweep: Annotated[
-        bool, option("--sweep", "Also plan for 1 to N devices, and find the knee of the curve.", WANTED)
-    ] = False
-    design: Annotated[
-        bool,
-        option(
-            "--design",
-            "Also show layer by layer what limits, the best groups and least images a node, and what would pay most.",
-            WANTED,
-        ),
-    ] = False
-    best: Annotated[bool, option("--best", "Also look for better settings.", WANTED)] = False
-    to: Annotated[
-        str | None,
-        option(
-            "--to",
-            "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep by devices.",
-            WANTED,
-            "TOP1",
-        ),
-    ] = None
-    synchrony: Annotated[
-        str | None,
-        option(
-            "--synchrony",
-            "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
-            WANTED,
-            "cutoff|backup:B|local:H",
-        ),
-    ] = None
-    delays: Annotated[
-        str | None,
-        option(
-            "--delays",
-            "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
-            "try every form.",
-            WANTED,
-            "MODEL|RUN",
-        ),
-    ] = None
-    cost: Annotated[
-        float | None, option("--cost", "Add the cost at this price of a device and hour.", WANTED, "PRICE")
-    ] = None
-    published: Annotated[
-        Path | None, option("--published", "Predict every row of a table of published results.", WANTED)
-    ] = None
-    plot: Annotated[Path | None, option("--plot", "Draw the sweep as .svg or .png.", OUTPUT)] = None
-    report: Annotated[
-        Path | None, option("--report", "Write the plan as a page of HTML, with the sweep of --sweep.", OUTPUT)
-    ] = None
+    sweep: bool = flag("Also plan for 1 to N devices, and find the knee of the curve.", WANTED, default=False)
+    design: bool = flag(
+        "Also show layer by layer what limits, the best groups and least images a node, and what would pay most.",
+        WANTED,
+        default=False,
+    )
+    best: bool = flag("Also look for better settings.", WANTED, default=False)
+    to: str | None = flag(
+        "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep by devices.", WANTED, "TOP1"
+    )
+    synchrony: str | None = flag(
+        "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
+        WANTED,
+        "cutoff|backup:B|local:H",
+    )
+    delays: str | None = flag(
+        "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
+        "try every form.",
+        WANTED,
+        "MODEL|RUN",
+    )
+    cost: float | None = flag("Add the cost at this price of a device and hour.", WANTED, "PRICE")
+    published: Path | None = flag("Predict every row of a table of published results.", WANTED)
+    plot: Path | None = flag("Draw the sweep as .svg or .png.", OUTPUT)
+    report: Path | None = flag("Write the plan as a page of HTML, with the sweep of --sweep.", OUTPUT)
 
     def check(self) -> None:
         """UserError if flags don't go together, or a file can't be written."""
@@ -99,9 +74,9 @@ class Wanted:
         if self.report is not None:
             check_writable("--report", self.report)
         at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
-        for flag, is_given in at_its_batch.items():
+        for name, is_given in at_its_batch.items():
             if self.to is not None and is_given:
-                raise UserError(f"{flag}: is at the recipe's batch, --to looks for a batch; give one of them")
+                raise UserError(f"{name}: is at the recipe's batch, --to looks for a batch; give one of them")
 
     @property
     def has_sweep(self) -> bool:

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ..comm.algorithms import parse_algorithm
 from ..errors import RunError, UserError
 from ..text import byte_size, percent
-from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, option
+from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, flag
 from .output import console, table, write_json
 from .plan import Planned
 
@@ -23,11 +23,9 @@ def rehearse(
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    overlap: Annotated[bool, option("--overlap/--no-overlap", "Send buckets during backward.", PLAYED)] = True,
-    steps: Annotated[int, option("--steps", "Rehearse this many steps, after one that warms up.", PLAYED, min=1)] = 3,
-    seconds: Annotated[
-        float, option("--seconds", "Let a step take about so long in the lab, at most.", PLAYED, min=0.1)
-    ] = 10.0,
+    overlap: bool = flag("Send buckets during backward.", PLAYED, name="--overlap/--no-overlap", default=True),
+    steps: int = flag("Rehearse this many steps, after one that warms up.", PLAYED, min=1, default=3),
+    seconds: float = flag("Let a step take about so long in the lab, at most.", PLAYED, min=0.1, default=10.0),
     json_file: JsonFile = None,
 ) -> None:
     """Play a planned step with real messages: the cluster's network in small, timed waits for compute. Needs root."""
@@ -107,35 +105,27 @@ def show_rehearsal(found: "Rehearsal") -> None:
 
 def simulate(
     recipe: RecipeName,
-    form: Annotated[
-        str,
-        option(
-            "--synchrony",
-            "Simulate bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
-            "cutoff:learned, threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. "
-            "Default: the recipe's.",
-            FORM,
-            "FORM",
-        ),
-    ] = "",
-    workers: Annotated[
-        int | None, option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, "P")
-    ] = None,
-    delays: Annotated[
-        str | None,
-        option(
-            "--delays",
-            "Delay each gradient by this model, such as lognormal or exponential@0.5. Default: the recipe's, or "
-            "exponential.",
-            FORM,
-            "MODEL",
-        ),
-    ] = None,
-    compute: Annotated[float, option("--compute", "Take so many virtual seconds a gradient, plus delay.", FORM)] = 1.0,
-    lr: Annotated[float | None, option("--lr", "Step at this rate. Default: the recipe's rate.lr.", FORM)] = None,
-    momentum: Annotated[float, option("--momentum", "Momentum of the server, under barriers.", FORM)] = 0.0,
-    seconds: Annotated[float | None, option("--seconds", "End after so many virtual seconds.", FORM)] = None,
-    images: Annotated[int | None, option("--images", "End after so many images.", FORM)] = None,
+    form: str = flag(
+        "Simulate bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
+        "cutoff:learned, threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. "
+        "Default: the recipe's.",
+        FORM,
+        "FORM",
+        name="--synchrony",
+        default="",
+    ),
+    workers: int | None = flag("Simulate this many virtual workers. Default: the recipe's.", FORM, "P"),
+    delays: str | None = flag(
+        "Delay each gradient by this model, such as lognormal or exponential@0.5. Default: the recipe's, or "
+        "exponential.",
+        FORM,
+        "MODEL",
+    ),
+    compute: float = flag("Take so many virtual seconds a gradient, plus delay.", FORM, default=1.0),
+    lr: float | None = flag("Step at this rate. Default: the recipe's rate.lr.", FORM),
+    momentum: float = flag("Momentum of the server, under barriers.", FORM, default=0.0),
+    seconds: float | None = flag("End after so many virtual seconds.", FORM),
+    images: int | None = flag("End after so many images.", FORM),
     data: DataPath = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from typer import Argument
 from ..errors import RunError, UserError
 from ..signals import EXIT_AGAIN, stop_after
 from ..text import listed, milliseconds, percent, plural
-from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, option
+from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, flag
 from .output import check_out, console
 
 if TYPE_CHECKING:
@@ -28,41 +28,21 @@ def train(
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    max_steps: Annotated[int | None, option("--max-steps", "Stop after so many steps in all.", RECIPE, min=1)] = None,
+    max_steps: int | None = flag("Stop after so many steps in all.", RECIPE, min=1),
     init: InitialWeights = None,
-    out: Annotated[
-        Path | None, option("--out", "Write the run to this folder, or s3://BUCKET/RUN. Default: runs/RECIPE.", OUTPUT)
-    ] = None,
-    fresh: Annotated[bool, option("--fresh", "Delete an earlier run in --out and begin anew.", OUTPUT)] = False,
-    trace: Annotated[
-        str | None,
-        option("--trace", "Write trace.json of these steps of all ranks, in Chrome's format.", OUTPUT, "FIRST:LAST"),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        option("--listen", "Let machines join at this address of this one (torusgd join).", RUNTIME, "ADDRESS:PORT"),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        option("--token-file", "Let in machines with this file, made if missing. Default: RUN/.join-token.", RUNTIME),
-    ] = None,
-    delays: Annotated[
-        str | None,
-        option(
-            "--delays",
-            "Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
-            RUNTIME,
-            "MODEL",
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None, option("--plan", "Compare the steps with this plan of the run (torusgd plan --json).", OUTPUT)
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        option("--time-limit", "Write a checkpoint and exit with code 75 then.", OUTPUT, "MINUTES", min=0.0),
-    ] = None,
-    requeue: Annotated[bool, option("--requeue", "Then have Slurm queue the job again.", OUTPUT)] = False,
+    out: Path | None = flag("Write the run to this folder, or s3://BUCKET/RUN. Default: runs/RECIPE.", OUTPUT),
+    fresh: bool = flag("Delete an earlier run in --out and begin anew.", OUTPUT, default=False),
+    trace: str | None = flag("Write trace.json of these steps of all ranks, in Chrome's format.", OUTPUT, "FIRST:LAST"),
+    listen: str | None = flag("Let machines join at this address of this one (torusgd join).", RUNTIME, "ADDRESS:PORT"),
+    token_file: Path | None = flag(
+        "Let in machines with this file, made if missing. Default: RUN/.join-token.", RUNTIME
+    ),
+    delays: str | None = flag(
+        "Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).", RUNTIME, "MODEL"
+    ),
+    plan: Path | None = flag("Compare the steps with this plan of the run (torusgd plan --json).", OUTPUT),
+    time_limit: float | None = flag("Write a checkpoint and exit with code 75 then.", OUTPUT, "MINUTES", min=0.0),
+    requeue: bool = flag("Then have Slurm queue the job again.", OUTPUT, default=False),
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
     from ..ranks.forkserver import start_forkserver
@@ -177,10 +157,8 @@ def replay(
     runtime: RuntimeFlags,
     data: DataPath = None,
     init: InitialWeights = None,
-    out: Annotated[
-        Path | None, option("--out", "Write the replay to this folder. Default: RUN-replay.", OUTPUT)
-    ] = None,
-    fresh: Annotated[bool, option("--fresh", "Delete an earlier replay in --out and begin anew.", OUTPUT)] = False,
+    out: Path | None = flag("Write the replay to this folder. Default: RUN-replay.", OUTPUT),
+    fresh: bool = flag("Delete an earlier replay in --out and begin anew.", OUTPUT, default=False),
 ) -> None:
     """Train a run again from its recipe and journal, and compare the weights."""
     from ..ranks.forkserver import start_forkserver
@@ -242,14 +220,9 @@ def compare(run: Path, original: dict[str, Any], replayed: dict[str, Any]) -> No
 
 def join(
     address: Annotated[str, Argument(metavar="HOST:PORT", help="Where the run listens: its --listen.")],
-    token_file: Annotated[
-        Path, option("--token-file", "Show this copy of the run's token, for your eyes only (chmod 600).")
-    ],
+    token_file: Path = flag("Show this copy of the run's token, for your eyes only (chmod 600).", default=MISSING),
     data: DataPath = None,
-    workers: Annotated[
-        int | None,
-        option("--workers", "Bring this many ranks. Default: as many as cores.", RUNTIME, metavar="N", min=1),
-    ] = None,
+    workers: int | None = flag("Bring this many ranks. Default: as many as cores.", RUNTIME, metavar="N", min=1),
 ) -> None:
     """Bring ranks of this machine to a run that torusgd train --listen has started.
 

@@ -11,7 +11,7 @@ from typer import Argument
 
 from ..errors import RunError, UserError
 from ..text import percent, plural
-from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, option
+from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, flag
 from .output import console, write_json
 
 if TYPE_CHECKING:
@@ -28,23 +28,14 @@ def verify(
     runtime: RuntimeFlags,
     data: DataPath = None,
     init: InitialWeights = None,
-    steps: Annotated[
-        str | None, option("--steps", "Compute these steps, and those up to the next record.", WHAT, "A:B")
-    ] = None,
-    sample: Annotated[
-        int | None,
-        option("--sample", "Compute so many ranges between two records, drawn by --seed. Default: 1.", WHAT, min=1),
-    ] = None,
-    seed: Annotated[
-        str | None,
-        option("--seed", "Draw by this text. Default: the hash of the last record.", WHAT, "TEXT"),
-    ] = None,
-    final: Annotated[bool, option("--final", "Compute the last evaluation and the polish.", WHAT)] = False,
-    whole: Annotated[bool, option("--all", "Compute all steps and the result.", WHAT)] = False,
-    overrides: Annotated[
-        list[str] | None,
-        option("--set", "Run the code that the recipe names here, such as model.name=mine:net.", DATA, "KEY=VALUE"),
-    ] = None,
+    steps: str | None = flag("Compute these steps, and those up to the next record.", WHAT, "A:B"),
+    sample: int | None = flag("Compute so many ranges between two records, drawn by --seed. Default: 1.", WHAT, min=1),
+    seed: str | None = flag("Draw by this text. Default: the hash of the last record.", WHAT, "TEXT"),
+    final: bool = flag("Compute the last evaluation and the polish.", WHAT, default=False),
+    whole: bool = flag("Compute all steps and the result.", WHAT, name="--all", default=False),
+    overrides: list[str] | None = flag(
+        "Run the code that the recipe names here, such as model.name=mine:net.", DATA, "KEY=VALUE", name="--set"
+    ),
     json_file: JsonFile = None,
 ) -> None:
     """Compute steps of a run anew and compare them bit for bit with its records; nothing is written into RUN.
