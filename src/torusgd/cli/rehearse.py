@@ -9,10 +9,10 @@ from ..errors import RunError, UserError
 from ..text import byte_size, percent
 from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, flag
 from .output import console, table, write_json
-from .plan import Planned
 
 if TYPE_CHECKING:
     from ..rehearse.rehearsal import Rehearsal
+    from .planning import Planned
 
 PLAYED, FORM = "What to play", "What is simulated"
 
@@ -33,6 +33,7 @@ def rehearse(
     from ..plan.program import as_torusgd
     from ..rehearse.lab import why_not
     from ..rehearse.rehearsal import rehearse as play
+    from .planning import Planned
 
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     planned = replace(planned, software=as_torusgd(planned.software), as_published=frozenset())
@@ -59,7 +60,7 @@ def rehearse(
     write_json(json_file, {**settings, "linear_groups": groups, **found.as_dict()})
 
 
-def _check(planned: Planned) -> None:
+def _check(planned: "Planned") -> None:
     """Refuses what can be planned and not played: one device, fewer virtual workers, other programs' all-reduces."""
     from ..recipe.compatibility import WORKERS, Setup, check
 
