@@ -10,8 +10,7 @@ from fractions import Fraction
 
 # The basic operations, `ln` and `exp` of decimal are correctly rounded by its specification, in C and in Python alike.
 _CONTEXT = decimal.Context(prec=60, Emin=-999999, Emax=999999, rounding=decimal.ROUND_HALF_EVEN)
-_MOST_EXACT = 64
-"""whole exponent up to which a power is an exact fraction; beyond it none lies in the middle of two floats"""
+_MOST_EXACT = 64  # whole exponent up to which a power is exact; beyond none is in the middle of two floats
 
 
 def power(base: float, exponent: float) -> float:

@@ -22,8 +22,7 @@ from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Re
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]  # from an image [channels, height, width] to the part of it that the network takes
-Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
-"""allocates an array of a shape and dtype, not cleared"""
+Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]  # from shape and dtype; not cleared
 
 log = logging.getLogger(__name__)
 

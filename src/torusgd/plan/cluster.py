@@ -64,8 +64,7 @@ class Link(Section):
     """A network in alpha-beta terms."""
 
     alpha: Latency  # seconds a message takes before its first byte arrives, the library's own part included
-    bandwidth: LinkRate
-    """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
+    bandwidth: LinkRate  # bytes/s each way: of one device inside a node, of all a node's network cards between nodes
     efficiency: Efficiency = 1.0  # fraction of the bandwidth that payload gets
     stream: LinkRate | None = None  # bytes/s of one connection or process that can't fill the link; null: it can
 
@@ -124,24 +123,18 @@ class Communication(Section):
     grid: Literal["node", "square"] = "square"
     """grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()  # Y x X grids that go before `grid` if their product is the number of devices
-    wire_bits: Literal[16, 32, 64] = 32
-    """bits of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
+    wire_bits: Literal[16, 32, 64] = 32  # bits of a gradient's element; 64: exact sums of 8,192 virtual workers or more
     buckets: Buckets = Buckets()
-    wide_norms: bool = False
-    """whether batch norm's gradients leave last, in 32 bits (a recipe's `float32_norms`), for rule: torusgd"""
+    wide_norms: bool = False  # whether batch norm's gradients leave last, in 32 bits, for rule: torusgd
     overlap: bool = False  # whether buckets leave while backward runs
     pipelined: bool = False  # whether buckets on different axes of a grid travel at the same time
     contention: Fraction = 0.0  # fraction of the hidden communication by which it slows the computation that hides it
-    streams: Count = 1
-    """number of connections between two devices for one message, each of them as quick as a link's `stream`"""
+    streams: Count = 1  # connections between two devices for one message, each as quick as a link's `stream`
     message: Overhead = 0.0  # seconds a message costs the program on top of the link's alpha
     coordination: Overhead = 0.0  # seconds a rank and step that a central coordinator needs
-    gather_ahead: bool = False
-    """whether a sharded update gathers new weights as the next forward pass needs them, and hides that behind it"""
-    statistic_bytes: NotNegative = 0.0
-    """bytes of each batch-norm statistic and of the loss in a step's first message, which leaves after forward"""
-    linear_groups: Count | None = None
-    """number of groups of ranks, inside each of which linear layers are split (Das et al.); null: data-parallel"""
+    gather_ahead: bool = False  # whether a sharded update gathers weights as the next forward needs them, hidden
+    statistic_bytes: NotNegative = 0.0  # of each batch-norm statistic and the loss, in a message after forward
+    linear_groups: Count | None = None  # groups of ranks that split linear layers (Das et al.); null: data-parallel
 
     @field_validator("algorithm")
     @classmethod
@@ -179,11 +172,9 @@ class Software(Section):
     launch: Overhead = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework
     jitter: NotNegative = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
     sharded_update: bool = False  # whether each rank updates a shard of the weights
-    shares: Literal["even", "speed"] = "even"
-    """assignment of virtual workers to devices that differ in speed; speed: a slow one computes fewer"""
+    shares: Literal["even", "speed"] = "even"  # of virtual workers; speed: a slow device computes fewer
     update_bytes: NotNegative = 24.0  # bytes that the optimiser reads and writes a weight
-    weights_first: bool = False
-    """whether a layer's weight gradient is computed before its input gradient, and leaves at once"""
+    weights_first: bool = False  # whether a layer's weight gradient precedes its input's, and leaves at once
     norm_group: Count = 1  # number of devices of a node with common batch statistics
     input_rate: Positive | None = None  # images/s that the input of one device gives; null: never the limit
     communication: Communication = Communication()
@@ -208,8 +199,7 @@ Factors = dict[str, float]  # factors by the names of their parameters
 class Parameter(Section):
     name: str
     meaning: str
-    targets: tuple[str, ...]
-    """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
+    targets: tuple[str, ...]  # values that it multiplies: software/nnl-fp16:math; a star stands for several files
     spread: Positive  # prior standard deviation of its logarithm, without any row
 
     def keys(self, folder: str, name: str) -> list[str]:
@@ -227,8 +217,7 @@ class Calibrated(Section):
     factors: Factors
     errors: dict[str, NotNegative]  # by software profile: spread of the logarithm of its predictions
     left_out: dict[str, Positive]  # predictions by published row, each by the fit of all others
-    system_left_out: dict[str, Positive]
-    """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
+    system_left_out: dict[str, Positive]  # the same, each by the fit of the rows of other clusters and programs
     other_networks: dict[str, Positive]
     """by published row of a program with three networks or more: its prediction without any row of its network"""
 

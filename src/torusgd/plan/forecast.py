@@ -135,8 +135,7 @@ class Forecast:
     low: float
     high: float  # with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error
     images_per_second: float  # mean rate over all steps
-    efficiency: float
-    """efficiency of a device, against one device alone with the same virtual workers each: weak scaling"""
+    efficiency: float  # against one device alone with the same virtual workers each: weak scaling
     speedup: float  # factor of the rate of one device with the same global batch, in one pass: strong scaling
     memory: float  # bytes a device needs, about
     limit: str  # largest obstacle, in words

@@ -54,8 +54,7 @@ class Kernels:
     values: Array  # tensor elements read and written an image
     fixed: Array  # tensor elements read and written whatever the batch, such as weights
     launches: Array  # number of kernels: 2 if one operator stands for two (both gradients of a convolution)
-    elementwise: Array
-    """1.0 for activations and additions, which a fused implementation joins to the kernel before, else 0.0"""
+    elementwise: Array  # 1.0 for activations and additions, which a fused program joins to the kernel before, else 0.0
     linear: Array  # 1.0 for the matrix products of linear layers, else 0.0
 
 
@@ -101,8 +100,7 @@ class ModelCost:
     gradients: tuple[Gradient, ...]  # in the order in which backward completes them
     layers: tuple[Layer, ...]
     norms: int  # number of batch-norm layers
-    activations: float
-    """number of values an image that the forward pass writes: an upper bound of those that backward needs"""
+    activations: float  # values an image that forward writes: an upper bound of those that backward needs
     statistics: int = 0  # number of means and variances of all batch-norm layers
 
     @property

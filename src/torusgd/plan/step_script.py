@@ -15,8 +15,7 @@ from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last,
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost, Pass, update_seconds
 
-Kind = Literal["sum", "scatter", "gather"]
-"""kind of a message: an all-reduce, or its first or second half (reduce-scatter, all-gather)"""
+Kind = Literal["sum", "scatter", "gather"]  # of a message: an all-reduce, or its first or second half
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
 _MASTER_BYTES = 4  # of a weight that a sharded update gathers
@@ -58,8 +57,7 @@ class _Step:
     backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     summed: list[Wait] = field(default_factory=list)
     status: list[Action] = field(default_factory=list)
-    gathers: list[tuple[float, Send]] = field(default_factory=list)
-    """messages, each with the seconds after the start of forward at which it is needed"""
+    gathers: list[tuple[float, Send]] = field(default_factory=list)  # each with the seconds of forward before it
 
 
 def compose(

@@ -131,8 +131,7 @@ class AccuracyPlan:
     images_per_second: float
     run: RunTime
     low: float
-    high: float
-    """with `low`, the band of the seconds: the slowest device's luck, the errors of the profile and of the epochs"""
+    high: float  # with `low`, the band: the slowest device's luck, the errors of profile and epochs
 
     @property
     def seconds(self) -> float:
@@ -200,8 +199,7 @@ class AccuracySweep:
     """The quickest run of each number of devices."""
 
     plans: tuple[AccuracyPlan, ...]
-    knee: int
-    """number of devices beyond which another one adds less than `search.KNEE_EFFICIENCY` of the first one's work"""
+    knee: int  # devices beyond which another adds less than `search.KNEE_EFFICIENCY` of the first one's work
     useful: int  # number of devices beyond which more gain nothing
 
 

@@ -37,8 +37,7 @@ class Phase(NamedTuple):
 
     axis: str
     seconds: float
-    lead: float = 0.0
-    """seconds at its beginning that do not occupy the axis: another message's phase may go on meanwhile"""
+    lead: float = 0.0  # seconds at its beginning in which another message's phase may have the axis
 
 
 def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> Topology:

@@ -26,8 +26,7 @@ from ..plan.timeline import StepTime, compute_seconds, grid_of, price_of, step_t
 from .lab import MTU, Host, Lab
 from .player import dump
 
-SHARE = 0.15
-"""largest fraction of the lab's measured rate in a scaled link, so that the CPU that carries packets does not count"""
+SHARE = 0.15  # largest fraction of the lab's rate in a scaled link, so that the carrying CPU does not count
 _MEMORY = 4e9  # most bytes of all ranks' messages together
 _SMALLEST_PACKET = 4_096
 _PACKETS = 4_000  # a second of all hosts together; each takes the lab's wire some 40 us of a core
@@ -51,8 +50,7 @@ class Scale:
     shrink: float  # bytes of the machine for a byte of the lab
     latency: float  # seconds, one way, that the lab's links add to its own
     rate: float  # bytes/s of a host's link in the lab
-    excess: float
-    """seconds of the machine by which a round in the lab is late, since the lab's own is longer than the scaled one"""
+    excess: float  # seconds of the machine by which the lab's own round is longer than the scaled one
 
     def __str__(self) -> str:
         text = f"times x {self.stretch:.3g}, bytes / {self.shrink:.3g}, links of {8e-6 * self.rate:.0f} Mb/s"
