@@ -127,8 +127,6 @@ def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: py
     [
         (["--listen", "7000"], "--listen 7000: write an address and a port"),
         (["--listen", "192.0.2.1:0"], "192.0.2.1: no network interface of this machine has it"),
-        (["--listen", "127.0.0.1:0", "--update", "sharded"], "--listen: its ranks can't change: a lost rank takes its"),
-        (["--workers", "1:2", "--update", "sharded"], "--workers MIN:MAX: its ranks can't change"),
         (["--workers", "3:2"], "workers = 3:2: give the smaller number first"),
         (["--workers", "2:9999"], "the recipe has"),
         (["--workers", "2:x"], "workers_range"),
