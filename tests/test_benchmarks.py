@@ -18,6 +18,7 @@ from benchmarks import compare
 from benchmarks.__main__ import commands, main
 from benchmarks.compare import compared
 from benchmarks.record import RESULTS, recorded, runs, sample
+from benchmarks.slow_ranks import late_work
 from benchmarks.tables import DOCS, written
 from torch._C._autograd import DeviceType
 
@@ -284,3 +285,19 @@ def test_the_list_of_benchmarks(words: list[str], listed: int, code: int) -> Non
     done = ran([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, code=code)
     assert len(done.stdout.splitlines()) >= listed
     assert ("none of that name" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("delays", late_work.DELAYS.values())
+def test_late_work_is_done_by_others_in_less_time(delays: str) -> None:
+    """Rules that leave nothing out, and those that do, on the same delays; stealing never takes longer."""
+    clock, taken = late_work.Clock(late_work.one_slow(delays, 0)), dict[str, float]()
+    for name, rule in late_work.RULES.items():
+        steps = list(rule(clock))
+        taken[name] = sum(seconds for seconds, _ in steps[late_work.WARMUP :])
+        is_exact = all(sorted(pieces) == list(late_work.ALL) for _, pieces in steps)
+        assert is_exact == (name not in ("Cutoff", "DropCompute"))
+    assert taken["work stealing"] < taken["synchronous"]
+    assert taken["shares by speed"] <= taken["synchronous"]
+    assert taken["DropCompute"] < taken["synchronous"]
+    if delays.startswith("slow"):
+        assert taken["shares by speed"] < taken["work stealing"]

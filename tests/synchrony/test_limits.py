@@ -1,6 +1,6 @@
 """What closes a step, by the times of the steps before; steps in virtual time; DropCompute's automatic threshold."""
 
-from functools import partial
+from collections.abc import Iterator
 from math import inf
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ import pytest
 
 from torusgd.synchrony.delays import DelayModel, delay_model
 from torusgd.synchrony.limits import (
+    LEARN,
     Limit,
     Limits,
     VirtualStep,
@@ -18,7 +19,7 @@ from torusgd.synchrony.limits import (
     each_alone,
     threshold_at,
 )
-from torusgd.synchrony.state_space import fit
+from torusgd.synchrony.state_space import StateSpaceModel, fit
 
 
 def limits(workers: int, **settings: Any) -> Limits:
@@ -47,27 +48,37 @@ def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
 def test_the_learned_count_follows_who_turns_slow_together() -> None:
     """Two nodes of three workers, of which one at a time is three times as slow for spells of ten steps."""
     rule, random, taken = limits(6, count="learned", warmup=64, warm=64), np.random.default_rng(0), []
-    for step in range(100):
+    for step in range(140):
         slow = np.repeat([step // 10 % 3 == 1, step // 10 % 3 == 2], 3)
         times = (1.0 + 2.0 * slow) * np.exp(0.05 * random.normal(size=6))
         count = rule.next(step).count
         end = np.sort(times)[count - 1]
         rule.observe(np.where(times <= end, times, np.nan), end)
         taken.append((count, int(slow.any()), count / end))
-    assert {count for count, _, _ in taken[:64]} == {6}
+    assert {count for count, _, _ in taken[:80]} == {6}
     # In spells the slow node is left out, at times even from their first step on; otherwise all are waited for.
-    rates = [rate for _, _, rate in taken[64:]]
-    assert np.mean(rates) > 1.2 * np.mean([rate for _, _, rate in taken[:64]])
-    assert {3, 6} <= {count for count, _, _ in taken[64:]}
+    rates = [rate for _, _, rate in taken[82:]]
+    assert np.mean(rates) > 1.2 * np.mean([rate for _, _, rate in taken[:80]])
+    assert {3, 6} <= {count for count, _, _ in taken[82:]}
 
 
 def test_a_learned_count_waits_for_all_until_it_has_learned() -> None:
-    rule = limits(3, count="learned", warmup=32, warm=32)
-    with patch("torusgd.synchrony.state_space.fit", partial(fit, iterations=2)):
-        for step in range(32):
+    """The training goes on in parts, step by step: none is so long that a rank would be taken for stuck."""
+    rule, parts = limits(3, count="learned", warmup=32, warm=32), list[int]()
+
+    def training(times: np.ndarray, seed: int, states: int) -> Iterator[StateSpaceModel]:
+        for number in range(2 * LEARN):
+            parts.append(number)
+            yield model
+
+    model = fit(np.ones((32, 3)), seed=0, iterations=1)
+    with patch("torusgd.synchrony.state_space.training", training):
+        for step in range(34):
             assert rule.next(step) == Limit(3)
             rule.observe(np.array([1.0, 1.1, 1.2]), 1.3)
-    assert 1 <= rule.next(32).count <= 3
+            assert len(parts) == max(0, min(step - 30, 2)) * LEARN
+        rule.observe(np.array([1.0, 1.1, 1.2]), 1.3)
+    assert 1 <= rule.next(34).count <= 3
 
 
 def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:

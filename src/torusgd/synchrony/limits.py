@@ -10,15 +10,19 @@ The seconds may be DropCompute's threshold (Giladi et al., arXiv 2306.10598): ea
 step, and past so many seconds of its own clock it leaves out the rest. No rank knows the others' times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
 from .cutoff import MovingAverage, Predictor, best_cutoff, expected_order
 from .delays import F64, DelayModel
+
+if TYPE_CHECKING:
+    from .state_space import StateSpaceModel
 
 CANDIDATES = 200
 # The lowest candidate is the shortest time in which a rank has computed so many micro-batches.
@@ -72,6 +76,8 @@ DRAWS = 64
 # Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
 # else a worker that was slow once would never be seen again.
 LOOK = 32
+# Iterations of a model's training that a step waits for.
+LEARN = 50
 # Fewest seconds of a step beside its passes.
 _LEAST = 1e-6
 
@@ -112,7 +118,7 @@ class Limits:
         # Until the model is fitted, and for who was not seen for how long, the average is kept.
         self._average = None if isinstance(count, int | None) else MovingAverage(self._workers, seed)
         self._predictor: Predictor | None = self._average
-        self._is_learning = count == "learned"
+        self._is_learning, self._training = count == "learned", cast("Iterator[StateSpaceModel]", iter(()))
         self._is_measuring = threshold == "measured"
         self._seconds = threshold if isinstance(threshold, float) else inf
         self._measured: list[F64] = []
@@ -120,7 +126,7 @@ class Limits:
 
     def next(self, step: int) -> Limit:
         """The limit of the step of this number."""
-        if step < self._warm or (self._predictor is not None and not self._steps):
+        if step < self._warm or self._is_learning or (self._predictor is not None and not self._steps):
             return Limit(self._workers)
         if self._average is not None and self._average.unseen.max() >= self._look:
             return Limit(self._workers, self._seconds)
@@ -146,19 +152,27 @@ class Limits:
         if len(self._measured) < self._warmup or not (self._is_measuring or self._is_learning):
             return None
         if self._is_learning:
-            self._is_learning, self._predictor = False, self._learned(np.array(self._measured))
+            self._learn()
             return None
         self._is_measuring = False
         found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
         self._seconds = found.seconds
         return found
 
-    def _learned(self, times: F64) -> Predictor:
-        from .state_space import STATES, StateSpace, fit
+    def _learn(self) -> None:
+        """A part of the model's training; after the last one the model predicts."""
+        from .state_space import STATES, StateSpace, training
 
         # What turns slow together is a rank's work, or a few ranks' on one machine.
-        model = fit(times, self._seed, states=min(STATES, max(2, len(self._shares))))
-        return StateSpace(model, times, self._seed)
+        if len(self._measured) == self._warmup:
+            self._training = training(np.array(self._measured), self._seed, min(STATES, max(2, len(self._shares))))
+        # In parts: a rank that trained for a minute in one step would be taken for stuck.
+        trained = list(islice(self._training, LEARN))
+        if len(trained) < LEARN:
+            self._is_learning = False
+            self._predictor = StateSpace(self._model.eval(), np.array(self._measured), self._seed)
+        else:
+            self._model = trained[-1]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ journal.
 """
 
 import math
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from .delays import F64
 
 # Steps that the guide reads.
 WINDOW = 16
-STATES = 6
+STATES, ITERATIONS = 6, 800
 _HIDDEN = 32
 _BATCH, _RATE = 16, 0.01
 # Of a logarithm: no time is known better than to 1 %.
@@ -101,11 +103,18 @@ class StateSpaceModel(nn.Module):
         return self.emit(mean + deviation * torch.randn(mean.shape, generator=draws))
 
 
-def fit(times: F64, seed: int, iterations: int = 800, states: int = STATES) -> StateSpaceModel:
+def fit(times: F64, seed: int, iterations: int = ITERATIONS, states: int = STATES) -> StateSpaceModel:
+    """The model after all of `training`."""
+    return next(islice(training(times, seed, states), iterations - 1, None)).eval()
+
+
+def training(times: F64, seed: int, states: int = STATES) -> Iterator[StateSpaceModel]:
     """Trains model and guide on journalled times (seconds [steps, n], all above 0, more than 16 steps).
 
+    Yields the model after each of ITERATIONS iterations.
+
     `states` are the numbers of the hidden state, such as the nodes that turn slow by themselves. It takes some seconds
-    of CPU time; the same seed gives the same model on the same machine. Each iteration of Adam takes 16 windows.
+    of CPU time in all; the same seed gives the same model on the same machine. Each iteration of Adam takes 16 windows.
     """
     logarithms = torch.from_numpy(times).log().float()
     centre = logarithms.mean(dim=0)
@@ -115,8 +124,8 @@ def fit(times: F64, seed: int, iterations: int = 800, states: int = STATES) -> S
     draws = torch.Generator().manual_seed(seed)
     data = model.standardised(torch.from_numpy(times).float())
     optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, iterations)
-    for _ in range(iterations):
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, ITERATIONS)
+    for _ in range(ITERATIONS):
         starts = torch.randint(len(data) - WINDOW + 1, (_BATCH,), generator=draws)
         windows = torch.stack([data[start : start + WINDOW] for start in starts.tolist()], dim=1)
         optimizer.zero_grad()
@@ -124,7 +133,7 @@ def fit(times: F64, seed: int, iterations: int = 800, states: int = STATES) -> S
         nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         optimizer.step()
         decay.step()
-    return model.eval()
+        yield model
 
 
 class StateSpace:
