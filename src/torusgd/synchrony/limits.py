@@ -118,6 +118,7 @@ class Limits:
         # Until the model is fitted, and for who was not seen for how long, the average is kept.
         self._average = None if isinstance(count, int | None) else MovingAverage(self._workers, seed)
         self._predictor: Predictor | None = self._average
+        self._model: StateSpaceModel  # as far as it is trained
         self._is_learning, self._training = count == "learned", cast("Iterator[StateSpaceModel]", iter(()))
         self._is_measuring = threshold == "measured"
         self._seconds = threshold if isinstance(threshold, float) else inf
