@@ -116,8 +116,7 @@ class Workers:
     compute: float
     lr: float
     seed: int
-    momentum: float = 0.0
-    """of the server, a push, under barriers; other forms have none"""
+    momentum: float = 0.0  # of the server, a push, under barriers; other forms have none
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,8 @@ class Moment:
     """The state after an update, at a virtual time in seconds."""
 
     time: float
-    gradients: int
-    """number of gradients in the weights so far"""
-    weights: Callable[[], Tensor]
-    """maker of the weights to evaluate now; valid until the next moment is taken"""
+    gradients: int  # number of gradients in the weights so far
+    weights: Callable[[], Tensor]  # maker of the weights to evaluate now; valid until the next moment is taken
 
 
 def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
@@ -300,16 +297,12 @@ class Setting:
     """What to simulate: a recipe's model, images and seed, with plain SGD at one rate."""
 
     recipe: Recipe
-    form: str
-    """text of one of FORMS; empty: the recipe's `synchrony`"""
+    form: str  # text of one of FORMS; empty: the recipe's `synchrony`
     workers: int
-    delays: str
-    """model of a gradient's delays, in units of `compute` (`torusgd.synchrony.delays`)"""
+    delays: str  # model of a gradient's delays, in units of `compute` (`torusgd.synchrony.delays`)
     lr: float
-    compute: float = 1.0
-    """virtual seconds of a gradient without its delay"""
-    momentum: float = 0.0
-    """of the server's SGD; above 0 for barriers alone"""
+    compute: float = 1.0  # virtual seconds of a gradient without its delay
+    momentum: float = 0.0  # of the server's SGD; above 0 for barriers alone
 
 
 @dataclass(frozen=True)

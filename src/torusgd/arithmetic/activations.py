@@ -13,10 +13,8 @@ from .methods import matmul
 from .reductions import all_dims, grid_sum, over
 
 ROOT_HALF = 0.7071067811865476
-_DENSITY = 0.3989422804014327
-"""1 / sqrt(2 pi)"""
-_TANH_SCALE = 0.7978845608028654
-"""sqrt(2 / pi)"""
+_DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
+_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 _TANH_CUBE = 0.044715
 
 
@@ -87,8 +85,7 @@ def softplus64(x: Tensor) -> Tensor:
     return x.clamp(min=0.0).add_(log64(exp64(x.abs().neg_()).add_(1.0)))
 
 
-_MEAN, _SUM = 1, 2
-"""torch's numbers of the ways to reduce a loss"""
+_MEAN, _SUM = 1, 2  # torch's numbers of the ways to reduce a loss
 
 
 def _parts(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,8 +15,7 @@ from ..errors import UserError
 from ..rng import keyed_hash, keyed_uniform
 from .functions import exp64, log64, polynomial
 
-_DRAW = 23
-"""first word of the draws of this file; those of `rng` and of `methods` end at 22"""
+_DRAW = 23  # first word of the draws of this file; those of `rng` and of `methods` end at 22
 _BLOCK = 1 << 18
 _CENTRE = (1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06, -3.5233877e-06,
            3.43273939e-07, 2.81022636e-08)  # fmt: skip

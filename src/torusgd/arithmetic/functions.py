@@ -39,12 +39,10 @@ SINE = (0.9999999999956705, -0.16666666631575122, 0.008333328780948664, -0.00019
 COSINE = (0.9999999999524651, -0.49999999614702334, 0.04166661667747791, -0.0013886617544818772, 2.437978916242134e-05)
 """cos(r) as a polynomial in r * r for |r| <= pi / 4; 2**-33.8"""
 
-_ROOT_HALF_BITS = 0x3FE6A09E667F3BCD
-"""of the float64 next to sqrt(1/2)"""
+_ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # of the float64 next to sqrt(1/2)
 _BIAS = 1023
 _MANTISSA = 52
-_BLOCK = 1 << 14
-"""elements at a time, so that what lies between two operations stays in a core's cache"""
+_BLOCK = 1 << 14  # elements at a time, so that what lies between two operations stays in a core's cache
 
 
 def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:

@@ -16,8 +16,7 @@ from .reductions import over, square_root
 from .rules import Rule, Rules, aten, in_place
 
 RULES = Rules()
-_ERF_OF_TWO_DEVIATIONS = 0.9544997361036416
-"""rounded correctly"""
+_ERF_OF_TWO_DEVIATIONS = 0.9544997361036416  # rounded correctly
 
 # Functions and activations
 
@@ -221,8 +220,7 @@ def _sgd_step(
 
 # Messages
 
-_LARGEST_AND_LEAST = (3, 4)
-"""torch.distributed's numbers of reductions that have no order"""
+_LARGEST_AND_LEAST = (3, 4)  # torch.distributed's numbers of reductions that have no order
 
 
 @RULES.of(torch.ops.c10d.allreduce_.default)

@@ -14,10 +14,8 @@ from torch import Tensor
 from ..errors import UserError
 from .scales import amax_over, grid_offset, grid_unit
 
-_BLOCK = 1 << 17
-"""elements that are summed at a time, so that what is made of them stays in a core's cache"""
-_MOST_BITS = 511
-"""of int32 sums of numbers up to 2**22"""
+_BLOCK = 1 << 17  # elements that are summed at a time, so that what is made of them stays in a core's cache
+_MOST_BITS = 511  # of int32 sums of numbers up to 2**22
 _MOST_TERMS = 1 << 30
 _MOST_FLOAT64 = 4096
 

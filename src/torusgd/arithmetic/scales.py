@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ..errors import UserError
 
-LARGEST = 16256
-"""of an operand's integers: 127 * 128, so that the upper slice fits 8 bits"""
+LARGEST = 16256  # of an operand's integers: 127 * 128, so that the upper slice fits 8 bits
 
-_ONE = 1 << 23
-"""of a float32 exponent"""
+_ONE = 1 << 23  # of a float32 exponent
 _EXPONENT = 0xFF << 23
 # A mantissa of at most 8258048 / 2**23 rounds to at most LARGEST at 14 bits (16256.5 is a tie, and goes to even).
 # Adding this carries any larger one into the exponent.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ..comm.groups import Group
 
 _SHARED = "/dev/shm"
-LEAST_SHARED = 1 << 28
-"""bytes that batches of two ranks and their loader processes take"""
+LEAST_SHARED = 1 << 28  # bytes that batches of two ranks and their loader processes take
 
 
 class _Unfit(Exception):

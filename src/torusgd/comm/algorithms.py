@@ -273,8 +273,7 @@ TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "ch
 fewer bytes; a double tree and a chain need many chunks to come near a ring"""
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct", **TREES}
 """algorithms along one axis of all ranks, and the method that each uses there"""
-GRIDS = ("torus", "hierarchical")
-"""algorithms on a grid, whose axes have methods of their own"""
+GRIDS = ("torus", "hierarchical")  # algorithms on a grid, whose axes have methods of their own
 SCHEDULED = (*FLAT, *GRIDS)
 NAMES = ("auto", "native", *SCHEDULED)
 """names that `create` takes; `auto` measures and picks, `native` is the backend's own"""

@@ -47,12 +47,9 @@ class Elapsed(NamedTuple):
     """What all ranks did together: from the last rank's begin to the last rank's end."""
 
     seconds: float
-    skew: float = 0.0
-    """seconds from the first rank's begin to the last one's: by so much the time may be too short"""
-    bound: float = 0.0
-    """seconds by which clocks that differ may have changed the time or the skew; 0 on one machine"""
-    end: float = 0.0
-    """when it ended, in seconds of the group's clock"""
+    skew: float = 0.0  # seconds from the first rank's begin to the last one's: by so much the time may be too short
+    bound: float = 0.0  # seconds by which clocks that differ may have changed the time or the skew; 0 on one machine
+    end: float = 0.0  # when it ended, in seconds of the group's clock
 
     @property
     def is_doubtful(self) -> bool:
@@ -137,8 +134,7 @@ class Clock:
         for mesh in reversed(group.meshes):
             mesh.broadcast(known)
             known += _distance(mesh)
-        self.offset = float(known[0])
-        """seconds to add to this rank's time.perf_counter()"""
+        self.offset = float(known[0])  # seconds to add to this rank's time.perf_counter()
         # Between two ranks that are wrong in opposite directions.
         self.bound = sum(sorted(float(error) for error in group.all_gather(known[1:]))[-2:])
         """seconds by which the difference of two ranks' readings may be wrong"""

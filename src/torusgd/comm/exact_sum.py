@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 LIMB_BITS = 40
-MOST_ADDENDS = 2**20
-"""most addends of any of these sums: virtual workers of a step, images of an evaluation"""
+MOST_ADDENDS = 2**20  # most addends of any of these sums: virtual workers of a step, images of an evaluation
 _MOST_NARROW = 2**13 - 1
 
 
@@ -38,8 +37,7 @@ class Window:
         return self.limbs + 1
 
 
-FULL = Window(top=85, limbs=7)
-"""every finite float32, and float64 from 2**-155 to 2**128, without loss"""
+FULL = Window(top=85, limbs=7)  # every finite float32, and float64 from 2**-155 to 2**128, without loss
 NARROW = Window(top=14, limbs=3)
 """magnitudes up to 2**57 with a resolution of 2**-66: batch-norm statistics and losses of a step"""
 

@@ -25,8 +25,7 @@ from ..errors import UserError
 from .allreduce import AnyAllReduce
 from .groups import Group, group_of
 
-BLOCK = 4096
-"""number of elements, in memory order of the contiguous tensor, that share a power of two"""
+BLOCK = 4096  # number of elements, in memory order of the contiguous tensor, that share a power of two
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_ADDENDS, _MOST_RANKS, _MOST_DIMS = 2**31, 2**15 - 1, 8
 # One bit less than the magnitude of an int64 has, since rounding may reach the bound of a block's sum itself.

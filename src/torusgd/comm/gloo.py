@@ -17,17 +17,14 @@ from .works import LaneWork, start_lane
 
 LANES = 2
 """number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
-AHEAD = 128
-"""number of turns whose receives are posted before their messages are waited for"""
-STREAM_BYTES = 1 << 18
-"""fewest bytes of a message in each stream: below that a further connection gains no time"""
+AHEAD = 128  # number of turns whose receives are posted before their messages are waited for
+STREAM_BYTES = 1 << 18  # fewest bytes of a message in each stream: below that a further connection gains no time
 _MOST_SCHEDULES = 256
 _SUMS_AT_ONCE = 1 << 12
 # number of tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones
 _TAGS = 1 << 18
 
-Tagged = tuple[tuple[Message, int], ...]
-"""messages, each with its tag within the sum"""
+Tagged = tuple[tuple[Message, int], ...]  # messages, each with its tag within the sum
 # a turn's messages: the parts under way, the scratch memory if it is to be added, and its elements of the tensor
 _Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
 

@@ -41,8 +41,7 @@ from .tree import FANOUT, Tree, meshes_of
 from .works import SLACK, PendingCollective, PendingMessage, comm_error, launch_order
 
 T = TypeVar("T")
-Messages = Sequence[tuple[torch.Tensor, int]]
-"""tensors, each to or from the member of this index in the group"""
+Messages = Sequence[tuple[torch.Tensor, int]]  # tensors, each to or from the member of this index in the group
 
 # a message tag that no sender uses
 _ABORT_TAG = (1 << 31) - 1

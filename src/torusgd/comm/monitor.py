@@ -16,8 +16,7 @@ from torch.profiler import record_function
 
 from .base import AllReduce, CommTimeout, Done, Liveness, Work
 
-SLICE = 0.25
-"""seconds between two looks of a wait at who is late"""
+SLICE = 0.25  # seconds between two looks of a wait at who is late
 
 
 class Monitor:
@@ -148,8 +147,7 @@ class _WatchedAllReduce:
         self._allreduce.close()
 
 
-Mark = Callable[[], float]
-"""seconds (time.perf_counter) at which the device reached a point; to be called once it has"""
+Mark = Callable[[], float]  # seconds (time.perf_counter) at which the device reached a point; to be called once it has
 
 
 class DeviceClock:

@@ -16,8 +16,7 @@ from .works import LaneWork, start_lane
 if TYPE_CHECKING:
     from .groups import Group
 
-FANOUT = 32
-"""most members of a group in which each two are connected, unless an algorithm needs it"""
+FANOUT = 32  # most members of a group in which each two are connected, unless an algorithm needs it
 
 
 def meshes_of(rank: int, size: int) -> list[range]:

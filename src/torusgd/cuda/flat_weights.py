@@ -105,19 +105,13 @@ class Update:
 
     weights: Tensor
     momenta: Tensor
-    gradients: Sequence[Tensor]
-    """float32, of each tensor"""
-    going: Tensor
-    """float32 [1]; zero: nothing changes"""
-    values: Tensor
-    """float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards"""
-    offsets: Sequence[int]
-    """of the tensors in the flat memory"""
+    gradients: Sequence[Tensor]  # float32, of each tensor
+    going: Tensor  # float32 [1]; zero: nothing changes
+    values: Tensor  # float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards
+    offsets: Sequence[int]  # of the tensors in the flat memory
     momentum: float
-    rule: str
-    """`sgd`, `nesterov`, or a variant of LARS"""
-    peak: float
-    """highest rate of the schedule, for LARS"""
+    rule: str  # `sgd`, `nesterov`, or a variant of LARS
+    peak: float  # highest rate of the schedule, for LARS
 
 
 def update(u: Update) -> None:

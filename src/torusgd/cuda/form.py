@@ -39,8 +39,7 @@ class GpuForm:
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._copies: Weights16 | None = None
         self._flat: FlatUpdate | None = None
-        self.make_sum = partial(device_sum, recipe.virtual_workers, world.device)
-        """makes the reducer's sum"""
+        self.make_sum = partial(device_sum, recipe.virtual_workers, world.device)  # makes the reducer's sum
 
     def control(self, state: StepState, monitor: Monitor, room: int) -> DeviceControl:
         return DeviceControl(state.batch_norm.running.numel(), self._device, monitor.to_host, room)

@@ -245,8 +245,7 @@ class PassParts:
     control: DeviceControl
     batch_norm: BatchNormStatistics
     device: torch.device
-    leaves: Sequence[Tensor]
-    """of each slot the tensor by which the network computes, in order"""
+    leaves: Sequence[Tensor]  # of each slot the tensor by which the network computes, in order
 
 
 class GraphedNetwork:

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
-KERNELS = f"{__package__}.triton_kernels"
-"""imported once a CUDA tensor comes, since only then Triton need be there"""
+KERNELS = f"{__package__}.triton_kernels"  # imported once a CUDA tensor comes, since only then Triton need be there
 LIBRARY = Library("torusgd", "FRAGMENT")
-operators = torch.ops.torusgd
-"""the registered operators, by name"""
+operators = torch.ops.torusgd  # the registered operators, by name
 # of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds
 _MOST_ENTRIES = 1 << 17
 

@@ -33,8 +33,7 @@ from .flat_weights import FlatUpdate
 from .graphs import Capture, Graph
 from .sums import ACCEPTED, LOSS, REPORT, UNDERFLOW, DeviceControl, DeviceGradientSum
 
-AHEAD = 2
-"""steps that the host launches beyond the one whose verdict it waits for"""
+AHEAD = 2  # steps that the host launches beyond the one whose verdict it waits for
 
 
 class GraphedUpdate:

@@ -35,8 +35,7 @@ from ..gradients.layout import Bucket, ParameterLayout, Span
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
 
-ACCEPTED, LOSS, UNDERFLOW = range(3)
-"""indices of the verdict's report"""
+ACCEPTED, LOSS, UNDERFLOW = range(3)  # indices of the verdict's report
 REPORT = 3
 
 
@@ -203,30 +202,21 @@ def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, o
 class Verdict:
     """What `verdict` reads and writes, in the order of the operator's arguments; see `IntegerGradientSum`."""
 
-    trailers: Sequence[Tensor]
-    """of the summed messages of all buckets"""
-    control: Tensor
-    """int64, the summed control vector: limbs of batch statistics and loss, then counts and sections"""
+    trailers: Sequence[Tensor]  # of the summed messages of all buckets
+    control: Tensor  # int64, the summed control vector: limbs of batch statistics and loss, then counts and sections
     ordinary: Tensor
     """int64, counts and sections of a step in which all ranks have computed all and nobody requests anything"""
     addends: int
     shift: float
     limit: int
-    elements: int
-    """of all gradients of a virtual worker"""
-    going: Tensor
-    """float32 [1], written: 1, or 0 once a step was refused"""
-    bounds: Tensor
-    """float64 [slots], written: then those of this step"""
-    scales: Tensor
-    """float32 [slots], written: then those of the next step"""
-    factors: Tensor
-    """float32 [slots], written: for `mean`, of this step"""
-    running: Tensor
-    """float32, written: batch norm's running statistics"""
+    elements: int  # of all gradients of a virtual worker
+    going: Tensor  # float32 [1], written: 1, or 0 once a step was refused
+    bounds: Tensor  # float64 [slots], written: then those of this step
+    scales: Tensor  # float32 [slots], written: then those of the next step
+    factors: Tensor  # float32 [slots], written: for `mean`, of this step
+    running: Tensor  # float32, written: batch norm's running statistics
     momenta: Tensor
-    report: Tensor
-    """float64 [REPORT], written: for the host, which reads it later"""
+    report: Tensor  # float64 [REPORT], written: for the host, which reads it later
 
 
 def verdict(v: Verdict) -> None:

@@ -34,10 +34,8 @@ from .flat_weights import Update
 from .kernels import blocks_of, cached_table, table_of
 from .sums import Verdict
 
-BLOCK = tl.constexpr(1024)
-"""elements of one program"""
-BFLOAT16 = tl.constexpr(1)
-"""the number of this dtype in a table"""
+BLOCK = tl.constexpr(1024)  # elements of one program
+BFLOAT16 = tl.constexpr(1)  # the number of this dtype in a table
 LIMBS, TOP = tl.constexpr(exact_sum.NARROW.limbs), tl.constexpr(exact_sum.NARROW.top)
 BITS = tl.constexpr(exact_sum.LIMB_BITS)
 COUNT_BITS, HEADROOM = tl.constexpr(integer_sum.COUNT_BITS), tl.constexpr(integer_sum.HEADROOM)

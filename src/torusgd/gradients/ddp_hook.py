@@ -115,8 +115,7 @@ def _check_exact(model: DistributedDataParallel) -> None:
 class Hook:
     """Buckets on their way: sent from autograd's thread in bucket order, finished in that order on one of its own."""
 
-    explanation: str
-    """one line: what runs, and why"""
+    explanation: str  # one line: what runs, and why
 
     def __init__(self, ranks: Group) -> None:
         self.allreduce: Any = None
@@ -384,7 +383,6 @@ class _Arrived:
 
     future: _Future
     buffer: Tensor
-    gradients: dict[int, Tensor]
-    """views of the buffer by slot"""
+    gradients: dict[int, Tensor]  # views of the buffer by slot
     message: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Work | None = None

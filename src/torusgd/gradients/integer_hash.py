@@ -31,8 +31,7 @@ class IntegerHash:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sum = torch.zeros((), dtype=torch.int64, device=device)
-        """the hash of what has been added, on the device"""
+        self.sum = torch.zeros((), dtype=torch.int64, device=device)  # the hash of what has been added, on the device
         self._keys = _word_keys(device)
 
     def add(self, slot: int, begin: int, integers: Tensor) -> None:

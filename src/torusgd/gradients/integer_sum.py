@@ -27,12 +27,10 @@ from ..comm.exact_sum import gradient_integers
 from .integer_hash import IntegerHash
 from .layout import Bucket, Span
 
-HEADROOM = 8.0
-"""growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
+HEADROOM = 8.0  # growth of a gradient's maximum, from one step to the next, that the scale leaves room for
 LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
 """largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
-COUNT_BITS = 16
-"""of the lower value of a count, which may be beyond int32: 8,191 addends of it are not"""
+COUNT_BITS = 16  # of the lower value of a count, which may be beyond int32: 8,191 addends of it are not
 # elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each
 _CHUNK = 1 << 17
 
@@ -41,8 +39,7 @@ _CHUNK = 1 << 17
 class SumReport:
     """What a finished sum says, on the host; the same on every rank."""
 
-    overflow: list[int]
-    """slots whose sum may have left the range: the step must be measured and redone"""
+    overflow: list[int]  # slots whose sum may have left the range: the step must be measured and redone
     nonfinite: list[int]
     underflow: float = 0.0
     """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
@@ -52,8 +49,7 @@ class SumReport:
 class SumStatus:
     """The status of a finished sum, on its device."""
 
-    flags: Tensor
-    """bool [2, slots]: out of range, not finite"""
+    flags: Tensor  # bool [2, slots]: out of range, not finite
     underflow: Tensor
 
     def read(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> SumReport:
@@ -68,8 +64,7 @@ class GradientSum(Protocol):
     """What the reducer needs of a sum. Slots are numbered among those held, `state` and flags among all."""
 
     buckets: Sequence[Bucket]
-    needs_measure: bool
-    """no scale is known yet: the maxima must be measured before the first sum"""
+    needs_measure: bool  # no scale is known yet: the maxima must be measured before the first sum
 
     def clear(self) -> None:
         """Begins a step: all sums are zero."""

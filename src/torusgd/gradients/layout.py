@@ -20,8 +20,7 @@ from ..optim.norms import BLOCK
 
 BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
 """MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`"""
-USUAL_MIB = 4.0
-"""size of a bucket without a measurement; with `auto`, during the first steps"""
+USUAL_MIB = 4.0  # size of a bucket without a measurement; with `auto`, during the first steps
 _BYTES = 4
 
 Span = tuple[int, int]
@@ -72,30 +71,23 @@ class Slot(NamedTuple):
 
     name: str
     parameter: str
-    tensor: Tensor
-    """the parameter itself, or a view of some of its rows"""
+    tensor: Tensor  # the parameter itself, or a view of some of its rows
     parallel: int = 1
     """number of ranks that share the column blocks: 1 sums over all ranks, M over the ranks with the same columns"""
     layer: int | None = None
     """index of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd"""
-    held: bool = True
-    """whether this rank computes, sums and updates it"""
-    is_owner: bool = True
-    """whether this rank reports it to the others, of all ranks of a group that hold it"""
-    is_wide: bool = False
-    """whether it travels as float32, in buckets of its own, while the others travel in 16 bits"""
-    completed: int = 0
-    """index in the order of backward; the order of sending differs if wide slots are sent last"""
+    held: bool = True  # whether this rank computes, sums and updates it
+    is_owner: bool = True  # whether this rank reports it to the others, of all ranks of a group that hold it
+    is_wide: bool = False  # whether it travels as float32, in buckets of its own, while the others travel in 16 bits
+    completed: int = 0  # index in the order of backward; the order of sending differs if wide slots are sent last
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
     """Slots over all ranks, and the buckets of those that this rank holds."""
 
-    slots: tuple[Slot, ...]
-    """all slots in sending order, the same on every rank but for `held` and `is_owner`"""
-    buckets: tuple[Bucket, ...]
-    """buckets of the held slots, which have indices of their own"""
+    slots: tuple[Slot, ...]  # all slots in sending order, the same on every rank but for `held` and `is_owner`
+    buckets: tuple[Bucket, ...]  # buckets of the held slots, which have indices of their own
 
     @cached_property
     def held(self) -> tuple[Slot, ...]:

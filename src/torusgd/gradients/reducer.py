@@ -56,11 +56,9 @@ class Channel:
 class Reduced(Generic[T]):
     """A step whose sums may be used, or hold inf or nan."""
 
-    result: T
-    """of the last call of `backward`"""
+    result: T  # of the last call of `backward`
     report: SumReport
-    overflowed: list[str]
-    """slots whose sum left the range, before the step was redone"""
+    overflowed: list[str]  # slots whose sum left the range, before the step was redone
     redone: int
 
 
@@ -90,13 +88,11 @@ class Reducer:
     ) -> None:
         self._to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
-        self.is_sharded = channels[1].shards is not None
-        """whether each rank gets back a shard of each bucket only"""
+        self.is_sharded = channels[1].shards is not None  # whether each rank gets back a shard of each bucket only
         self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
-        self.clock = DeviceClock(self._device)
-        """of the two marks; to be set between two steps"""
+        self.clock = DeviceClock(self._device)  # of the two marks; to be set between two steps
         self.first_ready = self.last_ready = self.clock.mark()
         """when this rank's first and last bucket of the step were ready to leave"""
         self._maxima = torch.zeros(len(slots), device=self._device)
@@ -348,8 +344,7 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
     ]
 
 
-REBUILD_STEPS = (1, 2, 3)
-"""steps of this process whose gradient times are used; step 0 warms up"""
+REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used; step 0 warms up
 
 
 class BucketRebuild:

@@ -25,8 +25,7 @@ from ..optim.norms import BLOCK, block_norms, norms_from_blocks
 from ..recipe.schedule import Step
 from .reducer import Reducer
 
-STEP = "step"
-"""what AdamW and LAMB keep for each parameter, and here is the same for all: the number of updates"""
+STEP = "step"  # what AdamW and LAMB keep for each parameter, and here is the same for all: the number of updates
 
 
 class ColumnGather(Protocol):

@@ -63,10 +63,8 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
 class Entrance:
     """Where other machines join a run."""
 
-    address: tuple[str, int]
-    """of this machine, and a port; 0: any that is free"""
-    token_file: Path | None = None
-    """what the others need a copy of; None: in the run's folder"""
+    address: tuple[str, int]  # of this machine, and a port; 0: any that is free
+    token_file: Path | None = None  # what the others need a copy of; None: in the run's folder
 
     def open(self, job: Job, supervisor: Supervisor) -> Listener:
         """Lets machines join the ranks of a supervisor; UserError if the address or the token is no good."""
@@ -96,8 +94,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self.total = 0
-        self.in_vain = 0
-        """since the last new checkpoint"""
+        self.in_vain = 0  # since the last new checkpoint
         self._reached = ""
         self._last_kind: FailureKind | None = None
 

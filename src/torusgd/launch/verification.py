@@ -63,8 +63,7 @@ class Checked:
     state: str
     text: str = ""
     first: int = 0
-    last: int = 0
-    """steps done before and after a range; equal: it is no range"""
+    last: int = 0  # steps done before and after a range; equal: it is no range
 
 
 def verdict(found: Sequence[Checked]) -> int:
@@ -131,8 +130,7 @@ class Verifier:
     scratch: Path
     progress: Callable[[int, int], object] = lambda done, total: None
     found: list[Checked] = field(default_factory=list)
-    computed: int = 0
-    """steps that were computed"""
+    computed: int = 0  # steps that were computed
 
     def __post_init__(self) -> None:
         recipe = self.job.recipe

@@ -247,8 +247,7 @@ class PlanComparison:
     path: Path
     recipe: str
     devices: int
-    seconds: Mapping[int, float]
-    """of a step, by its batch"""
+    seconds: Mapping[int, float]  # of a step, by its batch
 
     @classmethod
     def load(cls, path: Path) -> "PlanComparison":

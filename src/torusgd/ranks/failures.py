@@ -27,17 +27,13 @@ MOST_CAUSES = 16
 class FailureKind(Enum):
     """Why a rank ended."""
 
-    USER_ERROR = "user error"
-    """the input is wrong; a new start would not help"""
-    RUN_ERROR = "run error"
-    """the run can't go on, though the input was right"""
+    USER_ERROR = "user error"  # the input is wrong; a new start would not help
+    RUN_ERROR = "run error"  # the run can't go on, though the input was right
     DISK_ERROR = "disk error"
     """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
     OUTPUT_CLOSED = "output closed"
-    DEFECT = "defect"
-    """of torusgd, or of a user's own model or data source"""
-    RANK_LOST = "rank lost"
-    """another rank, or the way to it, is gone: the reason lies there, and a new start may help"""
+    DEFECT = "defect"  # of torusgd, or of a user's own model or data source
+    RANK_LOST = "rank lost"  # another rank, or the way to it, is gone: the reason lies there, and a new start may help
 
     @property
     def exit_code(self) -> int:
@@ -52,8 +48,7 @@ class Failure:
     rank: int
     host: str
     text: str
-    trace: str = ""
-    """of a defect: the traceback"""
+    trace: str = ""  # of a defect: the traceback
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":

@@ -53,16 +53,11 @@ class _Record(NamedTuple):
     """What the launcher has written of the newest generation; as JSON in the store."""
 
     number: int
-    ranks: tuple[int, ...]
-    """in the order of the group; none: those that are left shall end"""
-    lost: tuple[int, ...]
-    """until then"""
-    is_planned: bool
-    """the ranks of the generation before are well, and shall end their step first"""
-    waits: bool
-    """its ranks are too few, and shall take no step"""
-    joining: tuple[int, ...] = ()
-    """ranks that are to take part in the next generation, and want the state meanwhile"""
+    ranks: tuple[int, ...]  # in the order of the group; none: those that are left shall end
+    lost: tuple[int, ...]  # until then
+    is_planned: bool  # the ranks of the generation before are well, and shall end their step first
+    waits: bool  # its ranks are too few, and shall take no step
+    joining: tuple[int, ...] = ()  # ranks that are to take part in the next generation, and want the state meanwhile
 
     def source(self, rank: int) -> int:
         """The rank that sends the state to one that joins: another one for each, so that none sends to all."""
@@ -87,14 +82,11 @@ class Generations:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.number = -1
-        """generation that this process has announced, or has joined"""
+        self.number = -1  # generation that this process has announced, or has joined
         self.lost: tuple[int, ...] = ()
         self.waits = False
-        self.is_planned = False
-        """there is a next generation, to be joined after the step under way"""
-        self.joiners: tuple[int, ...] = ()
-        """ranks that join and want the state from this one"""
+        self.is_planned = False  # there is a next generation, to be joined after the step under way
+        self.joiners: tuple[int, ...] = ()  # ranks that join and want the state from this one
         self._sending: list[Group] = []  # by which it sends them the state
         self._rank = -1
         self._looked = 0.0

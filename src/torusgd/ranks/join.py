@@ -304,14 +304,11 @@ class RemoteRank:
     def __init__(self, node: "JoinedNode", number: int) -> None:
         # The number of its start among all starts there: a later attempt uses the ranks' numbers again.
         self.node, self._number = node, number
-        self.exitcode: int | None = None
-        """minus the signal's number if a signal ended it; None while it runs"""
-        self.why = ""
-        """how it ended, for people"""
+        self.exitcode: int | None = None  # minus the signal's number if a signal ended it; None while it runs
+        self.why = ""  # how it ended, for people
         # The supervisor waits for processes by what the kernel can watch, so this one has a pair of sockets.
         self._read, self._write = socket.socketpair()
-        self.sentinel = self._read.fileno()
-        """readable once it has ended"""
+        self.sentinel = self._read.fileno()  # readable once it has ended
 
     def kill(self) -> None:
         """Ends it; what becomes of it over there is no longer waited for."""
@@ -345,12 +342,9 @@ class JoinedNode:
     workers: int
     channel: Channel
     is_ready: bool = False
-    gone: str = ""
-    """why it is no longer there; empty: it is"""
-    attempt: int = -1
-    """in which its ranks were started last"""
-    ranks: dict[int, RemoteRank] = field(default_factory=dict)
-    """by the number of their start"""
+    gone: str = ""  # why it is no longer there; empty: it is
+    attempt: int = -1  # in which its ranks were started last
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)  # by the number of their start
     _starts: int = 0
 
     def start(self, ranks: list[int], size: int, attempt: int) -> list[RemoteRank]:
@@ -405,8 +399,7 @@ class Listener:
         silent: float,
         report: Callable[[str], object],
     ) -> None:
-        self.interface = interface_of(address[0])
-        """through which ranks reach each other"""
+        self.interface = interface_of(address[0])  # through which ranks reach each other
         self._token, self._store_port, self._job, self._silent, self._report = token, store_port, job, silent, report
         self._nodes: list[JoinedNode] = []
         self._pending = threading.Semaphore(MOST_STRANGERS)

@@ -51,14 +51,10 @@ _FRAMES = 6
 class Limits:
     """Seconds after which ranks are given up."""
 
-    beat: float = 25.0
-    """without a heartbeat"""
-    start: float = 120.0
-    """for all ranks to meet, and from there until a first unit of work is done"""
-    stuck: float = 60.0
-    """without progress of any rank, at least; math.inf if ranks do not report progress"""
-    outside: float = 600.0
-    """without progress, while ranks wait for a disk"""
+    beat: float = 25.0  # without a heartbeat
+    start: float = 120.0  # for all ranks to meet, and from there until a first unit of work is done
+    stuck: float = 60.0  # without progress of any rank, at least; math.inf if ranks do not report progress
+    outside: float = 600.0  # without progress, while ranks wait for a disk
 
 
 @dataclass(frozen=True)
@@ -71,18 +67,14 @@ class Beat:
     step: int = 0
     unit: int = 0
     idle: float = 0.0
-    longest: float = 0.0
-    """seconds of the longest unit that was finished; 0: none was"""
+    longest: float = 0.0  # seconds of the longest unit that was finished; 0: none was
     waits: bool = False
-    busy: float = 0.0
-    """fraction of one core that the process has used since the last progress"""
+    busy: float = 0.0  # fraction of one core that the process has used since the last progress
     what: str = ""
     where: str = ""
     stack: str = ""
-    failed: str = ""
-    """why it will not answer any more, in one line"""
-    ended: bool = False
-    """nobody needs to wait for it"""
+    failed: str = ""  # why it will not answer any more, in one line
+    ended: bool = False  # nobody needs to wait for it
 
 
 class Watch:
@@ -90,8 +82,7 @@ class Watch:
 
     def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
         self._store, self._limits = PrefixStore(keys.BEATS, store), limits
-        self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)
-        """the last of each rank; None before the first"""
+        self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)  # the last of each rank; None before the first
         self._silence = {rank: Unchanged() for rank in self.beats}
         self._seconds = dict.fromkeys(self.beats, 0.0)
         self._report_after = REPORTED
@@ -289,8 +280,7 @@ class Heartbeat(Liveness):
         # A connection of its own, since a blocked call of another thread would hold up the beats.
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
-        self.store = own
-        """connection that no wait of the main thread holds up; calls on it must be short"""
+        self.store = own  # connection that no wait of the main thread holds up; calls on it must be short
         self._store, self._rank, self._limits, self._on_late = PrefixStore(keys.BEATS, own), rank, limits, on_late
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)

@@ -51,19 +51,16 @@ class RankSpec:
     """What the process of a rank is started with."""
 
     rank: int
-    size: int
-    """ranks with which the attempt began"""
+    size: int  # ranks with which the attempt began
     port: int
     attempt: int
     device: str
     ranks_per_gpu: int
     limits: Limits
     function: RankFunction
-    joins: bool
-    """beside ranks that are at work already"""
+    joins: bool  # beside ranks that are at work already
     interface: str = LOOPBACK_INTERFACE
-    local: int = 0
-    """its number among the ranks that run on its machine, which decides its GPU"""
+    local: int = 0  # its number among the ranks that run on its machine, which decides its GPU
     stops_run: bool = True
     """a stop signal that reaches it stops the whole run; else it is left to the agent, which ends its ranks"""
 

@@ -38,24 +38,18 @@ _WITHOUT_PARENT = 255
 class Quorum(NamedTuple):
     """How many ranks a run needs, and takes."""
 
-    fewest: int
-    """with which it goes on when others are lost; with fewer all end"""
-    wanted: int = 1
-    """with fewer of which it takes no step, but waits for more"""
-    most: int | None = None
-    """in all, with those of other machines; None: no more than at the beginning"""
+    fewest: int  # with which it goes on when others are lost; with fewer all end
+    wanted: int = 1  # with fewer of which it takes no step, but waits for more
+    most: int | None = None  # in all, with those of other machines; None: no more than at the beginning
 
 
 class Part(Enum):
     """What a rank does in the run."""
 
-    JOINS = "joins"
-    """has been started, and takes part as soon as all that join are ready"""
+    JOINS = "joins"  # has been started, and takes part as soon as all that join are ready
     MEMBER = "member"
-    LEAVES = "leaves"
-    """is let go, and ends by itself"""
-    GONE = "gone"
-    """was lost, or never took part"""
+    LEAVES = "leaves"  # is let go, and ends by itself
+    GONE = "gone"  # was lost, or never took part
 
 
 @dataclass
@@ -65,11 +59,9 @@ class RankEntry:
     number: int
     process: BaseProcess | RemoteRank
     part: Part
-    local: int = 0
-    """number among the ranks that run on its machine"""
+    local: int = 0  # number among the ranks that run on its machine
     runs: bool = True
-    server: int = 0
-    """the fork server's process, without which its end can't be told"""
+    server: int = 0  # the fork server's process, without which its end can't be told
 
     @property
     def node(self) -> JoinedNode | None:
@@ -86,12 +78,10 @@ class Exit:
     """A rank's process has ended."""
 
     rank: int
-    code: int
-    """minus the signal's number if a signal ended it"""
+    code: int  # minus the signal's number if a signal ended it
     how: str
     is_remote: bool = False
-    is_orphan: bool = False
-    """the fork server was ended, and the rank with it"""
+    is_orphan: bool = False  # the fork server was ended, and the rank with it
 
 
 class RankFailed(Exception):
@@ -117,10 +107,8 @@ class Supervisor:
         self._report = report
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
         self._root = serve_store()  # of the launcher, so that it outlives every rank
-        self.port: int = self._root.port
-        """of the store, on loopback"""
-        self.listener: Listener | None = None
-        """where other machines join; None: nobody does"""
+        self.port: int = self._root.port  # of the store, on loopback
+        self.listener: Listener | None = None  # where other machines join; None: nobody does
         self._quorum = Quorum(size)
         self._open_attempt(0)
 

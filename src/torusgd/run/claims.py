@@ -34,15 +34,12 @@ class Claims:
     """What a run says of itself; it may go on meanwhile."""
 
     run: Path
-    folder: Path
-    """the run's, or a copy of what is in its bucket"""
+    folder: Path  # the run's, or a copy of what is in its bucket
     recipe: Recipe
     lines: tuple[Line, ...]
     head: str
-    problem: str
-    """why the records behind `lines` can't be those of a run; empty: they can"""
-    summary: Mapping[str, Any]
-    """empty unless the run is finished"""
+    problem: str  # why the records behind `lines` can't be those of a run; empty: they can
+    summary: Mapping[str, Any]  # empty unless the run is finished
     journal: Journaled | None = None
     journal_text: str = ""
 

@@ -39,13 +39,10 @@ class Sums:
     """What sums the gradients of a rank with those of the others."""
 
     allreduce: AnyAllReduce
-    watched: AllReduce
-    """the same, with waits that find late ranks"""
-    tail: ParallelTail | None
-    """layers that ranks share; None: each rank has whole layers"""
+    watched: AllReduce  # the same, with waits that find late ranks
+    tail: ParallelTail | None  # layers that ranks share; None: each rank has whole layers
     reducer: Reducer
-    over_columns: Sequence[AnyAllReduce]
-    """over the ranks that hold the same column blocks"""
+    over_columns: Sequence[AnyAllReduce]  # over the ranks that hold the same column blocks
 
     def close(self) -> None:
         """Every rank calls it, with nothing under way."""
@@ -136,8 +133,7 @@ class Network:
 
     model: nn.Module
     batch_norm: BatchNormStatistics
-    own_copy: nn.Module | None
-    """as drawn, never used itself; for recipes whose ranks compute with weights of their own"""
+    own_copy: nn.Module | None  # as drawn, never used itself; for recipes whose ranks compute with weights of their own
 
 
 def draw_network(job: Job, data: Data, device: torch.device) -> Network:

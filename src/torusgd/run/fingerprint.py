@@ -48,8 +48,7 @@ from .open_data import Data
 from .trained_weights import read_initial
 
 Conditions = dict[str, str | int]
-Differences = dict[str, tuple[str, str]]
-"""by key, both values as they are shown"""
+Differences = dict[str, tuple[str, str]]  # by key, both values as they are shown
 
 # Of a processor's flags those of which kernels make a choice; others come and go with the version of the kernel.
 _ARITHMETIC_FLAG = re.compile(r"\d*s?sse|avx|fma|f16c|amx|vnni|bf16|asimd|sve|sme|fp|i8mm|neon")
@@ -163,14 +162,11 @@ class Fingerprint:
     recipe_sha256: str
     train_images: int
     data_sha256: str
-    init_sha256: str
-    """of the weights of --init; empty: drawn from the seed"""
-    drawn_sha256: str
-    """of the network's weights as this rank drew them from the seed; another torch may draw others"""
+    init_sha256: str  # of the weights of --init; empty: drawn from the seed
+    drawn_sha256: str  # of the network's weights as this rank drew them from the seed; another torch may draw others
     conditions: Conditions
     replayed_sha256: str = ""
-    data_revision: str = ""
-    """the commit of a data set of the hub; empty: it is none of the hub's"""
+    data_revision: str = ""  # the commit of a data set of the hub; empty: it is none of the hub's
     operators: str = ""
     """of a virtual worker's passes by portable arithmetic, see `operators_of_passes`; empty for other precisions"""
 

@@ -34,26 +34,22 @@ class _JobTree(BaseModel):
 class Job:
     """What to run, where, and how."""
 
-    recipe: Recipe
-    """no `auto` in it"""
+    recipe: Recipe  # no `auto` in it
     options: RuntimeOptions
     device: str
     out: Path
     data: Path | None = None
-    init: str | None = None
-    """weights to start from, see `trained_weights.read_initial`"""
+    init: str | None = None  # weights to start from, see `trained_weights.read_initial`
     max_steps: int | None = None
     plan: PlanComparison | None = None
     replay: Journaled | None = None
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
-    expected: Expected | None = None
-    """the states that steps computed anew must reach; None: this is a run of its own"""
+    expected: Expected | None = None  # the states that steps computed anew must reach; None: this is a run of its own
     delays: str = ""
     lists: tuple[str, ...] | None = None
     """what our launcher has found of the images (`open_data.LauncherArrays`); None: the ranks find it together"""
     trace: TracedSteps | None = None
-    bucket: str | None = None
-    """the URL to which what stands in `out` is copied"""
+    bucket: str | None = None  # the URL to which what stands in `out` is copied
 
     def as_dict(self) -> dict[str, Any]:
         """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""

@@ -34,8 +34,7 @@ class LauncherArrays:
     """A `Once` of a process that starts ranks on its machine: what it makes it holds for them."""
 
     def __init__(self) -> None:
-        self.paths: list[str] = []
-        """files with the arrays of each call, as long as this process lives"""
+        self.paths: list[str] = []  # files with the arrays of each call, as long as this process lives
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
         arrays = make(lambda done: None)
@@ -119,8 +118,7 @@ class Data:
     training: Pipeline
     held_out: Pipeline
     loader: Loader
-    processes: LoaderProcesses | None
-    """makers of the loader's batches; None: its threads make them"""
+    processes: LoaderProcesses | None  # makers of the loader's batches; None: its threads make them
 
     def close(self) -> None:
         self.loader.close()

@@ -39,11 +39,9 @@ class RunState:
     """How far a run has come; all of it plain JSON."""
 
     fingerprint: Fingerprint
-    resumed_from: _Steps = 0
-    """the step of the checkpoint that this process began from; 0: none"""
+    resumed_from: _Steps = 0  # the step of the checkpoint that this process began from; 0: none
     step: _Steps = 0
-    seconds: float = 0.0
-    """training time: steps, evaluations and waits for checkpoints, over all attempts"""
+    seconds: float = 0.0  # training time: steps, evaluations and waits for checkpoints, over all attempts
     totals: StepTotals = field(default_factory=StepTotals)
     evaluated: _Steps = 0
     seconds_to_target: float | None = None
@@ -52,8 +50,7 @@ class RunState:
     mixed_conditions: list[Conditions] = field(default_factory=list)
     """of ranks, in any part of the run, whose conditions were not rank 0's"""
     initial: Fit | None = None
-    journal: JournalHead | None = None
-    """up to where the run has come; None: its journal follows from the recipe"""
+    journal: JournalHead | None = None  # up to where the run has come; None: its journal follows from the recipe
 
     def count(self, stats: StepStats) -> None:
         self.step = stats.step.index + 1
@@ -134,10 +131,8 @@ class LastSaved(NamedTuple):
     """The newest checkpoint of a run."""
 
     step: int
-    rank: int
-    """which wrote it, and writes the next one as long as it is there"""
-    at: float
-    """when it was taken, or the run began (time.monotonic of that rank)"""
+    rank: int  # which wrote it, and writes the next one as long as it is there
+    at: float  # when it was taken, or the run began (time.monotonic of that rank)
 
 
 class Saver:
@@ -158,8 +153,7 @@ class Saver:
             copy = partial(Mirror(job.bucket).put_checkpoint, keep=keep)
         self._writer = CheckpointWriter(RunDir(job.out).checkpoints, keep, metadata, copy)
         self._times = CheckpointTimes(steps, 60.0 * job.options.checkpoint_minutes, self._writer, last)
-        self.saved = -1
-        """step of the last checkpoint, the same on all ranks; below 0: not known yet"""
+        self.saved = -1  # step of the last checkpoint, the same on all ranks; below 0: not known yet
 
     def is_due(self, steps: int) -> bool:
         """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
@@ -207,8 +201,7 @@ class RunResult:
 
     summary: dict[str, Any] = field(default_factory=dict)
     signal: int = 0
-    ranks_change: bool = False
-    """it goes on, with ranks that join or without some that leave"""
+    ranks_change: bool = False  # it goes on, with ranks that join or without some that leave
 
     @property
     def code(self) -> int:

@@ -31,8 +31,7 @@ HARDLY_BEHIND = 2
 # Bytes that may wait to be sent to a rank, or four times the state if that is more; then it is too slow.
 LEAST_WAITING = 64 << 20
 
-Event = Mapping[str, Any]
-"""the line of events.jsonl for what was done last"""
+Event = Mapping[str, Any]  # the line of events.jsonl for what was done last
 
 
 class StateFeeds:

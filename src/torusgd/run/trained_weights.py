@@ -30,8 +30,7 @@ _COUNTS = "num_batches_tracked"
 class InitialWeights:
     """Weights to start from, and where they come from."""
 
-    source: str
-    """for people: a file, timm:NAME, or hf:REPO@COMMIT"""
+    source: str  # for people: a file, timm:NAME, or hf:REPO@COMMIT
     tensors: Tensors
 
 
@@ -41,10 +40,8 @@ class Fit:
 
     source: str
     taken: list[str]
-    left: dict[str, list[int]]
-    """tensors that are not used, with their shapes"""
-    new: dict[str, list[int]]
-    """the network's tensors that stay as the seed drew them, with their shapes"""
+    left: dict[str, list[int]]  # tensors that are not used, with their shapes
+    new: dict[str, list[int]]  # the network's tensors that stay as the seed drew them, with their shapes
 
     def __str__(self) -> str:
         text = f"initial weights: {len(self.taken)} tensors taken from {self.source}"
@@ -119,11 +116,9 @@ class TrainedModel:
     """A model with its weights, without any data."""
 
     path: Path
-    model: nn.Module
-    """float32; of `open_model` in evaluation mode"""
+    model: nn.Module  # float32; of `open_model` in evaluation mode
     recipe: Recipe
-    classes: tuple[str, ...]
-    """names, in the order of the outputs"""
+    classes: tuple[str, ...]  # names, in the order of the outputs
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,9 @@ T = TypeVar("T")
 class Checkpoint:
     """Everything that the next step needs."""
 
-    model: Tensors
-    """parameters and buffers by name"""
-    state: Tensors
-    """`optimizer/KEY/NAME` of a parameter, `gradient_bounds`, the loss scale"""
-    progress: dict[str, Any]
-    """plain JSON: format, step, totals, times, fingerprint"""
+    model: Tensors  # parameters and buffers by name
+    state: Tensors  # `optimizer/KEY/NAME` of a parameter, `gradient_bounds`, the loss scale
+    progress: dict[str, Any]  # plain JSON: format, step, totals, times, fingerprint
 
     @property
     def step(self) -> int:

@@ -37,10 +37,8 @@ class Holder:
     """What a holder's object says."""
 
     token: str
-    who: str
-    """for people"""
-    beats: int = 0
-    """signs of life so far"""
+    who: str  # for people
+    beats: int = 0  # signs of life so far
     released: bool = False
 
 

@@ -18,8 +18,7 @@ from ..errors import RunError
 
 # Of the record: ranks with programs that would read each other's fields otherwise find out at the first step.
 VERSION = 6
-NO_WORDS = torch.zeros(0, dtype=torch.int64)
-"""the section of a watcher in a step that does not concern it"""
+NO_WORDS = torch.zeros(0, dtype=torch.int64)  # the section of a watcher in a step that does not concern it
 
 
 @dataclass
@@ -28,8 +27,7 @@ class Counts:
 
     version: int = VERSION
     ranks: int = 1
-    contributions: int = 0
-    """virtual workers whose gradients are in the step's sum: what its mean divides by"""
+    contributions: int = 0  # virtual workers whose gradients are in the step's sum: what its mean divides by
     replaced: int = 0
     failed: int = 0
 
@@ -40,8 +38,7 @@ class ControlVector:
 
     counts: Counts
     loss: float
-    batch_norm: Tensor
-    """float64: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
+    batch_norm: Tensor  # float64: the mean of the batch statistics, as BatchNormStatistics.update takes it
     is_finite: bool
     sections: Mapping[str, Tensor]
     """int64, summed over ranks, by name: of each watcher (`watch`) what it sent in this step"""

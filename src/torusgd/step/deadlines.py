@@ -217,10 +217,8 @@ class Passed:
     step: int
     worker: int
     loss: Tensor
-    statistics: Tensor
-    """as `BatchNormStatistics.batch` has them"""
-    gradients: list[tuple[int, Tensor]]
-    """by slot; slots without one are missing"""
+    statistics: Tensor  # as `BatchNormStatistics.batch` has them
+    gradients: list[tuple[int, Tensor]]  # by slot; slots without one are missing
     replaced: int
 
 

@@ -35,8 +35,7 @@ class Evaluation:
 
     top1: float
     top5: float
-    loss: float
-    """mean cross-entropy, without label smoothing"""
+    loss: float  # mean cross-entropy, without label smoothing
     images: int
     excluded: int
 

@@ -15,11 +15,9 @@ from ..recipe.schedule import even_counts
 class Membership:
     """The ranks of one generation of a run's groups."""
 
-    generation: int
-    """counts the groups that the run has built: a message of an earlier one reaches nobody"""
+    generation: int  # counts the groups that the run has built: a message of an earlier one reaches nobody
     ranks: tuple[int, ...]
-    me: int
-    """index of this process among them"""
+    me: int  # index of this process among them
     shares: tuple[tuple[int, ...], ...]
 
     @property

@@ -79,8 +79,7 @@ class MovingAverage:
 
 _MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
 _MEAN, _RUNNING = "mean", "running"
-WATCHERS = "watchers/"
-"""of tensors that watchers need, and no weight depends on"""
+WATCHERS = "watchers/"  # of tensors that watchers need, and no weight depends on
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,7 @@ class Straggler:
     """The rank whose gradients were ready last, or whose link is slow."""
 
     rank: int
-    behind: float
-    """seconds after the median rank, or of the link beyond the median link"""
+    behind: float  # seconds after the median rank, or of the link beyond the median link
     cause: str
     """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
 
@@ -228,8 +227,7 @@ class Move:
 
     membership: Membership
     moved: int
-    gain: float
-    """fraction of the time that the slowest rank computed, which should be saved"""
+    gain: float  # fraction of the time that the slowest rank computed, which should be saved
 
     def __str__(self) -> str:
         counts = self.membership.counts
@@ -241,10 +239,8 @@ class Move:
 class Balance:
     """What all ranks know of their speed at a time, and what follows; the same on every rank."""
 
-    seconds: dict[int, float]
-    """of a virtual worker lately, by rank"""
-    saved: float
-    """seconds that the present shares have saved in these steps, against even ones"""
+    seconds: dict[int, float]  # of a virtual worker lately, by rank
+    saved: float  # seconds that the present shares have saved in these steps, against even ones
     move: Move | None
 
     @property

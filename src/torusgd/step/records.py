@@ -35,8 +35,7 @@ from .watch import StepView, StepWatch
 MOST_BYTES = 1 << 30
 # int64 words of a SHA-256.
 _WORDS = 4
-Figure = float | None
-"""None: not finite"""
+Figure = float | None  # None: not finite
 
 
 class _Line(BaseModel):
@@ -76,8 +75,7 @@ class StateLine(_Line):
     """of the step's images and labels; None: nobody knew before the step that it would be recorded"""
     rates: tuple[float, float, float] | None = None
     """rate, momentum and factor of the weight decay; None before the first step"""
-    journal: str | None = None
-    """digest of the journal up to here; None: it follows from the recipe"""
+    journal: str | None = None  # digest of the journal up to here; None: it follows from the recipe
 
 
 class EvaluationLine(_Line):
@@ -106,10 +104,8 @@ class Expected:
     states: Mapping[int, StateLine]
     checkpoints: Mapping[int, Mapping[str, str]]
     """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
-    evaluations: frozenset[int]
-    """steps after which the weights are evaluated"""
-    is_final: bool
-    """whether polish and result follow the last step"""
+    evaluations: frozenset[int]  # steps after which the weights are evaluated
+    is_final: bool  # whether polish and result follow the last step
 
 
 def line_sha256(line: str) -> str:

@@ -73,8 +73,7 @@ class TrainStep:
     allreduce: AllReduce
     control: ControlMessage
     requests: Requests
-    watchers: Sequence[StepWatch]
-    """in the order in which they are called; `requests` is the first"""
+    watchers: Sequence[StepWatch]  # in the order in which they are called; `requests` is the first
     clock: StepClock
     world: Group
     liveness: Liveness

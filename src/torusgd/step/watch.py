@@ -42,21 +42,16 @@ class StepView:
     recompute: Callable[[int], IntegerHash]
     """function that computes a virtual worker of this step once more, for the hash of its integers alone; OSError or
     RunError if its images can't be read"""
-    is_stopping: bool = False
-    """whether this rank was requested to stop, so that no rank will use what the step finds"""
-    is_redone: bool = False
-    """whether the passes were repeated, since a sum had left its range"""
-    is_skipped: bool = False
-    """whether a gradient is not finite, so that the weights stay (float16)"""
+    is_stopping: bool = False  # whether this rank was requested to stop, so that no rank will use what the step finds
+    is_redone: bool = False  # whether the passes were repeated, since a sum had left its range
+    is_skipped: bool = False  # whether a gradient is not finite, so that the weights stay (float16)
 
 
 class StepWatch:
     """A watcher that does nothing; the real ones override what they need."""
 
-    name = ""
-    """name of the watcher's section of the control vector; empty: it has none"""
-    words = 0
-    """highest number of int64 words in that section, the same on all ranks"""
+    name = ""  # name of the watcher's section of the control vector; empty: it has none
+    words = 0  # highest number of int64 words in that section, the same on all ranks
 
     def due(self, step: int) -> bool:
         return False

@@ -157,8 +157,7 @@ _UNIT = 1e-6
 class OwnShare:
     """The virtual workers of a rank's share, one after the other; `own` counts those that were begun."""
 
-    is_helping = False
-    """whether this rank waits for work of others, or has it"""
+    is_helping = False  # whether this rank waits for work of others, or has it
 
     def __init__(self, workers: Sequence[int]) -> None:
         self._workers, self.own = workers, 0
@@ -243,10 +242,8 @@ class StealingShare:
 class TakenOver:
     """What was taken over in a step; the same on every rank."""
 
-    late: dict[int, int]
-    """number of its virtual workers that others have computed, by rank"""
-    helpers: dict[int, int]
-    """number of others' virtual workers that it has computed, by rank"""
+    late: dict[int, int]  # number of its virtual workers that others have computed, by rank
+    helpers: dict[int, int]  # number of others' virtual workers that it has computed, by rank
     saved: float
 
     @classmethod

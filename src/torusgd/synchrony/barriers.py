@@ -28,10 +28,8 @@ from .delays import F64, DelayModel, Ints
 class Barrier:
     """The rule by which a worker waits for others."""
 
-    staleness: float
-    """number of steps by which it may be ahead of the workers in its sample; may be infinite"""
-    sample: float = math.inf
-    """number of workers in its sample; infinite: all"""
+    staleness: float  # number of steps by which it may be ahead of the workers in its sample; may be infinite
+    sample: float = math.inf  # number of workers in its sample; infinite: all
 
     def pass_chances(self, workers: int) -> F64:
         """The chance to pass for 0, 1, 2, ... workers that are too far behind: float64 [workers + 1]."""

@@ -36,12 +36,9 @@ NUMBERS = 4
 class Joined:
     """The loss of a virtual worker, and the sums over all blocks that gradients need."""
 
-    loss: Tensor
-    """float32 []: the mean over images"""
-    largest: Tensor
-    """float32 (images, 1): the largest logit"""
-    exponentials: Tensor
-    """float32 (images, 1): the sum of exp(logit - largest) over all classes"""
+    loss: Tensor  # float32 []: the mean over images
+    largest: Tensor  # float32 (images, 1): the largest logit
+    exponentials: Tensor  # float32 (images, 1): the sum of exp(logit - largest) over all classes
 
 
 def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:

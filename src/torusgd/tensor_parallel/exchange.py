@@ -23,14 +23,11 @@ from ..comm.groups import Group
 class ActivationBlock(NamedTuple):
     """The columns of one block for the virtual worker of one rank."""
 
-    owner: int
-    """rank whose virtual worker it is"""
-    block: int
-    """index of the column block"""
+    owner: int  # rank whose virtual worker it is
+    block: int  # index of the column block
 
 
-ActivationBlocks = dict[ActivationBlock, Tensor]
-"""activations by block: tensors (images, width of the block)"""
+ActivationBlocks = dict[ActivationBlock, Tensor]  # activations by block: tensors (images, width of the block)
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Layout:
         return [ActivationBlock(owner, block) for owner in self.owners(rank) for block in self.held(rank)]
 
 
-OWN = Layout(parallel=1, blocks=1)
-"""layout before the tail: each rank holds all activations of its own virtual worker"""
+OWN = Layout(parallel=1, blocks=1)  # layout before the tail: each rank holds all activations of its own virtual worker
 
 
 def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:

@@ -20,8 +20,7 @@ from ..base import Work
 from ..connection import Connection, Elapsed, Span, connect, shuffled, typical
 from ..groups import Group, group_of
 
-SIZES = tuple(1 << power for power in range(12, 25, 2))
-"""sizes in bytes that are timed by default: 4 KiB to 16 MiB"""
+SIZES = tuple(1 << power for power in range(12, 25, 2))  # sizes in bytes that are timed by default: 4 KiB to 16 MiB
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,14 @@ class Record:
     algorithm: str
     bytes: int
     ranks: int
-    grid: tuple[int, int] | None
-    """vertical, horizontal; None for algorithms without"""
-    runs: str
-    """the algorithm that ran, with its methods and chunks: for `auto`, its choice"""
+    grid: tuple[int, int] | None  # vertical, horizontal; None for algorithms without
+    runs: str  # the algorithm that ran, with its methods and chunks: for `auto`, its choice
     median_s: float
     min_s: float
     max_s: float
-    n: int
-    """number of repetitions, the first of each algorithm and size not counted"""
-    skew_s: float = 0.0
-    """median of the seconds by which the first rank began before the last one"""
-    bound_s: float = 0.0
-    """seconds by which clocks of several machines may have changed a time"""
+    n: int  # number of repetitions, the first of each algorithm and size not counted
+    skew_s: float = 0.0  # median of the seconds by which the first rank began before the last one
+    bound_s: float = 0.0  # seconds by which clocks of several machines may have changed a time
     samples_s: tuple[float, ...] = ()
     cpu_s: float = 0.0
     """median of the processor time that a sum takes on this rank, all threads of the process together"""

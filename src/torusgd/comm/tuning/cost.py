@@ -32,18 +32,12 @@ class Topology(NamedTuple):
 
     per_host: int
     inside: AlphaBeta
-    between: AlphaBeta
-    """link between hosts; beta is of all network cards of a host together, which its ranks share"""
-    message: float = 0.0
-    """seconds of a rank's own work for each message that it sends"""
-    start: float = 0.0
-    """seconds before the first round: a Gloo send waits until its receiver has announced the buffer"""
-    stream: float = 0.0
-    """least seconds a byte of one connection between hosts, if it can't fill the link (TCP)"""
-    rack_hosts: int | None = None
-    """number of hosts with full bandwidth among them; None: all"""
-    taper: float = 1.0
-    """fraction of a rack's bandwidth that leaves it"""
+    between: AlphaBeta  # link between hosts; beta is of all network cards of a host together, which its ranks share
+    message: float = 0.0  # seconds of a rank's own work for each message that it sends
+    start: float = 0.0  # seconds before the first round: a Gloo send waits until its receiver has announced the buffer
+    stream: float = 0.0  # least seconds a byte of one connection between hosts, if it can't fill the link (TCP)
+    rack_hosts: int | None = None  # number of hosts with full bandwidth among them; None: all
+    taper: float = 1.0  # fraction of a rack's bandwidth that leaves it
 
 
 class Axis(NamedTuple):
@@ -58,13 +52,10 @@ class Cost(NamedTuple):
     """The seconds of some rounds for a tensor of n bytes: latency + work + n * per_byte."""
 
     latency: float = 0.0
-    work: float = 0.0
-    """seconds of the ranks' own work for their messages"""
+    work: float = 0.0  # seconds of the ranks' own work for their messages
     per_byte: float = 0.0
-    inside: float = 0.0
-    """seconds a byte during which the links inside hosts are busy"""
-    between: float = 0.0
-    """seconds a byte during which the links between hosts are busy"""
+    inside: float = 0.0  # seconds a byte during which the links inside hosts are busy
+    between: float = 0.0  # seconds a byte during which the links between hosts are busy
 
     def seconds(self, size: float) -> float:
         """Seconds for a tensor of `size` bytes."""

@@ -52,10 +52,8 @@ class Timing(_Part):
     grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
     chunks: Annotated[int, Field(ge=1)]
     median: Seconds
-    skew: Seconds = 0.0
-    """median of the seconds by which the first rank began before the last one"""
-    bound: Seconds = 0.0
-    """seconds by which clocks of several machines may have changed a time"""
+    skew: Seconds = 0.0  # median of the seconds by which the first rank began before the last one
+    bound: Seconds = 0.0  # seconds by which clocks of several machines may have changed a time
 
     @classmethod
     def of(cls, size: int, plan: Algorithm | None, taken: Elapsed) -> "Timing":
@@ -82,30 +80,23 @@ class InStep(_Part):
     """What an all-reduce of `size` bytes adds to the computation of a step."""
 
     size: Annotated[int, Field(ge=1)]
-    hidden: Seconds
-    """seconds by which it slows the computation, if it travels meanwhile"""
-    waited: Seconds
-    """seconds if it leaves when the computation ends"""
+    hidden: Seconds  # seconds by which it slows the computation, if it travels meanwhile
+    waited: Seconds  # seconds if it leaves when the computation ends
 
 
 class Profile(_Part):
     """The result of `tune`: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
 
-    version: Literal[2] = 2
-    """1 had times from a barrier on, whose skew was counted into them"""
+    version: Literal[2] = 2  # 1 had times from a barrier on, whose skew was counted into them
     backend: Backend
     hosts: Annotated[tuple[int, ...], Field(min_length=1)]
     streams: Annotated[int, Field(ge=1)] = 1
-    message: Seconds
-    """seconds of work that each message costs a rank, beyond its round"""
+    message: Seconds  # seconds of work that each message costs a rank, beyond its round
     inside: Link | None
     between: Link | None
-    timings: tuple[Timing, ...]
-    """times of the algorithms tried, native among them at every size"""
-    crowding: tuple[Crowd, ...] = ()
-    """slowdowns by growing numbers of ranks; empty: not measured"""
-    in_steps: tuple[InStep, ...] = ()
-    """costs within steps by growing sizes; empty: not measured"""
+    timings: tuple[Timing, ...]  # times of the algorithms tried, native among them at every size
+    crowding: tuple[Crowd, ...] = ()  # slowdowns by growing numbers of ranks; empty: not measured
+    in_steps: tuple[InStep, ...] = ()  # costs within steps by growing sizes; empty: not measured
 
     @property
     def topology(self) -> Topology:
