@@ -47,7 +47,7 @@ def test_a_file_that_somebody_else_changes_takes_no_more(
 
 
 def test_a_full_disk_and_a_folder_in_its_place_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="No space left on device; the last checkpoint is good"):
+    with pytest.raises(RunError, match="No space left on device; free space"):
         LineFile(Path("/dev/full")).write(b"one\n")
     with pytest.raises(RunError, match="Is a directory"):
         LineFile(tmp_path)

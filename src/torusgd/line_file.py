@@ -53,11 +53,11 @@ class LineFile:
         if mine.st_size != self._size:
             raise RunError(
                 f"{self.path}: has {mine.st_size} bytes where the run has written {self._size}: somebody else changes "
-                "it; the last checkpoint is good: give the same command again"
+                "it; the same command goes on from the last checkpoint, if there is one"
             )
 
     def _unwritten(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space or "
-            "mend the folder, and give the same command again"
+            f"{self.path}: can't be written: {error.strerror or error}; free space or mend the folder, and give the "
+            "same command again: it goes on from the last checkpoint, if there is one"
         )

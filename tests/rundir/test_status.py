@@ -14,6 +14,7 @@ from tests.commands import ran
 from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.groups import group_of
+from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
@@ -105,11 +106,21 @@ def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, mo
     assert (asked.workers(), asked.workers()) == (3, None)
     write_request(tmp_path / STOP, "")
     assert asked.to_stop()
-    for wrong in ("-1", "[", "true and more", '"3"'):
+    for wrong in ("-1", "[", "true", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)
         assert asked.workers() is None
+    (tmp_path / ".workers").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / ".workers")  # whoever opens it waits for somebody to write
+    assert asked.workers() is None
     run_view.forget_requests(tmp_path)
     assert not RunRequests(tmp_path).to_stop()
+
+
+def test_a_status_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(run_view.HEAD)
+    os.mkfifo(tmp_path / run_view.STATUS)
+    with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
+        run_view.read_status(tmp_path)
 
 
 def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def journals(file: File, count: int, rng: random.Random) -> Inputs:
     journal = Journal("ab" * 32, V)
     journal.open(path)
     for step in range(12):
-        journal.add(entry_of(step, rng.sample(range(V), rng.randint(0, V))))
+        journal.add(entry_of(step, rng.sample(range(V), rng.randint(1, V))))
     journal.close()
     good, head = path.read_bytes(), journal.head
     for number in range(count):
@@ -202,6 +202,7 @@ def _heard(data: bytes) -> None:
     mine, other = socket.socketpair()
     with mine, other:
         other.sendall(data[: 1 << 15])
+        other.shutdown(socket.SHUT_WR)
         try:
             assert all(isinstance(each, dict) for each in Channel(mine, 5.0).receive())
         except ChannelClosed as error:

@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import UserError, as_user_error
 from ..locks import is_locked
 from ..storage import CACHE, Store, cache_folder, url_of
-from ..untrusted import parse_json, read_text
+from ..untrusted import check_regular, parse_json, read_text
 from .lease import EXPIRES, Lease, object_name
 
 STATUS = "status.json"
@@ -70,14 +70,14 @@ class RunRequests:
     def workers(self) -> int | None:
         """The requested number of ranks, which is then forgotten; None: there is none."""
         path = self._folder / WORKERS
-        if not self._is_time() or not path.exists():
+        if not self._is_time() or not path.is_file():  # a pipe would have no end
             return None
         try:
             number = parse_json(read_text(path))
             path.unlink()
         except (OSError, ValueError):
             return None
-        return number if isinstance(number, int) and number > 0 else None
+        return number if type(number) is int and number > 0 else None
 
     def _is_time(self) -> bool:
         if time.monotonic() - self._looked < SECONDS:
@@ -161,6 +161,7 @@ def _is_run(folder: Path) -> bool:
 
 def _reported(path: Path) -> tuple[dict[str, Any], float]:
     """What a file of a run says, and how old it is, in seconds."""
+    check_regular(path)
     tree = parse_json(read_text(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path.name} is damaged")
