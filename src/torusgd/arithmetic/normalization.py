@@ -80,10 +80,7 @@ def batch_norm_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor | None, middle: Tensor, deviation: Tensor, training: bool,
     needed: list[bool],
 ) -> Gradients:  # fmt: skip
-    """Gradients of input, weight and bias; those that are not needed are None.
-
-    `middle` and the inverse `deviation` are the batch's (`training`), or the running ones.
-    """
+    """Gradients of input, weight and bias, or None; `middle`, `deviation` are the batch's (`training`) or running."""
     dims = (0, *range(2, x.dim()))
     scale = deviation if weight is None else deviation * weight
     if not (training or needed[1] or needed[2]):

@@ -43,10 +43,7 @@ for _name, _function in _FUNCTIONS.items():
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
-    """Of draws between bounds that timm's `trunc_normal_` has by Python's `math.erf`, which is the machine's library's.
-
-    Networks cut at two deviations, or so far off that any library rounds to 1.
-    """
+    """Of draws between bounds that timm has by Python's `math.erf`, the machine's: two deviations, or far off."""
     if math.erf(2.0 / math.sqrt(2.0)) != _ERF_OF_TWO_DEVIATIONS:
         raise UserError(
             "portable arithmetic: math.erf of this machine's library is off by a bit, by which a truncated normal is "

@@ -228,10 +228,7 @@ _UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
 def reduce_scatter(
     axes: Sequence[Axis], low: int, high: int, stops: Sequence[int] | None = None
 ) -> tuple[list[Round], tuple[int, int]]:
-    """The rounds after which this rank holds the sum of one span of [low, high), and that span.
-
-    Along each axis in turn the span is cut again, at `stops` only (see `cut`). Their `mirror` is the all-gather.
-    """
+    """The rounds after which this rank holds the sum of one span of [low, high), cut at `stops`, and that span."""
     rounds: list[Round] = []
     for axis in axes:
         edges = cut(low, high, len(axis.members), stops)

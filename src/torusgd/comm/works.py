@@ -96,11 +96,7 @@ class LaunchOrder:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def enqueue(self, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
-        """Runs `function`, which reads and writes `tensors`, with the order's stream current; the host does not wait.
-
-        It enqueues work on that stream, or waits there for work on other streams; what it begins by way of a `Group` is
-        a part of the same work. On the GPU it begins after all that the caller has enqueued.
-        """
+        """Runs `function`, which reads and writes `tensors`, on the order's stream, after all that was enqueued."""
         current = torch.cuda.current_stream(self._device)
         if current != self._stream:
             self._stream.wait_stream(current)

@@ -25,10 +25,7 @@ _MOST_ENTRIES = 1 << 17
 
 
 def register(function: Callable[..., None], writes: Collection[str]) -> None:
-    """Makes an operator, which writes some arguments, of a function made of torch's own operators, with its name.
-
-    `triton_kernels` has its other form. If it takes one dataclass, the operator takes the fields.
-    """
+    """Makes an operator of a function by torch's own; `triton_kernels` has its other form. A dataclass is unpacked."""
     name, signature = function.__name__, inspect.signature(function)
     record = next(iter(signature.parameters.values())).annotation
     is_packed = is_dataclass(record)

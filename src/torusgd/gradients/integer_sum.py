@@ -285,10 +285,7 @@ class IntegerGradientSum(GradientSum):
 
 
 def read_trailers(found: Tensor, shift: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What summed trailers say: bounds of sum |q| (float64 [slots]), which slots held inf or nan, and elements lost.
-
-    `found` are integers [2 * slots + 2]: all bounds in units of `shift`, all counts, the two that count elements.
-    """
+    """What summed trailers, integers [2 * slots + 2], say: bounds of sum |q|, slots with inf or nan, elements lost."""
     (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
     return units.to(torch.float64) * shift, counts > 0, low.to(torch.float64) + high.to(torch.float64) * 2**COUNT_BITS
 

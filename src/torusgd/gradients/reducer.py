@@ -311,10 +311,7 @@ class Reducer:
 
 
 def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]:
-    """A slot for each trained parameter, in the order in which backward completes them: the last comes first.
-
-    With `wide_norms` batch norm's are wide (`Slot.is_wide`) and come after all others, as in Fujitsu's records.
-    """
+    """A slot for each trained parameter, in backward's order; with `wide_norms` batch norm's are wide, and last."""
     norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slots = [

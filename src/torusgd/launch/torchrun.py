@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -189,6 +189,10 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
     # the answer.
     word, end = secrets.token_hex(8), time.monotonic() + seconds
     answer: dict[str, Any] = {}
+
+    def attempt() -> Store:
+        return PrefixStore(keys.ATTEMPT.format(attempt=answer["prefix"]), store)
+
     others = range(1, size)
     store.set(keys.WORD.format(rank=rank), word)
     while time.monotonic() < end:
@@ -199,23 +203,19 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
                 if words != answer.get("words"):
                     answer = {"prefix": secrets.token_hex(8), "words": words}
                     store.set(keys.ANSWER, json.dumps(answer))
-                own = _attempt(answer, store)
+                own = attempt()
                 if all(own.check([keys.HEARD.format(rank=other)]) for other in others):
                     own.set(keys.ALL_HEARD, "")
                     return own
         elif store.check([keys.ANSWER]):
             answer = json.loads(store.get(keys.ANSWER))
             if rank < len(answer["words"]) and answer["words"][rank] == word:
-                own = _attempt(answer, store)
+                own = attempt()
                 own.set(keys.HEARD.format(rank=rank), "")
                 if own.check([keys.ALL_HEARD]):
                     return own
         time.sleep(_WORD_SECONDS)
     raise _did_not_meet(seconds, TimeoutError("not all of them have come"))
-
-
-def _attempt(answer: Mapping[str, Any], store: Store) -> Store:
-    return PrefixStore(keys.ATTEMPT.format(attempt=answer["prefix"]), store)
 
 
 def _meet(

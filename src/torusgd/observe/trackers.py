@@ -155,12 +155,10 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of W&B, by WANDB_MODE=offline in a folder of its own under `folder/wandb`, which `wandb sync` uploads.
+    """A run of W&B, by WANDB_MODE=offline in a folder of its own under `folder/wandb`, which `wandb sync` uploads."""
 
-    Each kind has its step beside its figures, and not W&B's own step: that one refuses what comes a second time for
-    the same step, as an evaluation does. A process of W&B's own has all figures at once.
-    """
-
+    # Each kind has its step beside its figures, and not W&B's own step: that one refuses what comes a second time for
+    # the same step, as an evaluation does. A process of W&B's own has all figures at once.
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         with needs("--track wandb: not installed", "wandb (the extra wandb)"):
             import wandb

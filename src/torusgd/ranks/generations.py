@@ -112,10 +112,7 @@ class Generations:
         return all(self._store.check([keys.READY.format(rank=rank)]) for rank in ranks)
 
     def wait_for_admission(self, rank: int, follow: Follow | None = None) -> None:
-        """A rank that joins says that it is ready, and waits for the generation from which on it takes part.
-
-        It is ready without `follow`, which takes the state, or if nobody can send it. ConnectionLost if all shall end.
-        """
+        """A rank that joins says it is ready, maybe after `follow`, and waits to take part; ConnectionLost: all end."""
         if follow is not None:
             self._store.set(keys.WANTS_STATE.format(rank=rank), "")
         tried, until = -1, 0.0
@@ -261,10 +258,7 @@ def meet(
     timeout: float = GROUP_SECONDS,
     is_given_up: Callable[[], bool] | None = None,
 ) -> Group:
-    """The group of these ranks; each calls it once, with a prefix of a store that is theirs alone.
-
-    `wait` returns once `ALL_HERE` stands there. See `groups.build`.
-    """
+    """The group of these ranks; each calls it once, with a store's prefix; `wait` returns once `ALL_HERE` is there."""
     is_gpu = device.type == "cuda"
     if is_gpu:
         claim_gpu(store, rank, device, ranks_per_gpu)
@@ -289,10 +283,7 @@ def meet_within(
     timeout: float = GROUP_SECONDS,
     ranks_per_gpu: int = 1,
 ) -> Group:
-    """The group of `size` ranks, numbered from 0, which come within so many seconds, each with the store of an attempt.
-
-    UserError if ranks share a GPU, or there are too few GPUs; torch.distributed.DistError if they come too late.
-    """
+    """The group of `size` ranks that come within so many seconds; UserError for shared GPUs, DistError if late."""
     limit = timedelta(seconds=seconds)
     return meet(
         store, range(size), rank, device_of(device, ranks_per_gpu), ranks_per_gpu,

@@ -248,11 +248,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def as_text(address: tuple[str, int]) -> str:
-    """What `parse_address` reads.
-
-    >>> as_text(("10.0.0.1", 7000))
-    '10.0.0.1:7000'
-    """
+    """What `parse_address` reads."""
     return f"{address[0]}:{address[1]}"
 
 

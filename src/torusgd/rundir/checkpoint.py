@@ -135,10 +135,7 @@ def light_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 class LightWriter:
-    """Writes light checkpoints in the background, one at a time: tensors that steps can be computed anew from.
-
-    The run does not need them: one that can't be written, or for which there is hardly room, is a warning.
-    """
+    """Writes light checkpoints beside the steps, one at a time; one that can't be written is a warning."""
 
     def __init__(self, folder: Path, copy: Callable[[Path], object] | None = None) -> None:
         self.folder = folder
@@ -229,10 +226,7 @@ def set_aside(path: Path) -> Path:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and keeps the newest `keep`.
-
-    `copy` is called with each checkpoint once it stands; what it raises is as if the disk had.
-    """
+    """Writes checkpoints beside the steps, one at a time, and keeps the newest `keep`; `copy` takes each."""
 
     def __init__(
         self, folder: Path, keep: int, metadata: dict[str, str], copy: Callable[[Path], object] | None = None

@@ -196,10 +196,7 @@ class Mirror:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run that may be at work, in its folder or its bucket, read only.
-
-    `folder` is that of the run, or of `run_view.local_run`; `copy` is one for the files of checkpoints in a bucket.
-    """
+    """The checkpoints of a run that may be at work, in its folder, or its bucket by way of `copy`; read only."""
 
     def __init__(self, run: Path, folder: Path, copy: Path) -> None:
         url = url_of(run)

@@ -55,10 +55,7 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Makes the folder and keeps other runs out of it; a run that is refused before its first step leaves no trace.
-
-        UserError if another run, which is named, holds it for 10 s, or it can't be written.
-        """
+        """Makes the folder, and keeps others out; a run refused before its first step leaves no trace."""
         with self._telling():
             is_new, traces = not self.path.exists(), [] if (self.path / LOCK).exists() else [LOCK]
             self.path.mkdir(parents=True, exist_ok=True)

@@ -113,10 +113,7 @@ class RunStatus:
 
 
 def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
-    """How a run is, by its folder, or by a copy of what is in its bucket; UserError if it is none, or can't be read.
-
-    `is_alive`: whether somebody holds the run's lock; None: by the folder's lock.
-    """
+    """How a run is, by its folder or a copy; UserError if it is none. `is_alive`: its lock is held elsewhere."""
     if not _is_run(folder):
         raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
     is_running = is_locked(folder) if is_alive is None else is_alive

@@ -108,10 +108,7 @@ class StepState:
             yield
 
     def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
-        """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
-
-        Weights and buffers are the model's own, not copies.
-        """
+        """All tensors that the next step needs, whole, no copies; all ranks call it, those that `keep` get it."""
         self.write_to_model(steps)
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
         bounds = None if self.reducer.sum.needs_measure else self.reducer.sum.state()

@@ -96,10 +96,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
 def refresh(
     model: nn.Module, steps: Iterable[Sequence[Tensor]], workers: int, momentum: float, allreduce: AllReduce
 ) -> int:
-    """Lets the running statistics go on as in training, with frozen weights; the number of images over all ranks.
-
-    `steps` are this rank's batches of each step, of which `workers` over all ranks are averaged.
-    """
+    """Lets the running statistics go on as in training, over steps of `workers` batches in all; the images seen."""
     layers = _layers(model)
     device = next(model.parameters()).device
     edges = [0, *accumulate(2 * layer.num_features for layer in layers)]
@@ -136,10 +133,7 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 def _watched(
     model: nn.Module, layers: Sequence[_BatchNorm], add: Callable[[int, Tensor, Tensor, int], None]
 ) -> Iterator[None]:
-    """Each layer normalises with its batch, all else is as in evaluation.
-
-    `add` takes a layer's index, mean and population variance (float64 [channels]), and the values in a channel.
-    """
+    """Each layer normalises with its batch; `add` takes its index, mean, population variance, values a channel."""
     was_training = {module: module.training for module in model.modules()}
     momenta = [layer.momentum for layer in layers]
     tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]
@@ -176,10 +170,7 @@ def polish_by_recipe(
     precision: Precision,
     progress: Callable[[int], object] = lambda batch: None,
 ) -> int:
-    """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N; their number.
-
-    Without a `polish` section: all images, in batches of the last stage's images per worker.
-    """
+    """Polishes over the images that a recipe names, in index order, batch i on rank i mod N; their number."""
     settings = recipe.polish or Polish()
     count = min(settings.images or len(pipeline.source), len(pipeline.source))
     size = settings.images_per_batch or recipe.stages[-1].images_per_worker

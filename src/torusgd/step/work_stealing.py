@@ -53,11 +53,7 @@ class GroupStore:
 
 
 class Claims:
-    """One member's claims of pieces of a step; all members make one at the same time, and begin the same rounds.
-
-    Each has a row of pieces and takes them from the front; others may take from the back of a late one's. A piece is
-    claimed before it is begun, so that each is taken exactly once (ours; deques: Blumofe and Leiserson, 1999).
-    """
+    """One member's claims of pieces of a step, before it begins them (ours; deques: Blumofe and Leiserson, 1999)."""
 
     # A row has one number in the store: its low half counts the pieces that the owner has claimed, its high half those
     # that others have. The store adds to it and answers with the new value, one claim after the other. A claim holds as

@@ -135,10 +135,7 @@ def with_counts(times: F64, choose: Choice) -> CutoffRun:
 
 
 def with_predictor(times: F64, predictor: Predictor, draws: int = 64) -> CutoffRun:
-    """The run of a predictor on known times [steps, workers], of which it learns only those within its cutoffs.
-
-    The first step waits for all: there is no observation yet.
-    """
+    """The run of a predictor on known times, which learns those within its cutoffs; the first step waits for all."""
     counts: list[int] = []
     seconds: list[float] = []
     for row in times:

@@ -41,10 +41,7 @@ class Threshold:
 
 
 def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
-    """The threshold with the highest gain on measured times, [steps, ranks, micro-batches]; `overhead`: of a step.
-
-    The authors look at steps 6 to 49.
-    """
+    """The threshold with the highest gain on times [steps, ranks, micro-batches]; the authors take steps 6 to 49."""
     ends = np.cumsum(seconds, axis=2)
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
     # A lower threshold makes steps shorter and leaves more out: the best of 200 on the measured times.

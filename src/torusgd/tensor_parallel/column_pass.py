@@ -140,11 +140,7 @@ class ColumnPass:
         self._targets = self._to_targets.forward({ActivationBlock(self._rank, 0): targets[:, None]}, [1])
 
     def forward(self, inputs: Tensor, step: int, workers: Callable[[int], int]) -> Tensor:
-        """The loss of this rank's virtual worker, float32 [].
-
-        `inputs` are the front's outputs for it, (images, features), with their graph. `workers` maps a rank to its
-        virtual worker in this pass, for dropout's keys.
-        """
+        """The loss of this rank's virtual worker, from the front's outputs; `workers` are those of ranks."""
         assert inputs.dim() == 2, inputs.shape
         self._inputs = inputs
         self._saved = []

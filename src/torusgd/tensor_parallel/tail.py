@@ -162,10 +162,7 @@ def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int)
 
 
 class ParallelTail:
-    """A network's tail (from `column_tail`), divided over groups of `parallel` ranks; all make one at the same time.
-
-    From then on the tail's parameters take no gradients of their own (`requires_grad` is off): their column blocks do.
-    """
+    """A network's tail, divided over groups of `parallel` ranks; its parameters take no gradients of their own."""
 
     def __init__(
         self,
@@ -195,7 +192,6 @@ class ParallelTail:
 
     @property
     def explanation(self) -> str:
-        """One line: how many ranks divide each layer."""
         layers = (f"{layer.name} {m}" for layer, m in zip(self.tail.layers, self.parallel, strict=True))
         return f"column blocks {self.layouts[0].blocks}; model-parallel ranks of each layer: {', '.join(layers)}"
 

@@ -107,7 +107,6 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
 
 
 def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
-    # Rank 0's profile, on every rank.
     return Profile.model_validate_json(connection.group.broadcast_text(profile.model_dump_json()))
 
 
