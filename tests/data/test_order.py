@@ -55,14 +55,6 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
     assert made == [0, 1]
 
 
-def test_epochs_and_seeds_differ() -> None:
-    order = StreamOrder(1000, seed=1)
-    first, second = order.at(0, 1000)[0], order.at(1000, 1000)[0]
-    other = StreamOrder(1000, seed=2).at(0, 1000)[0]
-    for a, b in ((first, second), (first, other)):
-        assert np.mean(a == b) < 0.02
-
-
 def test_the_order_is_pinned() -> None:
     """A checkpoint of an older version must go on with the same samples."""
     indices, epochs = StreamOrder(7, seed=3).at(5, 12)
