@@ -119,7 +119,7 @@ def test_a_process_whose_rank_has_ended_ends_without_a_word() -> None:
     assert process.exitcode == 0
 
 
-def test_a_killed_process_is_replaced_and_a_second_end_is_one_line(
+def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
     tmp_path: Path, closing: list[LoaderProcesses], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(active_children())
@@ -131,6 +131,11 @@ def test_a_killed_process_is_replaced_and_a_second_end_is_one_line(
     wanted = its.training_batch(*FIRST, True).images
     os.kill(process.pid or 0, signal.SIGKILL)
     assert its.training_batch(*FIRST, True).images.equal(wanted)
+    (process,) = set(active_children()) - before
+    monkeypatch.setattr(loader, "FROZEN_SECONDS", 0.1)
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    assert its.training_batch(*FIRST, True).images.equal(wanted)
+    assert process.exitcode == -signal.SIGKILL
     # One that ends at each batch, as for want of memory, is not replaced for ever.
     exchange = loader._Process._exchange
 

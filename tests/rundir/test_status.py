@@ -13,6 +13,7 @@ import pytest
 from tests.commands import ran
 from tests.run.runs import TINY, around_steps
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
@@ -67,6 +68,26 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
     assert run_cli("status", tmp_path)[1].startswith("finished: 4 steps, top-1 ")
     mistake("stop", tmp_path, TMP=tmp_path)
     mistake("scale", tmp_path, "--workers", 2, TMP=tmp_path)
+
+
+class Phases(Liveness):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        self.phases.append(phase)
+
+    def outside(self, what: str, where: str) -> None:
+        self.phases.append(what)
+
+
+def test_a_rank_says_that_it_closes_its_loaders_and_its_files(tmp_path: Path) -> None:
+    recipe, liveness = resolve_auto(load_recipe("digits", TINY).recipe, "cpu"), Phases()
+    with RunDir(tmp_path).lock():
+        RunDir(tmp_path).claim(recipe, fresh=False)
+        Run(Job(recipe, RuntimeOptions(), "cpu", tmp_path), group_of(), StopFlag(), restarts=0, liveness=liveness).run()
+    assert {"images", "train", "evaluate", "checkpoint", "polish"} <= {*liveness.phases}
+    assert liveness.phases[-2:] == ["close", "the disk, or the servers of --track"]
 
 
 def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path: Path, run_cli, mistake) -> None:

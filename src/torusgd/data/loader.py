@@ -35,6 +35,7 @@ from .types import Int64
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0  # the time that a process has to end by itself
+FROZEN_SECONDS = 5.0  # from one look at a process that sends nothing to the next
 Open = Callable[[Allocate], Pipeline]
 
 
@@ -229,6 +230,14 @@ class _Process:
 
     def _exchange(self, wanted: tuple[Any, ...]) -> Any:
         self._pipe.send(wanted)
+        is_suspended = False
+        while not self._pipe.poll(FROZEN_SECONDS):
+            # Nobody would send it on, and this rank would wait for it as for a disk. Twice, since a whole run may have
+            # been suspended, and this process is the first of them to go on.
+            was, is_suspended = is_suspended, _is_suspended(self._process.pid or 0)
+            if was and is_suspended:
+                log.warning("a process that makes batches is suspended (SIGSTOP), and is ended")
+                self._process.kill()
         return self._pipe.recv()
 
     def _end(self) -> str:
@@ -248,6 +257,12 @@ class _Process:
         self._process.kill()
         self._process.join()
         os.close(self._file)
+
+
+def _is_suspended(process: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _close(processes: list[_Process]) -> None:

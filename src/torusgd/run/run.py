@@ -166,7 +166,10 @@ class Run:
         return self._ended(result)
 
     def _ended(self, result: RunResult) -> RunResult:
+        # What may have no end is named by what it is: threads and loaders, then what takes the last files.
+        self.liveness.progress("close", self.state.step, 0)
         self.trainer.close()  # not if a rank is lost: threads and groups still wait for it
+        self.liveness.outside("the disk, or the servers of --track", str(self.retained.run_dir.path))
         if self.memory is not None:
             self.memory.forget()
         self.close()
