@@ -37,15 +37,16 @@ class SmallNet(nn.Module):
         return self.classifier((tokens + self.mlp(tokens)).mean(1))
 
 
-def train(context: Any, steps: int = 5) -> str:
+def train(context: Any, steps: int = 5, device: str = "cpu") -> str:
     """The SHA-256 of the weights after some steps on keyed images."""
     with context:
         torch.manual_seed(1)
-        model = SmallNet()
+        model = SmallNet().to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, foreach=False)
         for step in range(steps):
             images = torch.from_numpy(keyed_uniform(step, torch.arange(24 * 64).numpy())).float().view(24, 1, 8, 8)
-            loss = F.cross_entropy(model(images), torch.arange(24) % 10, label_smoothing=0.1)
+            labels = torch.arange(24, device=device) % 10
+            loss = F.cross_entropy(model(images.to(device)), labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

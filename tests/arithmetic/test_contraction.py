@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from torusgd.arithmetic import METHODS, methods
+from torusgd.arithmetic import METHODS, counting, methods, portable
+from torusgd.arithmetic.lost_pairs import Pairs
 from torusgd.arithmetic.methods import Operand, is_product, matmul, only_methods, quantised
 from torusgd.arithmetic.scales import LARGEST, grid_offset, scales
 from torusgd.errors import RunError, UserError
@@ -204,3 +206,34 @@ def test_freivalds_check_finds_any_single_error(seed: int, place: int, error: in
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(UserError, match="float16"), only_methods(["float16"]):
         pass
+
+
+def pairs_of(function: Callable[[], Tensor]) -> Pairs:
+    with portable(), counting() as pairs:
+        function().sum().backward()
+    return pairs
+
+
+def test_pairs_that_multiply_to_nothing_are_counted() -> None:
+    """Of each row and column the last value is below half a unit of its scale; a zero is no number that is lost."""
+    a = torch.tensor([[1.0, 0.5, 0.0, 1e-5], [2.0, 0.0, 1.0, 1e-5]], requires_grad=True)
+    b = torch.tensor([[1.0], [1.0], [1.0], [1.0]])
+    with portable(), counting() as pairs:
+        a @ b
+        assert (pairs.lost, pairs.all) == (2, 6)
+    assert pairs_of(lambda: a @ b).all == 6 + 2 * 4, "and those of the gradient"
+    with portable():
+        a @ b
+    assert (pairs.lost, pairs.all) == (2, 6), "outside nothing is counted"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_pairs_of_a_convolution_are_counted_by_channel(groups: int) -> None:
+    x = torch.ones(1, 4, 3, 3)
+    x[:, 1, 0, 0] = 1e-6
+    weight = torch.ones(4, 4 // groups, 1, 1, requires_grad=True)
+    per_value = 4 // groups
+    pairs = pairs_of(lambda: F.conv2d(x, weight, None, 1, 0, 1, groups))
+    of_output, of_weights = 36 * per_value, 36 * 36
+    assert pairs.all == of_output + of_weights
+    assert per_value <= pairs.lost

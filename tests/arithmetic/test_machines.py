@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from tests.arithmetic.small_training import train
 from tests.commands import ran
 
 import torusgd
-from torusgd.arithmetic import VERSION, portable
+from torusgd.arithmetic import METHODS, VERSION, portable
+from torusgd.arithmetic.methods import order_of_preference
 
 GOLDEN = "31247c0ebc40597fc70344a9e26d9977e06a93e267cc0ad78f5e7ec19bbf26cc"
 """of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only"""
@@ -65,6 +67,22 @@ def test_one_hash_under_every_setting(method: str, settings: dict[str, str]) -> 
 @pytest.mark.slow
 def test_float32_has_several_hashes_under_these_settings() -> None:
     assert len({run(settings, "float32") for settings in ({}, FAR, *SETTINGS[1:5])}) > 1, "they would prove nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_has_the_golden_hash_by_every_method(method: str) -> None:
+    """Where it has the method: one that is inexact on this device leaves none, which is an error."""
+    device = torch.device("cuda")
+    if method not in order_of_preference(device, torch.get_num_threads()):
+        pytest.skip(f"no {method} on this device")
+    assert train(portable([method]), device="cuda") == GOLDEN
+
+
+@pytest.mark.gpu
+def test_products_by_tf32_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert train(portable(), device="cuda") == GOLDEN
 
 
 ON_THE_WAY = [

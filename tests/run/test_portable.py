@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
@@ -19,10 +20,14 @@ from tests.commands import command, ran
 from tests.messages import refused
 from tests.run.processes import Process, held_port
 from tests.run.runs import TINY, run_here, sets
-from torusgd.arithmetic import portable
+from torusgd.arithmetic import METHODS, portable
 from torusgd.arithmetic.mode import PortableMode
 from torusgd.data.decode import DECODER_SET
 from torusgd.errors import RunError
+from torusgd.models.registry import model_of
+from torusgd.recipe.load import load_recipe
+from torusgd.run.price import price
+from torusgd.weights import weights_sha256
 
 STEPS = 6
 GOLDEN = "78aaee783219be474864b96aaeb97b4504262c988bd28d8be30d6a76ec1882bc"
@@ -48,9 +53,9 @@ def test_a_pass_outside_of_portable_arithmetic_fails(tmp_path: Path, monkeypatch
 
 _NAMES = """
     _has_compatible_shallow_copy_type _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs add add_ alias
-    amax amin aminmax as_strided ceil_ clamp clamp_ clamp_min_ clone constant_pad_nd contiguous copy_ detach detach_
-    div dropout empty_like eq expand fill_ flatten flip floor_ frexp full_like gather gt index isfinite isnan item
-    lift_fresh lt mT
+    amax amin aminmax as_strided as_strided_ ceil_ clamp clamp_ clamp_min_ clone constant_pad_nd contiguous copy_
+    detach detach_ div dropout empty_like eq expand fill_ flatten flip floor_ frexp full_like gather gt index isfinite
+    isnan item lift_fresh lt mT
     masked_fill masked_fill_ max maximum mul mul_ nan_to_num narrow ne neg neg_ new_empty new_empty_strided new_ones
     new_zeros ones_like pad permute relu_ reshape resolve_conj resolve_neg round round_ rsub scatter_ select set_
     slice split split_with_sizes squeeze sub sub_ t threshold_backward to transpose trunc unbind unflatten unsqueeze
@@ -72,7 +77,7 @@ def test_no_floating_operator_of_a_whole_run_is_beside_the_rules(
             return dispatch(self, func, types, args, kwargs)
 
     monkeypatch.setattr(PortableMode, "__torch_dispatch__", marked)
-    monkeypatch.setattr("torusgd.run.newest_state.price", lambda device: "")  # it times float32's own product
+    monkeypatch.setattr("torusgd.run.newest_state.price", lambda *_: "")  # it times float32's own pass
     for name in ("check_stored", "operators_of_passes"):  # which record torch's own operators, and use no value
         monkeypatch.setattr(f"torusgd.run.fingerprint.{name}", lambda *_: ())
     every_thread = _ExperimentalConfig(profile_all_threads=True)
@@ -146,6 +151,26 @@ def test_the_golden_hash_by_every_method(tmp_path: Path, method: str) -> None:
     with portable([method]):
         found, _ = run_here(tmp_path, "data.eval_images=60", recipe="digits-portable", tiny=False, max_steps=STEPS)
     assert found["weights_sha256"] == GOLDEN
+    assert 0 < found["lost_pairs"] < 0.2
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_golden_hash(tmp_path: Path) -> None:
+    assert trained(tmp_path / "run", "--device", "cuda") == GOLDEN
+
+
+def test_a_run_says_before_it_begins_what_a_pass_costs() -> None:
+    torch.manual_seed(0)
+    recipe = load_recipe("digits-portable").recipe
+    model = model_of(recipe, 10)
+    before = weights_sha256(model.state_dict())
+    with portable():
+        line = price(model, recipe)
+    times = re.fullmatch(r"portable .* by (\w+); a pass of 8 images takes about ([\d.]+) times float32's \(.*\)", line)
+    assert times is not None
+    assert times[1] in METHODS
+    assert float(times[2]) > 0
+    assert weights_sha256(model.state_dict()) == before
 
 
 # Other data than digits.

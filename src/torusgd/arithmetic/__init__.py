@@ -4,7 +4,8 @@
 """
 
 from .draws import beta
-from .methods import METHODS, price
+from .lost_pairs import counting
+from .methods import METHODS, fastest_method
 from .mode import VERSION, is_portable, operators_of, portable
 
-__all__ = ["METHODS", "VERSION", "beta", "is_portable", "operators_of", "portable", "price"]
+__all__ = ["METHODS", "VERSION", "beta", "counting", "fastest_method", "is_portable", "operators_of", "portable"]

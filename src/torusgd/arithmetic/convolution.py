@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UserError
+from .lost_pairs import count, counts
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
 from .scales import amax_over, scales
 
@@ -62,6 +63,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
         return result
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
+    count(lambda: counts(x, scale, (0, 2, 3)), lambda: _of_inputs(weight, weights, shape.groups))
     if _is_depthwise(weight, shape):
         padded, kernels = _padded(x.mul(scale).round_(), shape).double(), weights.double().flatten(1)[..., None, None]
         first, *others = shape.taps()
@@ -90,6 +92,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
         return result.zero_()
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
+    count(lambda: counts(gradient, scale, (0, 2, 3)), lambda: _of_outputs(weight, weights))
     if _is_depthwise(weight, shape):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
         inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
@@ -110,7 +113,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
             if not (row.taps and column.taps):
                 pixels.zero_()
                 continue
-            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 3, 4, 1, 2).flatten(1, 3)
+            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 2, 3, 4, 1).flatten(2).mT
             windows = Windows(
                 (len(row.taps), len(column.taps)), (1, 1), (row.apart, column.apart), (row.count, column.count),
                 (row.first + before, column.first + left),
@@ -169,6 +172,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         raise UserError(f"portable arithmetic: a weight's gradient sums more than {MOST_TERMS} products")
     gradient_scale, gradient_units = scales(amax_over(gradient, (0, 2, 3)))
     scale, image_units = scales(amax_over(x, (0, 2, 3)))
+    count(lambda: counts(gradient, gradient_scale, (1, 2, 3)), lambda: counts(x, scale, (1, 2, 3)))
     if size[:2] == (groups, 1):
         padded, whole = _padded(x.mul(scale).round_(), shape).double(), gradient.mul(gradient_scale).round_().double()
         sums = [(shape.at(padded, tap, output) * whole).sum((0, 2, 3)) for tap in shape.taps()]
@@ -283,6 +287,17 @@ def _group_scales(images: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     if groups == 1:
         return scale.squeeze(1), units
     return scale.expand(-1, -1, images.shape[1] // groups, -1, -1).flatten(1, 2), units
+
+
+def _of_inputs(weight: Tensor, integers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The numbers other than 0 among the weights of each input channel, and among their integers."""
+    found = [(each != 0).unflatten(0, (groups, -1)).sum((1, 3, 4)).flatten() for each in (weight, integers)]
+    return found[0], found[1]
+
+
+def _of_outputs(weight: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of each output channel."""
+    return (weight != 0).sum((1, 2, 3)), (integers.flatten(0, 1) != 0).sum((1, 2, 3))
 
 
 def _is_depthwise(weight: Tensor, shape: Geometry) -> bool:

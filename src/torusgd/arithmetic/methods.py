@@ -16,6 +16,7 @@ left out for that shape.
     bfloat16   the same slices; a device that gives float32 sums of bfloat16 products
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import RunError, UserError
 from ..rng import keyed_hash
+from .lost_pairs import count, counts
 from .scales import LARGEST, amax_over, scales
 
 MOST_TERMS = 1 << 25
@@ -37,6 +38,9 @@ MOST_TERMS = 1 << 25
 _SLICE = 256
 _CHECK = 22
 """first word of the draws of a check; those of `rng` end at 20"""
+
+_ROUNDS = 7
+"""of the methods' times"""
 
 Operand = tuple[Tensor, ...]
 """A matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]."""
@@ -74,15 +78,29 @@ def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand
     """hi*hi * 2**16 + (hi*lo + lo*hi) * 2**8 + lo*lo, where q = 256 * hi + lo and lo is within -128..127."""
     upper, middle, lower = multiply(a[0], b[0]), multiply(a[0], b[1]).add_(multiply(a[1], b[0])), multiply(a[1], b[1])
     if middle.dtype == torch.int32 and a[0].shape[-1] <= _FEW_TERMS:
-        lower = lower.add_(middle, alpha=_SLICE).double()
-    else:
-        lower = lower.double().add_(middle.double(), alpha=_SLICE)
-    # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
-    return lower.add_(upper.double(), alpha=_SLICE * _SLICE)
+        return _sum(lower.add_(middle, alpha=_SLICE), upper)
+    return _sum(lower, middle, upper)
+
+
+def _sum(lowest: Tensor, *others: Tensor) -> Tensor:
+    """lowest + ... + the last one * 2**16, of which each is 2**8 or 2**16 times the one before: float64."""
+    factors = (_SLICE, _SLICE * _SLICE)[-len(others) :]
+    result = torch.empty(lowest.shape, dtype=torch.float64, device=lowest.device)
+    total, step = result.view(-1), _BLOCK if lowest.device.type == "cpu" else max(1, lowest.numel())
+    flats = [x.reshape(-1) for x in (lowest, *others)]
+    for begin in range(0, len(total), step):
+        part = slice(begin, begin + step)
+        block = total[part].copy_(flats[0][part])
+        # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
+        for factor, other in zip(factors, flats[1:], strict=True):
+            block.add_(other[part].double(), alpha=factor)
+    return result
 
 
 _INT_TERMS = (1 << 17) - 1
 """of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the two in the middle"""
+_BLOCK = 1 << 15
+"""elements that are taken to float64 at a time, so that they stay in a core's cache"""
 _FEW_TERMS = 509
 """of int32 sums of the middle times 256 and the lowest"""
 _FLOAT_TERMS = 1024
@@ -234,10 +252,11 @@ def _integers(operand: Operand) -> Tensor:
 def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     """The methods that a device has, the fastest first, by the time of one product of ordinary size."""
     times: dict[str, float] = {}
-    for name, method in METHODS.items():
+    # In turn, so that what else the machine does for a moment meets no method alone.
+    for name, method in [*METHODS.items()] * _ROUNDS:
         a, b = (method.prepare(torch.full(shape, 1000.0, device=device)) for shape in ((256, 1152), (1152, 128)))
         try:
-            times[name] = min(_time(method, a, b) for _ in range(3))
+            times[name] = min(times.get(name, math.inf), _time(method, a, b))
         except (RuntimeError, TypeError):
             continue
     return tuple(sorted(times, key=times.__getitem__))
@@ -270,6 +289,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.new_zeros(*a.shape[:-1], b.shape[-1])
     left, rows = quantised(a, (-1,))
     right, columns = quantised(b, (-2,))
+    count(lambda: counts(a, _scale(rows), (-2,)), lambda: counts(b, _scale(columns), (-1,)))
 
     def product(method: Method) -> Tensor:
         return multiply(method, method.prepare(left), method.prepare(right))
@@ -277,18 +297,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return exactly(product, a.device).mul_(rows).mul_(columns).float()
 
 
-def price(device: torch.device) -> str:
-    """A line that says what a product costs on a device: the fastest method, and its time over float32's, measured."""
-    with _disable_current_modes():
-        a, b = (torch.full(shape, 0.3, device=device) for shape in ((256, 1152), (1152, 128)))
-        ours, theirs = (min(_seconds(product, a, b) for _ in range(5)) for product in (matmul, torch.mm))
-        method = order_of_preference(device, torch.get_num_threads())[0]
-    return (
-        f"portable arithmetic: products by {method}; one of 256 x 1152 x 128 takes {ours / theirs:.1f} times float32's"
-    )
+def _scale(inverse: Tensor) -> Tensor:
+    return torch.div(torch.ones_like(inverse), inverse).float()
 
 
-def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
-    start = time.perf_counter()
-    product(a, b).flatten()[0].item()
-    return time.perf_counter() - start
+def fastest_method(device: torch.device) -> str:
+    """The name of the method that is taken first."""
+    return (_chosen.get() or order_of_preference(device, torch.get_num_threads()))[0]

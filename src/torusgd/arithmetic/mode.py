@@ -78,6 +78,11 @@ class PortableMode(TorchDispatchMode):
             raise UserError(_refusal(func))
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch calls `__torch_dispatch__` through a wrapper, which costs as much as a small rule."""
+        return False
+
 
 class Attention(TorchFunctionMode):
     """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""

@@ -23,6 +23,7 @@ from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
 from ..step.noise_scale import NoiseWatch
+from ..step.pair_watch import LostPairsWatch
 from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
 from ..step.step import TrainStep
@@ -175,13 +176,15 @@ def _drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
 def _watches_of(
     job: Job, world: Group, sums: Sums, state: StepState, clock: StepClock, schedule: Schedule
 ) -> Iterator[StepWatch]:
-    """The audit, the noise scale, and what compares the ranks' speed; every rank calls it, since groups are made."""
+    """The audit, counts, and what compares the ranks' speed; every rank calls it, since groups are made."""
     recipe, workers = job.recipe, job.recipe.virtual_workers
     yield Audit(job.options.audit, recipe.seed, world, sums.watched)
     probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
     yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
     if follows_speed(job.options, recipe):
         yield SpeedWatch(world.rank, world.size, lambda: clock.speed)
+    if recipe.precision == "portable":
+        yield LostPairsWatch()
     # A column block's gradient is that of several virtual workers, and local steps hand over changes of weights.
     if workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
         norm, precision, to_host = state.update.gradient_norm, state.precision, clock.monitor.to_host

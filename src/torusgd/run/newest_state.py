@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic import price
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..errors import RunError, UserError, warn
@@ -35,6 +34,7 @@ from .fingerprint import Fingerprint, changes
 from .job import Job, images_at, setup_of
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
+from .price import price
 from .saving import LastSaved, RunState, resumed, share_tensors
 from .trained_weights import fit, read_initial
 
@@ -307,7 +307,7 @@ def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, ori
     if trainer.explanation:
         telemetry.say(trainer.explanation)
     if job.recipe.precision == "portable":
-        telemetry.say(f"{price(trainer.step.world.device)} time; whole steps: docs/methods/portable-arithmetic.md")
+        telemetry.say(price(trainer.step.state.model, job.recipe))
     if state.initial is not None and not state.step:
         telemetry.initial(asdict(state.initial), str(state.initial))
     if state.step:

@@ -64,6 +64,8 @@ class StepStats:
     """microseconds after which each virtual worker had finished, 0 if it was left out; empty if no clock decides"""
     underflow: float = field(default=0.0, metadata=_RARE)
     """fraction of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
+    lost_pairs: float = field(default=0.0, metadata=_RARE)
+    """fraction of the pairs of factors that multiplied to nothing in portable arithmetic; in most steps nobody looks"""
     loss_scale: float = 1.0
     """factor of the loss in this step; 1 unless the precision is float16"""
     slowest: Straggler | None = None
@@ -152,6 +154,8 @@ class StepTotals:
     train_loss: float | None = None
     underflow: float = 0.0
     """sum of the steps' fractions, each times its images"""
+    lost_pairs: float = 0.0
+    """the largest of the steps' fractions"""
 
     def add(self, stats: StepStats) -> None:
         self.samples = stats.step.start + stats.step.batch
@@ -171,6 +175,7 @@ class StepTotals:
             self.taken_over_saved_seconds += stats.taken_over.saved
         self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch
+        self.lost_pairs = max(self.lost_pairs, stats.lost_pairs)
         times = stats.times
         self.step_seconds += times.seconds
         self.data_seconds += times.data_seconds
@@ -194,6 +199,7 @@ class StepTotals:
             "taken_over_saved_seconds": round(self.taken_over_saved_seconds, 3),
             "left_out_share": round(self.images_left_out / max(self.samples, 1), 4),
             "underflow": self.underflow / max(self.samples, 1),
+            "lost_pairs": self.lost_pairs,
             "images_per_second": round((self.samples - self.images_left_out) / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),
