@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks import compare
+from benchmarks import compare, tables
 from benchmarks.__main__ import commands, main
 from benchmarks.compare import compared
 from benchmarks.record import RESULTS, recorded, runs, sample
@@ -116,6 +116,21 @@ def test_tables_of_the_docs_are_those_of_the_results() -> None:
     pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
     assert any("<!-- benchmarks.tables: " in text for text in pages.values())
     assert all(written(text) == text for text in pages.values())
+
+
+def test_the_table_of_all_reduces_has_auto_beside_the_best_single_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    case = "far, plain, 4096 bytes, 1 streams"
+    times = {"native": 90.0, "auto": 10.0, "ring": 20.0, "direct": 9.0}
+    samples = {f"{case}, {name}, ms": [each] * 7 for name, each in times.items()}
+    samples |= {f"{case}, {name}, skew and error of clocks, ms": [1.0] for name in times}
+    (tmp_path / "allreduce-allreduce.json").write_text(
+        json.dumps([{"command": "c", "load": [0.1, 2.0], "samples": samples}])
+    )
+    row = tables.all_reduces().splitlines()[2]
+    assert row == "| far, plain | 4,096 | 10.0 (10.0 to 10.0) | direct, 9.0 | 0.90 | 9.00 | 8 | 1.0 * | 7 | 0 to 2 |"
 
 
 def test_the_steps_of_step_overhead() -> None:
