@@ -281,10 +281,10 @@ ODD = """
 name: odd
 source: mine
 backend: gloo
-device: {name: Toy, peak: {float32: 1}, memory_bandwidth: 1, memory: 1}
+device: {name: Toy, peak: {float32: 1e6}, memory_bandwidth: 1e6, memory: 1}
 devices_per_node: 2
-inside: {alpha: 1e6, bandwidth: 1}
-between: {alpha: 1e6, bandwidth: 1}
+inside: {alpha: 10, bandwidth: 1e3}
+between: {alpha: 10, bandwidth: 1e3}
 """
 
 
@@ -294,7 +294,7 @@ def test_the_design_point_of_an_odd_machine(plan, mistake, tmp_path: Path) -> No
     odd.write_text(ODD)
     small = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--design", "--cluster")
     assert "pays most" in plan(*small, odd, "--devices", 16)[0]
-    odd.write_text(ODD.replace("bandwidth: 1}", "bandwidth: 1e-300}"))
+    odd.write_text(ODD.replace("bandwidth: 1e3}", "bandwidth: 1e-300}"))
     mistake("plan", *small, odd, "--devices", 16, TMP=tmp_path)
     most = plan(*small, "cori", "--devices", 2**20)[1]["design"]
     assert "twice the devices" not in most["steps"]

@@ -58,9 +58,12 @@ class GpuForm:
         if not streams:
             return network
         parts = PassParts(network, reducer, control, batch_norm, self._device, leaves)
-        overlaps = self._world.size > 1
-        ready = ready_events(self._device, len(reducer.layout.buckets)) if overlaps else None
-        return GraphedNetwork(parts, streams, overlaps, ready)
+        ready = ready_events(self._device, len(reducer.layout.buckets)) if self._overlaps else None
+        return GraphedNetwork(parts, streams, self._overlaps, ready)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._world.size > 1  # one rank alone sends nothing
 
     def flat_update(self, optimizer: Optimizer, reducer: Reducer) -> FlatUpdate:
         """Takes the optimizer's steps; the 16-bit copies of `passes` follow the weights."""

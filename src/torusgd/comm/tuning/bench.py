@@ -117,6 +117,7 @@ def _bench(
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
             rows.append(row)
         flat = connection.clock.elapsed([span for row in rows[1:] for span in row])
+        cpu = connection.slowest([statistics.median(busy[name][1:]) for name, _ in starts])
         for i, (name, _) in enumerate(starts):
             times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
             median, skew, bound, _ = typical(times)
@@ -134,7 +135,7 @@ def _bench(
                     skew_s=skew,
                     bound_s=bound,
                     samples_s=tuple(each.seconds for each in times),
-                    cpu_s=statistics.median(busy[name][1:]),
+                    cpu_s=cpu[i],
                 )
             )
     return records
