@@ -203,8 +203,10 @@ def covering(rng: random.Random) -> Iterator[Row]:
 
 def _way(wanted: Row) -> Row | None:
     """Values with which some others run, such as an all-reduce for a grid; None: they are refused in all ways."""
-    ways = ({"workers": n, "allreduce": a, "column_blocks": c} | wanted for n in (2, 4) for a in ("native", "torus")
-            for c in RECIPE["column_blocks"])  # fmt: skip
+    ways = (
+        {"workers": workers, "allreduce": name, "column_blocks": blocks} | wanted
+        for workers in (2, 4) for name in ("native", "ring", "torus") for blocks in RECIPE["column_blocks"]
+    )  # fmt: skip
     return next((way for way in [wanted, *ways] if not refused(PLAIN | way)), None)
 
 
