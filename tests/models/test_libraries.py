@@ -11,7 +11,7 @@ from tests.messages import refused
 from torch import nn
 
 from torusgd.models import build_model
-from torusgd.models.libraries import timm_pretrained
+from torusgd.models.registry import timm_pretrained
 from torusgd.recipe.schema import Model
 
 CONFIGS = {

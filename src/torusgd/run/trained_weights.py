@@ -15,7 +15,7 @@ from ..data.types import Source
 from ..errors import UserError
 from ..hub import hub_name, weight_file
 from ..models import is_built_in, model_of
-from ..models.libraries import timm_pretrained
+from ..models.registry import timm_pretrained
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FILES, list_checkpoints
