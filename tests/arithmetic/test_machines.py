@@ -2,6 +2,7 @@
 
 import ast
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_one_hash_under_every_setting(method: str, settings: dict[str, str]) -> 
 @pytest.mark.slow
 def test_float32_has_several_hashes_under_these_settings() -> None:
     assert len({run(settings, "float32") for settings in ({}, FAR, *SETTINGS[1:5])}) > 1, "they would prove nothing"
+
+
+FLUSHED = """
+import torch
+torch.set_num_threads(2)
+torch.set_flush_denormal(True)
+torch.ones(1 << 20) * 2  # the other thread begins here
+from torusgd.arithmetic import portable
+with portable():
+    pass
+"""
+
+
+def test_threads_that_take_denormals_for_zero_are_refused() -> None:
+    """Half of a large tensor's denormals would be 0."""
+    words = [sys.executable, "-c", FLUSHED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "UserError: portable arithmetic: torch's threads take denormals for 0" in done.stderr
 
 
 @pytest.mark.gpu

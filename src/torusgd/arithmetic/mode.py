@@ -26,6 +26,9 @@ from .rules import EXACT_OF_INTEGERS, MOVES, PASSING
 
 _RULES = {**layers.RULES, **operations.RULES}
 
+_LEAST_SHARE = 32768
+"""elements that torch gives to a thread at least"""
+
 VERSION = 1
 """of the arithmetic: a change of bits is another one"""
 
@@ -42,7 +45,8 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
             alone.
 
     Raises:
-        UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32.
+        UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32. At its
+            begin, if torch's threads take denormals for 0.
 
     >>> import torch
     >>> with portable():
@@ -55,8 +59,21 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
             yield
             return
         torch.set_flush_denormal(False)
+        _check_denormals()
         with Attention(), PortableMode():
             yield
+
+
+def _check_denormals() -> None:
+    """UserError if a thread that helps this one takes denormals for 0: it has that from whoever began its pool."""
+    if (count := torch.get_num_threads()) == 1:
+        return
+    least = torch.full((count * _LEAST_SHARE,), 1, dtype=torch.int32).view(torch.float32)
+    if (least * 2.0**100).amin().item() == 0:
+        raise UserError(
+            "portable arithmetic: torch's threads take denormals for 0, since torch.set_flush_denormal(True) was "
+            "called before they began; leave that call out"
+        )
 
 
 def is_portable() -> bool:
