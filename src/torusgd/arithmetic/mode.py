@@ -8,6 +8,7 @@ does so otherwise has other words of `operators_of`, from the first operator on 
 import hashlib
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from .rules import EXACT_OF_INTEGERS, MOVES, PASSING
 
 _RULES = {**layers.RULES, **operations.RULES}
 
+_checked = threading.local()
 _LEAST_SHARE = 32768
 """elements that torch gives to a thread at least"""
 
@@ -66,7 +68,8 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
 
 def _check_denormals() -> None:
     """UserError if a thread that helps this one takes denormals for 0: it has that from whoever began its pool."""
-    if (count := torch.get_num_threads()) == 1:
+    count = torch.get_num_threads()
+    if count == 1 or getattr(_checked, "threads", 0) == count:
         return
     least = torch.full((count * _LEAST_SHARE,), 1, dtype=torch.int32).view(torch.float32)
     if (least * 2.0**100).amin().item() == 0:
@@ -74,6 +77,7 @@ def _check_denormals() -> None:
             "portable arithmetic: torch's threads take denormals for 0, since torch.set_flush_denormal(True) was "
             "called before they began; leave that call out"
         )
+    _checked.threads = count
 
 
 def is_portable() -> bool:
