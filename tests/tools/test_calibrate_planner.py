@@ -1,13 +1,23 @@
 """The planner's calibration: the factors that ship are the fit of the rows that ship, and the page is its own."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 from tools.calibrate_planner.fit import ROW_SPREAD, fit_factors, predict_left_out
-from tools.calibrate_planner.report import Played, best_of, further_rows, markdown, read_played, section, step_rows
+from tools.calibrate_planner.report import (
+    Played,
+    best_of,
+    details,
+    further_rows,
+    markdown,
+    read_played,
+    section,
+    step_rows,
+)
 
 from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.published import counted_groups, predict, predict_row, read_rows, system_of
@@ -105,9 +115,10 @@ def test_a_fit_finds_what_made_the_rows() -> None:
     assert ROW_SPREAD < 0.1
 
 
-def test_the_page_is_the_one_that_the_command_writes() -> None:
-    page = Path(__file__).parents[2] / "docs" / "published.md"
-    written = markdown(*([predict_row(row) for row in rows] for rows in (ROWS, further_rows(), step_rows())))
+@pytest.mark.parametrize(("folder", "write"), [("docs", markdown), ("notes", details)])
+def test_the_pages_are_those_that_the_command_writes(folder: str, write: Callable[..., str]) -> None:
+    page = Path(__file__).parents[2] / folder / "published.md"
+    written = write(*([predict_row(row) for row in rows] for rows in (ROWS, further_rows(), step_rows())))
     number = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
     assert number.sub("#", page.read_text()) == number.sub("#", written), "run python -m tools.calibrate_planner"
     # Another torch may run a kernel more or less: a change in the last digits is none.

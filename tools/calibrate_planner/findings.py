@@ -1,4 +1,4 @@
-"""What docs/published.md says of rows that the plan misses: where sources disagree, and what is not understood."""
+"""What notes/published.md says of rows that the plan misses: where sources disagree, and what is not understood."""
 
 from collections.abc import Sequence
 
@@ -87,5 +87,5 @@ def alone(row: Row) -> Row:
 
 
 def section(fitted: Sequence[Prediction], further: Sequence[Prediction]) -> list[str]:
-    """The lines of docs/published.md on all of it."""
+    """The lines of notes/published.md on all of it."""
     return ["## What the sources leave open", "", *rates(fitted, further), "", *_OF_DAS, "", *_OPEN]

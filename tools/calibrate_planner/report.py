@@ -1,4 +1,4 @@
-"""The page docs/published.md: published, predicted and rehearsed figures beside each other."""
+"""docs/published.md and notes/published.md: published, predicted and rehearsed figures beside each other."""
 
 import csv
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def step_rows() -> list[Row]:
 
 
 def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], steps: Sequence[Prediction]) -> str:
-    """The page docs/published.md: rows that were fitted, the rows of `further_rows`, and those of `step_rows`."""
+    """The page docs/published.md: rows that were fitted, and the errors of `further_rows` and `step_rows`."""
     lines = [
         "# Published results and what the planner says of them",
         "",
@@ -132,6 +132,33 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         lines.append(f"* {base}: {ids}")
     lines += [
         "",
+        "## Figures that were never fitted",
+        "",
+        f"Further published figures of the same papers and logs (n = {len(further)}). {_errors(further)}",
+        f"Steps of NVIDIA's other ResNet-50 runs in MLPerf's logs (n = {len(steps)}). {_errors(steps)}",
+        "",
+        "## Rehearsed",
+        "",
+        f"{len(read_played())} steps were played with torusgd's own messages in the network lab",
+        "([rehearsal](methods/rehearsal.md)). What communication adds to a step is planned with an error of",
+        f"{_errors_of_plays(read_played())}.",
+        "",
+        "## Details",
+        "",
+        "notes/published.md has the rows of both kinds, the fitted parameters, the rehearsed steps, what the sources",
+        "leave open, and the source of each cluster file and software profile.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def details(predictions: Sequence[Prediction], further: Sequence[Prediction], steps: Sequence[Prediction]) -> str:
+    """The page notes/published.md: what stands behind the figures of docs/published.md."""
+    lines = [
+        "# Published results: what stands behind the figures",
+        "",
+        "Written by `python -m tools.calibrate_planner`; do not edit. The fitted rows and their errors:",
+        "docs/published.md.",
+        "",
         "## Parameters",
         "",
         "| parameter | multiplies | meaning | factor | spread before | rows |",
@@ -171,7 +198,7 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         "",
         *findings(predictions, further),
     ]
-    lines += ["", *section(played)]
+    lines += ["", *section(read_played())]
     lines += ["", "## Sources", ""]
     for name in sorted({p.row.cluster for p in predictions}):
         lines.append(f"* cluster `{name}`: {load_cluster(name).source}.")
@@ -184,6 +211,11 @@ _TABLE = (
     "| id | devices | images | metric | published | predicted | band | error |",
     "|---|---|---|---|---|---|---|---|",
 )
+
+
+def _errors_of_plays(played: Sequence[Played]) -> str:
+    sizes = sorted(100 * abs(each.error_of_step) for each in played)
+    return f"{median(sizes):.1f} % of the step in the median, at most {sizes[-1]:.1f} %"
 
 
 def _errors(predictions: Sequence[Prediction]) -> str:
@@ -219,7 +251,7 @@ def best_of(played: Sequence[Played], row_id: str) -> Played | None:
 
 
 def section(played: Sequence[Played]) -> list[str]:
-    """The lines of docs/published.md with all of them."""
+    """The lines of notes/published.md with all of them."""
     lines = [
         "## Rehearsed",
         "",
