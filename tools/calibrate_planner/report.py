@@ -256,7 +256,7 @@ def section(played: Sequence[Played]) -> list[str]:
         "## Rehearsed",
         "",
         "Steps of the same networks, batches and clusters with torusgd's own messages, played in the network lab",
-        "(`torusgd rehearse`, [rehearsal.md](methods/rehearsal.md)), as `benchmarks rehearse rehearsals` wrote them to",
+        "(`torusgd rehearse`, docs/methods/rehearsal.md), as `benchmarks rehearse rehearsals` wrote them to",
         "`tools/calibrate_planner/rehearsed.csv`. *Exposed* is the communication that compute waits for: median and",
         "range. *Late* is by how many microseconds of the machine a round of messages was longer in the lab than it",
         "should have been; the plan is given for the machine and for rounds as late. Errors are those of the plan",
