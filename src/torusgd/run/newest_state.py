@@ -307,7 +307,7 @@ def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, ori
     if trainer.explanation:
         telemetry.say(trainer.explanation)
     if job.recipe.precision == "portable":
-        telemetry.say(price(trainer.step.state.model, job.recipe))
+        telemetry.say(price(job.recipe, len(trainer.data.training.source.classes), trainer.step.world.device))
     if state.initial is not None and not state.step:
         telemetry.initial(asdict(state.initial), str(state.initial))
     if state.step:
