@@ -3,7 +3,7 @@
     python -m tools.model_families [--write] [NAME ...]
 
 prints for each whether it trains, to the same hash of the weights on both, or the line that refuses it; --write puts
-the rows into the table of docs/models.md. All families share three processes, since libraries take seconds to import.
+the rows into the table of notes/models.md. All families share three processes, since libraries take seconds to import.
 """
 
 import io
@@ -27,7 +27,7 @@ from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "notes" / "models.md"
 RANKS = 3
 SIZED = {"img_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
