@@ -1,4 +1,4 @@
-"""Writes docs' tables from the files in benchmarks/results.
+"""Writes the tables of docs and notes from the files in benchmarks/results.
 
     python -m benchmarks.tables
 
@@ -18,7 +18,8 @@ from .__main__ import docstrings
 from .accuracy import proof
 from .record import RESULTS, runs
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notes").glob("*.md")]
 _NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", re.MULTILINE)
 _MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
@@ -135,7 +136,7 @@ def written(text: str) -> str:
 
 def main() -> None:
     """Rewrites the pages that differ."""
-    for page in DOCS.rglob("*.md"):
+    for page in PAGES:
         if (text := written(page.read_text())) != page.read_text():
             page.write_text(text)
 
