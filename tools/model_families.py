@@ -162,9 +162,9 @@ def write_table(page: Path, rows: dict[str, str]) -> None:
     """Puts rows into a page's table, in the order of `FAMILIES`."""
     text = page.read_text()
     head, rule, rest = text.partition("| --- | --- | --- |\n")
-    after = rest[rest.index("\n\n") :]
+    _, gap, after = rest.partition("\n\n")
     known = read_table(text) | rows
-    page.write_text(head + rule + "\n".join(known[name] for name in FAMILIES if name in known) + after)
+    page.write_text(head + rule + "\n".join(known[name] for name in FAMILIES if name in known) + (gap + after or "\n"))
 
 
 def run(names: Sequence[str]) -> dict[str, str]:
