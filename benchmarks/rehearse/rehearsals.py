@@ -5,7 +5,7 @@
 
 Each case is one step of a recipe, with the batch of the publication, planned for a cluster and played in the network
 lab (`torusgd rehearse`). Results go to tools/calibrate_planner/rehearsed.csv, a line a case, from which the page
-docs/published.md is made; a case whose line is there is left out, so that a call goes on where the last one ended.
+notes/published.md is made; a case whose line is there is left out, so that a call goes on where the last one ended.
 
 Needs: root, for the network lab.
 """
