@@ -90,6 +90,8 @@ AIMS = {4 << 10: 8.0, 64 << 10: 6.0, 256 << 10: 4.0, 1 << 20: 3.0, 4 << 20: 1.4}
 def all_reduces() -> str:
     """`auto` beside the best single algorithm and Gloo's own: the newest run of each command, a line a size."""
     newest = {run["command"]: run for run in runs(RESULTS / "allreduce-allreduce.json")}
+    if not newest:
+        return "No run is recorded yet; notes/benchmarks.md has the earlier ones, timed from a barrier."
     names = ("set-up", "bytes", "`auto`, ms (quartiles)", "best single, ms", "best / `auto`", "Gloo / `auto`", "aim")
     found = [f"| {' | '.join(names)} | skew | n | load |", "|---" * (len(names) + 3) + "|"]
     for run in newest.values():
