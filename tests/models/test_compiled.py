@@ -3,10 +3,12 @@
 import importlib.util
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from tests.messages import refused
 from tests.run.runs import TINY, run_here
 from torch import nn
@@ -29,6 +31,7 @@ def test_a_network_of_layers_alone_is_one_block(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(deterministic=False))
     assert compile_blocks(net, CPU) == [""]
     assert asked == [net]
 
@@ -40,6 +43,11 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("compile without Triton"):
         compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
+    with refused("compile by a torch that may time kernels", TORCH=torch.__version__):
+        compile_blocks(nn.Linear(2, 2), CPU)
     with refused("compile of a network in column blocks"):
         load_recipe("digits", [*TINY, "compile=true", "column_blocks=2"])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import INDEX, refused
 from torch import nn
 
 from torusgd.models import build_model
@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(name: str, options: dict[str, Any]) -> None:
 
 def test_without_timm_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with refused("timm is not installed", TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
+    with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         build("timm:net")
 
 

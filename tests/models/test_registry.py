@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import INDEX, refused
 from torch import Tensor, nn
 
 from torusgd.models import MODELS, build_model, model_of
@@ -74,7 +74,9 @@ def test_images_that_are_too_small() -> None:
 
 def test_torchvision_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with refused("torchvision is not installed", TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
+    with refused(
+        "torchvision is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")
+    ):
         build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
 
 

@@ -400,7 +400,7 @@ def _note(name: str, module: nn.Module, last: list[str]) -> Callable[..., None]:
 def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
     """Has each block of a network compiled by Inductor at its first pass, in place; returns the names of the blocks.
 
-    UserError if the compiler for the device is not installed.
+    UserError if the compiler for the device is not installed, or this torch can't be kept from timing kernels.
     """
     # Block by block and not as a whole: the backward pass of a compiled region is one operation, so the gradients of a
     # network that is compiled whole would all come at its end, and none could travel meanwhile (torch.compile's FAQ).
@@ -412,6 +412,8 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
         raise UserError(f"compile: true: needs the C++ compiler {compiler}; install it, or set compile: false")
     import torch._inductor.config as inductor  # takes a second, which others need not wait for
 
+    if not hasattr(inductor, "deterministic"):
+        raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.13, or set compile: false")
     inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
     # A network without blocks is compiled whole.
     named = dict(blocks(model)) or {"": model}
