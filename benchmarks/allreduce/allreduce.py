@@ -6,7 +6,7 @@
 
 The set-ups are real processes and sockets on this machine with links of set latency and bandwidth
 (`torusgd.rehearse.lab`). The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm.
-ns/B is the first rank's processor time a byte.
+ns/B is the processor time a byte of the rank where it is most.
 `limit` is what the links allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-
 reduce can be faster.
 

@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,24 +188,28 @@ def messages(file: File, count: int, rng: random.Random) -> Inputs:
         yield f"message {number}", partial(_heard, damaged(rng, message))
 
 
-def _told(data: bytes) -> None:
+@contextmanager
+def _sent(data: bytes) -> Iterator[socket.socket]:
+    """A connection whose other end has sent the data, and sends no more."""
     mine, other = socket.socketpair()
     with mine, other:
         other.sendall(data[: 1 << 15])
         other.shutdown(socket.SHUT_WR)
+        yield mine
+
+
+def _told(data: bytes) -> None:
+    with _sent(data) as connection:
         try:
-            assert isinstance(_receive_line(mine, time.monotonic() + 5.0), dict)
+            assert isinstance(_receive_line(connection, time.monotonic() + 5.0), dict)
         except (OSError, ValueError) as error:  # what the listener answers with nothing, and a line in the log
             raise UserError(str(error)) from None
 
 
 def _heard(data: bytes) -> None:
-    mine, other = socket.socketpair()
-    with mine, other:
-        other.sendall(data[: 1 << 15])
-        other.shutdown(socket.SHUT_WR)
+    with _sent(data) as connection:
         try:
-            assert all(isinstance(each, dict) for each in Channel(mine, 5.0).receive())
+            assert all(isinstance(each, dict) for each in Channel(connection, 5.0).receive())
         except ChannelClosed as error:
             raise UserError(str(error)) from None
 

@@ -40,7 +40,7 @@ class Record:
     bound_s: float = 0.0  # seconds by which clocks of several machines may have changed a time
     samples_s: tuple[float, ...] = ()
     cpu_s: float = 0.0
-    """median of the processor time that a sum takes on this rank, all threads of the process together"""
+    """median of the processor time that a sum takes on the rank where it takes most, all threads together"""
 
     @property
     def is_doubtful(self) -> bool:
