@@ -1,6 +1,9 @@
 """Signals that ask for a stop, as a process of its own gets them."""
 
+import re
 import sys
+
+import pytest
 
 from tests.commands import ran
 
@@ -19,6 +22,23 @@ try:
 except Stopped as stop:
     print(stop.number)
 """
+
+
+LASTING = """
+import threading, time
+from torusgd.signals import leave_within
+
+threading.Thread(target=time.sleep, args=(60,)).start()
+leave_within(0.1, 3)
+"""
+
+
+def test_a_process_that_a_thread_keeps_after_its_work_ends_with_its_code_and_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    kept = ran([sys.executable, "-c", LASTING], code=3)
+    assert re.fullmatch(r"torusgd: rank 2 on \S+ ends only now, 0.1 s after its work was done\n", kept.stderr)
 
 
 def test_a_stop_that_a_library_swallows_comes_again() -> None:

@@ -6,6 +6,7 @@ A process without a training state ends at once (`Stopped`); a rank finishes its
 import ctypes
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from types import FrameType
+
+from .errors import warn
 
 # Signal of schedulers and of a run's own time limit that a job's time is nearly over.
 OUT_OF_TIME = signal.SIGUSR1
@@ -50,10 +53,30 @@ def stop_after(seconds: float) -> None:
     _send_after(seconds, OUT_OF_TIME)
 
 
+def leave_within(seconds: float, code: int = 0) -> threading.Timer:
+    """Ends this process, whose work is done, with a line if a thread keeps it for so many seconds; can be cancelled.
+
+    Ranks of torusgd's own launcher are ended by that; nobody watches those of torchrun once their heartbeat is over.
+    """
+
+    def leave() -> None:
+        who = f"rank {os.environ['RANK']} on {socket.gethostname()}" if "RANK" in os.environ else "the command"
+        with suppress(OSError):
+            warn(f"{who} ends only now, {seconds:g} s after its work was done")
+        os._exit(code)
+
+    return _after(seconds, leave)
+
+
 def _send_after(seconds: float, number: int) -> None:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    _after(seconds, os.kill, os.getpid(), number)
+
+
+def _after(seconds: float, call: Callable[..., object], *arguments: object) -> threading.Timer:
+    timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 class Stopped(BaseException):

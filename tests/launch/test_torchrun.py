@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -174,6 +175,23 @@ def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: P
         rank.join(240)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
     assert re.match(r"torusgd: .*rank 1.*, says rank 0 on ", (tmp_path / "0").read_text())
+
+
+def _close_for_ever(port: str, told: Path) -> None:
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+    patch.object(groups.Group, "close", lambda self: threading.Event().wait()).start()
+    torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=1, start=60))
+
+
+def test_a_rank_that_does_not_end_after_its_result_is_ended_with_a_line(tmp_path: Path) -> None:
+    rank = multiprocessing.get_context("forkserver").Process(
+        target=_close_for_ever, args=(str(held_port()), tmp_path / "err")
+    )
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == 0
+    assert re.match(r"torusgd: rank 0 on \S+ ends only now", (tmp_path / "err").read_text())
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from ..run.run import train
 from ..run.saving import RunResult, finished
 from ..rundir.run_dir import RunDir
 from ..runtime import ranks_are_given
-from ..signals import StopFlag, die_with_agent, end_on_stop
+from ..signals import StopFlag, die_with_agent, end_on_stop, leave_within
 from .local import last_checkpoint, limits_of
 
 # Seconds after which the store counts as out of reach.
@@ -89,8 +89,10 @@ def run_joined(
         world.barrier()
     except (Exception, SystemExit) as error:
         member.end(Failure.of(error, rank))
+    late = leave_within(limits.beat)
     member.heartbeat.close()
     world.close()
+    late.cancel()
     return result
 
 
