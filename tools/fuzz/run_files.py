@@ -48,7 +48,7 @@ def kinds(file: File) -> dict[str, tuple[int, Callable[[int, random.Random], Inp
         "messages": (120, messages),
     }
     if importlib.util.find_spec("pyarrow") is not None:
-        made["Parquet"] = (80, tables)
+        made["Parquet"] = (240, tables)
     return {kind: (count, partial(make, file)) for kind, (count, make) in made.items()}
 
 
@@ -225,8 +225,13 @@ def tables(file: File, count: int, rng: random.Random) -> Inputs:
     rows: dict[str, Any] = {"image": [{"bytes": picture.getvalue(), "path": None}] * 6, "label": [0, 1] * 3}
     stream = io.BytesIO()
     pq.write_table(pa.table(rows), stream, row_group_size=2)
+    good = stream.getvalue()
+    footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")  # its length and "PAR1" end the file
     for number in range(count):
-        for split in ("train", "test"):
-            file(f"tables/{number}/data/{split}-00000-of-00001.parquet", damaged(rng, stream.getvalue()))
+        # Most damage to a footer is found when the file is opened; that to pages only when pictures are read.
+        bad = damaged(rng, good) if number % 2 else damaged(rng, good[:footer]) + good[footer:]
+        split = rng.choice(("train", "test"))
+        for name in ("train", "test"):
+            file(f"tables/{number}/data/{name}-00000-of-00001.parquet", bad if name == split else good)
         folder = file(f"tables/{number}/README.md", b"").parent
         yield f"{number}", partial(read_first, Data(source="parquet", image_size=8), folder)

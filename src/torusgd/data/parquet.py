@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError, as_user_error, needs, suggest
+from ..errors import UserError, as_user_error, in_one_line, needs, suggest
 from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
@@ -114,7 +114,13 @@ class _File:
         ]
 
     def _group(self, number: int, name: str) -> Any:
-        return _bytes_of(self.parquet.read_row_group(number, [name], use_threads=False).column(name), self.path)
+        try:
+            group = self.parquet.read_row_group(number, [name], use_threads=False)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None):  # of the disk; pyarrow's own, of damaged pages, have none
+                raise
+            raise UserError(f"{self.path}: row group {number} can't be read: {in_one_line(error)}") from None
+        return _bytes_of(group.column(name), self.path)
 
 
 Pair = tuple[TableImages, TableImages]
