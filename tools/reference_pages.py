@@ -1,4 +1,5 @@
-"""Writes the pages of the site that are made from the program: docs/cli.md and docs/messages.md.
+"""Writes the pages of the site that are made from the program: docs/cli.md, docs/messages.md and
+docs/recipe-keys.md.
 
 python -m tools.reference_pages    # `make docs` does it first; git ignores the pages
 """
@@ -11,15 +12,16 @@ import yaml
 from typer.main import get_command
 
 from torusgd.cli import COMMANDS, app
+from torusgd.recipe.reference import reference
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("cli.md", "messages.md")
+PAGES = ("cli.md", "messages.md", "recipe-keys.md")
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes the pages."""
     os.environ["COLUMNS"] = "80"
-    for name, text in zip(PAGES, (cli_page(), messages_page()), strict=True):
+    for name, text in zip(PAGES, (cli_page(), messages_page(), keys_page()), strict=True):
         (ROOT / "docs" / name).write_text(text)
 
 
@@ -50,6 +52,11 @@ def messages_page() -> str:
         "the semicolon, the remedy behind it. Words in capitals stand for what differs from case to case.\n"
     )
     return "\n".join([head, "```text", *lines, "```", ""])
+
+
+def keys_page() -> str:
+    """Every key of a recipe, and what does not go together."""
+    return f"# Keys of a recipe\n\nWhat `torusgd recipes --keys` prints.\n\n{reference()}"
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
 
 
 def name_of(rule: Rule) -> str:
-    """As docs/recipes.md names it, and messages.yaml."""
+    """As docs/recipe-keys.md names it, and messages.yaml."""
     return f"{rule.part.words} with {rule.other.words}".replace("`", "")
 
 

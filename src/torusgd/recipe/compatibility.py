@@ -1,4 +1,4 @@
-"""What does not go with what: one table, from which come the errors of the commands and a table in docs/recipes.md.
+"""What does not go with what: one table, from which come the errors of the commands and a table in docs/recipe-keys.md.
 
 `check` refuses a run, and names the first rule that it breaks. `obstacle` looks for what would forbid a part that may
 yet be added, such as more ranks. The rules of `RECIPE_RULES` are checked when a recipe is read.

@@ -32,7 +32,7 @@ class Flag:
 class RuntimeOptions(Section):
     """The `runtime:` block of a recipe file and the flags that override it.
 
-    The text of each option is the help of its flag and its meaning in docs/recipes.md. `model_fields_set` has the
+    The text of each option is the help of its flag and its meaning in docs/recipe-keys.md. `model_fields_set` has the
     options that the user gave; a plan of somebody else's program takes only these.
     """
 
