@@ -120,7 +120,7 @@ def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> Non
 
 
 def test_times_that_the_proof_repeats_are_those_of_the_benchmarks() -> None:
-    text, there = (DOCS / "proof.md").read_text(), (ROOT / "notes" / "benchmarks.md").read_text()
+    text, there = (ROOT / "notes" / "proof.md").read_text(), (ROOT / "notes" / "benchmarks.md").read_text()
     rows = re.findall(r"^\| (?!technique|---)(.*) \|$", text[text.index("## Time") :], re.MULTILINE)
     assert len(rows) >= 7
     for row in rows:

@@ -1,7 +1,7 @@
 """Runs of everything with everything, with events, each compared with the plain run of its recipe on one rank.
 
     python -m tools.campaign RESULTS.jsonl [--seed 0] [--runs 1500]  # goes on where it was stopped
-    python -m tools.campaign RESULTS.jsonl --table                   # the table of docs/reliability.md
+    python -m tools.campaign RESULTS.jsonl --table                   # the table of notes/reliability.md
 
 Each run is a line of JSON, by its seed and index. Processes that play runs are begun anew after a hang, and every 100.
 `--processes 2` plays two at a time, and `--seconds 150` begins none after that: the same command goes on with the rest.

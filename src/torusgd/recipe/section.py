@@ -32,7 +32,7 @@ Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]
 class Section(BaseModel):
     """A part of a recipe: immutable, no unknown keys, no silent conversions such as "8" to 8, no NaN or infinity."""
 
-    # Strict, since "8" for 8 is a slip more often than a wish; attribute docstrings are the text of docs/recipe-keys.md.
+    # Strict, since "8" for 8 is a slip more often than a wish; attribute docstrings become docs/recipe-keys.md.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
