@@ -156,7 +156,7 @@ def test_the_python_of_a_method_card_runs(block: str) -> None:
 
 def test_the_short_examples_for_own_loops_run() -> None:
     found = [block for block in blocks(DOCS / "own-loop.md") if block.startswith("import torch\n")]
-    assert len(found) == 5
+    assert len(found) == 2
     for block in found:
         assert block.count("\n") < 30
         exec(compile(block, "<own-loop>", "exec"), {})
