@@ -180,9 +180,9 @@ def test_the_published_table(run_cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code, out, _ = run_cli("plan", "--published", table, "--json", path)
     assert code == 0
-    assert "16 parameters for 33 rows" in out
+    assert "16 parameters for 35 rows" in out
     records = json.loads(path.read_text())
-    assert len(records) == 33
+    assert len(records) == 35
     assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
 

@@ -234,7 +234,7 @@ def draws(seed: int, count: int) -> list[Draw]:
 
 def _event(row: Row, rng: random.Random) -> str:
     """One that can strike a row."""
-    if refused(row) or rng.random() >= 0.75:
+    if refused(row) or rng.random() >= 0.55:
         return "none"
     event = "loader" if row["loader_processes"] and rng.random() < 0.4 else rng.choice(EVENTS[1:])
     setup = _setup(row)
