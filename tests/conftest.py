@@ -30,20 +30,8 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-_LONG = (
-    "launch",
-    "run",
-    "ranks",
-    "step",
-    "comm",
-    "gradients",
-    "cuda",
-    "tensor_parallel",
-    "rehearse",
-    "recipe",
-    "tests",
-)
-"""folders with the longest files, in the order in which they are begun"""
+# Folders with the longest files, in the order in which they are begun.
+_LONG = ("launch", "run", "ranks", "step", "comm", "gradients", "cuda", "tensor_parallel", "rehearse", "recipe")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Of several files at a time, the last ones are then short.
     """
-    order = {folder: place for place, folder in enumerate(_LONG)}
+    order = {folder: place for place, folder in enumerate((*_LONG, "tests"))}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
     if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
         start_forkserver()

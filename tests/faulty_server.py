@@ -5,7 +5,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -75,3 +77,32 @@ class FaultyHandler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2] if is_cut else data)
         if is_cut:
             self.close_connection = True
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """A web server that gives parts of files, as those of the net do and Python's own does not."""
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        file = Path(self.translate_path(self.path))
+        if "Range" not in self.headers or not file.is_file():
+            super().do_GET()
+            return
+        begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = file.read_bytes()[begin : end + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def file_server(folder: Path) -> Iterator[str]:
+    """The address of a web server at work with the files of a folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

@@ -19,10 +19,8 @@ import yaml
 from torusgd.errors import UserError
 
 FILE = Path(__file__).with_name("messages.yaml")
-INDEX = re.compile(r" --extra-index-url \S+")
-"""where pip finds what fits a torch that is a build by name"""
-LIBRARY = re.compile(r"\(.*\)")
-"""the reason that a library gives, in brackets: another version has another one"""
+INDEX = re.compile(r" --extra-index-url \S+")  # where pip finds what fits a torch that is a build by name
+LIBRARY = re.compile(r"\(.*\)")  # the reason that a library gives, in brackets: another version has another one
 
 
 @cache

@@ -15,11 +15,9 @@ SOURCE = Path(torusgd.__file__).parent
 ROOT = Path(__file__).parents[1]
 
 LARGEST_FILE = 600
-LARGEST_ROOM = 0.15
-"""of the package's lines"""
+LARGEST_ROOM = 0.15  # of the package's lines
 LONGEST_BODY = 60
-MOST_IMPORTS = 25
-"""modules of this package that one file imports"""
+MOST_IMPORTS = 25  # modules of this package that one file imports
 
 ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/tuning/ measures, cli/ prints",
@@ -32,10 +30,6 @@ ONE_NAME_FOR_A_REASON = {
 def sources() -> dict[str, str]:
     """The text of each file, by its path in the package."""
     return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
-
-
-def room_of(file: str) -> str:
-    return file.partition("/")[0]
 
 
 def lines_of(source: str) -> int:
@@ -89,7 +83,7 @@ def test_no_two_rooms_have_a_file_of_one_name() -> None:
 def test_rooms_files_and_functions_are_of_a_readable_size() -> None:
     rooms: dict[str, int] = defaultdict(int)
     for file, source in sources().items():
-        rooms[room_of(file)] += lines_of(source)
+        rooms[file.partition("/")[0]] += lines_of(source)
     total = sum(rooms.values())
     assert not {room: lines for room, lines in rooms.items() if lines > LARGEST_ROOM * total}
     assert not {file: lines for file, source in sources().items() if (lines := len(source.splitlines())) > LARGEST_FILE}

@@ -111,11 +111,8 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
     claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(0.5), "nobody", seeds=2)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
     assert proof.Known().chosen(claim.off) is None
-    (files / "runs.jsonl").write_text(
-        lines(
-            *((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
-        )
-    )
+    played = ((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
+    (files / "runs.jsonl").write_text(lines(*played))
     known = proof.Known()
     assert known.chosen(claim.off) == fast
     assert known.core_hours() == 1.0

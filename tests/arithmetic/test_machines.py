@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +15,8 @@ import torusgd
 from torusgd.arithmetic import METHODS, VERSION, portable
 from torusgd.arithmetic.methods import order_of_preference
 
+# Of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only.
 GOLDEN = "31247c0ebc40597fc70344a9e26d9977e06a93e267cc0ad78f5e7ec19bbf26cc"
-"""of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only"""
-
 FAR = {
     "ATEN_CPU_CAPABILITY": "default",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -47,12 +45,9 @@ def run(settings: dict[str, str], *words: str) -> str:
     return ran([sys.executable, script, *words], timeout=300, env=environment).stdout.strip()
 
 
-def test_the_golden_hash() -> None:
+def test_the_hash_is_the_golden_one_under_the_farthest_settings_too() -> None:
     assert VERSION == 1
     assert train(portable()) == GOLDEN
-
-
-def test_the_hash_under_the_farthest_settings() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, (FAR, {}), ("portable", "portable"), ("float32", "int8")))
     assert found == [GOLDEN, GOLDEN]
@@ -83,9 +78,7 @@ with portable():
 
 def test_threads_that_take_denormals_for_zero_are_refused() -> None:
     """Half of a large tensor's denormals would be 0."""
-    words = [sys.executable, "-c", FLUSHED]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+    done = ran([sys.executable, "-c", FLUSHED], code=1)
     assert "UserError: portable arithmetic: torch's threads take denormals for 0" in done.stderr
 
 
@@ -105,17 +98,17 @@ def test_products_by_tf32_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None
     assert train(portable(), device="cuda") == GOLDEN
 
 
+# Of the package: what is on the way to a weight.
 ON_THE_WAY = [
     "arithmetic", "gradients", "models", "optim", "tensor_parallel", "recipe/schedule.py", "rng.py",
     *(f"comm/{name}.py" for name in ("exact_sum", "fixed_point")),
     *(f"step/{name}.py" for name in ("batchnorm", "control_vector", "forward_backward", "model_state", "polish")),
     *(f"data/{name}.py" for name in ("arrays", "augment", "geometry", "order", "pipeline", "to_device")),
 ]  # fmt: skip
-"""of the package: what is on the way to a weight"""
-OFF_THE_WAY = {"layout.py"}
-"""files there that decide the time alone"""
+OFF_THE_WAY = {"layout.py"}  # files there that decide the time alone
+# Of `math`: constants, single operations, and what rounds once.
 EXACT = ("sqrt", "floor", "ceil", "fsum", "prod", "inf", "nan", "pi", "e", "isfinite", "isinf", "isnan")
-"""of `math`: constants, single operations, and what rounds once"""
+# Sums of Python's that round nothing.
 OF_INTEGERS = {
     "sum(counts)",
     "sum((b.length for b in buckets))",
@@ -129,7 +122,6 @@ OF_INTEGERS = {
     # float64 of 16 bits each
     "sum((((bits >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float64) for shift in (0, 16, 32, 48)))",
 }
-"""sums of Python's that round nothing"""
 SUMS = {ast.unparse(ast.parse(text)) for text in OF_INTEGERS}
 
 

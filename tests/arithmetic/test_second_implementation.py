@@ -25,6 +25,7 @@ from torusgd.step import forward_backward
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(torusgd.__file__).parent / "recipe/digits-portable.yaml"
+# Of `digits-portable` after some steps, by both.
 HASHES = {
     1: "329ff89b14b2b393db95374388e8ea4bcfa9defb3db96e299bd6494f0ea6f830",
     2: "5f67cc6673ab5c130fc6aa4f952ec9526f9d2f309ff4b8a758c12c0f2c9e8874",
@@ -32,8 +33,7 @@ HASHES = {
     STEPS: GOLDEN,
     20: "4d65b2fceacfd0bead0989cf586ccd15a80cba7b98ed820cce826099b336af7c",
 }
-"""of `digits-portable` after some steps, by both"""
-
+# Two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps.
 SHORT = (
     "virtual_workers=2",
     "stages=[{until: 24sa, images_per_worker: 4},"
@@ -43,7 +43,6 @@ SHORT = (
     "data.eval_images=4",
     "polish={images_per_batch: 48, images: 100}",
 )
-"""two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps"""
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(20, marks=pytest.mark.slow)])
@@ -179,20 +178,16 @@ def test_every_number_of_numpys_has_a_mutant() -> None:
     assert {name for name, _ in MUTANTS.values()} == every
 
 
+# What makes a run take a number.
+CHANGES = {
+    "narrow": ("polish=null",),
+    **dict.fromkeys(("gamma 0", "gamma 1", "gamma 2", "mix"), ("data.augment={crop: shift, shift: 1, mixup: 0.8}",)),
+}
+
+
 def steps_for(mutant: str) -> int:
     """At first no layer with more than one block has a gradient; of two steps no draw of a Beta is refused."""
     return 8 if mutant in ("block", "gamma 2") else 2
-
-
-def changes_for(mutant: str) -> tuple[str, ...]:
-    """What makes a run take a number."""
-    if mutant == "narrow":
-        return ("polish=null",)
-    return (
-        ("data.augment={crop: shift, shift: 1, mixup: 0.8}",)
-        if mutant in ("gamma 0", "gamma 1", "gamma 2", "mix")
-        else ()
-    )
 
 
 @cache
@@ -203,7 +198,7 @@ def unchanged(steps: int, *changes: str) -> str:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
     name, value = MUTANTS[mutant]
-    plain, changes = Numbers(), changes_for(mutant)
+    plain, changes = Numbers(), CHANGES.get(mutant, ())
     if name in {each.name for each in fields(Arithmetic)}:
         numbers = replace(plain, arithmetic=replace(plain.arithmetic, **{name: value}))
     else:

@@ -17,13 +17,7 @@ KINDS = ("s3", "gs")
 
 @contextmanager
 def bucket(kind: str, monkeypatch: pytest.MonkeyPatch, **every: int) -> Iterator[tuple[Any, str]]:
-    """A server that fails every so many reads, which the environment leads to, and its bucket's URL.
-
-    Args:
-        kind: One of `KINDS`.
-        monkeypatch: Sets the environment.
-        every: How many reads there are for one that goes wrong so: http_500, cut, slow, stale.
-    """
+    """A server (`FaultyServer`) of one of `KINDS`, to which the environment leads, and its bucket's URL."""
     for package in ("s3fs", "moto") if kind == "s3" else ("gcsfs",):
         if find_spec(package) is None:  # not imported: gcsfs reads the environment then
             pytest.skip(f"needs {package}")

@@ -23,10 +23,8 @@ class Gcs(FaultyServer):
 
     def __init__(self, every: dict[str, int]) -> None:
         super().__init__(_Handler, every)
-        self.objects: dict[str, tuple[bytes, int, str]] = {}
-        """bytes, generation, and when it was written"""
-        self.parts: dict[str, tuple[str, bytes]] = {}
-        """uploads under way: name and what has come"""
+        self.objects: dict[str, tuple[bytes, int, str]] = {}  # bytes, generation, and when it was written
+        self.parts: dict[str, tuple[str, bytes]] = {}  # uploads under way: name and what has come
         self.generation = 0
 
     def store(self, name: str, data: bytes, query: dict[str, str]) -> bool:
@@ -72,9 +70,8 @@ class _Handler(FaultyHandler):
             name, before = self.server.parts[query["upload_id"]]
             data = before + body
             self.server.parts[query["upload_id"]] = name, data
-            if self.headers["Content-Range"].endswith("/*") or len(data) < int(
-                self.headers["Content-Range"].rpartition("/")[2]
-            ):
+            size = self.headers["Content-Range"].rpartition("/")[2]
+            if size == "*" or len(data) < int(size):
                 self._answer(308, {}, {"Range": f"bytes=0-{len(data) - 1}"})
             else:
                 self._stored(name, data, query)
@@ -129,11 +126,6 @@ class _Handler(FaultyHandler):
 @contextmanager
 def gcs_server(**every: int) -> Iterator[tuple[Gcs, dict[str, str]]]:
     """The server at work, and the variables of the environment that lead to it."""
+    no_questions = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # to Google's own servers about the bucket
     with Gcs(every).at_work() as server:
-        yield (
-            server,
-            {
-                "STORAGE_EMULATOR_HOST": server.url,
-                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google's own servers about the bucket
-            },
-        )
+        yield server, {"STORAGE_EMULATOR_HOST": server.url, **no_questions}

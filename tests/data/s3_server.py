@@ -56,15 +56,10 @@ def s3_server(**every: int) -> Iterator[tuple[FaultyProxy, dict[str, str]]]:
     reset.request("POST", "/moto-api/reset")  # all servers of a process hold the same objects
     assert reset.getresponse().status == 200
     reset.close()
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{port}",
-        aws_access_key_id="none",
-        aws_secret_access_key="none",
-        region_name="us-east-1",
-    )
+    known = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1", **known)
     client.create_bucket(Bucket=BUCKET)
-    variables = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables = {"AWS_DEFAULT_REGION": "us-east-1", **{key.upper(): value for key, value in known.items()}}
     try:
         with FaultyProxy(port, every).at_work() as proxy:
             yield proxy, {**variables, "AWS_ENDPOINT_URL": proxy.url}

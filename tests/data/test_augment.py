@@ -1,3 +1,5 @@
+"""Crops, mirrors, erasing and mixing: each change as it is named, in the ranges and amounts that a recipe says."""
+
 import math
 
 import numpy as np
@@ -5,9 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.data.augment import draw_changes, mirror, random_region, shift
+from torusgd import arithmetic
+from torusgd.data.augment import beta, draw_changes, erase, mirror, mix, random_region, shift
 from torusgd.data.geometry import power
 from torusgd.recipe.data_schema import Augment
+from torusgd.rng import keyed_uniform
+
+BETA = {0.05: "0x1.fffe845a6b293p-1", 0.8: "0x1.77886f4eeff31p-3", 10.0: "0x1.8b107cfb719b5p-2"}
+EPOCHS, INDICES = np.zeros(6, dtype=np.int64), np.arange(6)
 
 
 def changes(augment: Augment, samples, seed: int = 0, epoch: int = 0):
@@ -58,17 +65,6 @@ def test_powers_by_square_roots(base: float, exponent: float) -> None:
     assert math.isclose(power(base, exponent), base**cut, rel_tol=1e-12)
 
 
-def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:
-    augment = Augment(crop="resized", flip=0.5)
-    whole = changes(augment, 50)
-    part = changes(augment, [40, 7, 7])
-    assert np.array_equal(part.boxes, whole.boxes[[40, 7, 7]])
-    assert np.array_equal(part.mirrored, whole.mirrored[[40, 7, 7]])
-    for other in (changes(augment, 50, seed=1), changes(augment, 50, epoch=1)):
-        assert not np.isclose(whole.boxes, other.boxes).any()
-        assert (whole.mirrored != other.mirrored).any()
-
-
 @pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
 def test_the_share_of_mirrored_images(probability: float) -> None:
     mirrored = changes(Augment(flip=probability), 4000).mirrored
@@ -115,3 +111,67 @@ def test_alternating_mirrors_turn_every_image_each_epoch_and_half_of_them_at_fir
     assert not np.array_equal(first, changes(augment, 2000, seed=1).mirrored)
     mixed = draw_changes(augment, 3, 0, np.arange(4), np.zeros(4, dtype=np.int64)).mirrored
     assert mixed.tolist() == [bool(first[0]) ^ bool(epoch % 2) for epoch in range(4)]
+
+
+def numbered() -> np.ndarray:
+    """Image i is i + 1 everywhere."""
+    return np.broadcast_to(np.arange(1, 7, dtype=np.float32)[:, None, None, None], (6, 2, 16, 12)).copy()
+
+
+def mixed(out: np.ndarray, indices: np.ndarray = INDICES, **options: float):
+    """The shares of each image's own label."""
+    return mix(out, Augment.model_validate(options), 0, EPOCHS, indices)
+
+
+def test_mixup_blends_with_the_partner_by_the_share_of_the_label() -> None:
+    out = numbered()
+    shares = mixed(out, mixup=1.0)
+    own, other = np.arange(1, 7), np.arange(6, 0, -1)
+    assert out[:, 0, 0, 0] == pytest.approx(shares * own + (1 - shares) * other, rel=1e-6)
+    assert (out == out[:, :1, :1, :1]).all()
+    assert len(set(shares.tolist())) == 6
+    moved = mixed(numbered(), np.roll(INDICES, 2), mixup=1.0)
+    assert np.array_equal(np.roll(shares, 2), moved), "a draw belongs to its sample"
+
+
+def test_cutmix_pastes_as_much_as_the_label_says() -> None:
+    out = numbered()
+    shares = mixed(out, cutmix=1.0)
+    pasted = out != numbered()
+    assert 1 - pasted.mean(axis=(1, 2, 3)) == pytest.approx(shares, abs=1e-6)
+    assert (out[pasted] == numbered()[::-1][pasted]).all()
+
+
+def test_erasing_clears_one_box_of_the_stated_area() -> None:
+    out = numbered()
+    assert mixed(out) is None
+    erase(out, Augment(), 0, EPOCHS, INDICES)
+    assert np.array_equal(out, numbered()), "nothing is done without being asked for"
+    erase(out, Augment(erase=1.0), 0, EPOCHS, INDICES)
+    for image in out:
+        rows, columns = np.nonzero(image[0] == 0)
+        box = (rows.max() - rows.min() + 1) * (columns.max() - columns.min() + 1)
+        assert box == len(rows)
+        assert 0.01 < box / image[0].size < 0.4
+        assert np.array_equal(image[0], image[1])
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.2])
+def test_shares_have_the_mean_and_variance_of_beta(alpha: float) -> None:
+    draws = keyed_uniform(7, np.arange(4000)[:, None], np.arange(64))
+    found = np.array([beta(alpha, row) for row in draws])
+    assert abs(found.mean() - 0.5) < 0.02
+    assert found.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 2.0, *(pytest.param(each, marks=pytest.mark.slow) for each in BETA)])
+def test_draws_of_any_alpha_have_the_moments_of_beta(alpha: float) -> None:
+    found = np.array([arithmetic.beta(alpha, 7, number) for number in range(2000)])
+    assert abs(found.mean() - 0.5) < 0.02
+    assert found.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)
+    fourth = 3 / (16 * (2 * alpha + 1) * (2 * alpha + 3))
+    assert ((found - 0.5) ** 4).mean() == pytest.approx(fourth, rel=0.15)
+
+
+def test_a_draw_of_beta_has_the_same_bits_on_any_machine() -> None:
+    assert {alpha: arithmetic.beta(alpha, 7, 1).hex() for alpha in BETA} == BETA

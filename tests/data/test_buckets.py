@@ -1,10 +1,7 @@
 """Tar shards in real servers of S3, Google's storage and the web: slow, failing, cut short, out of date."""
 
 import errno
-import functools
-import http.server
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from tests.data.buckets import KINDS, bucket, upload
 from tests.data.pictures import picture
 from tests.data.tars import write_indexed
+from tests.faulty_server import file_server
 from tests.run.runs import sets, train
 from torusgd import storage
 from torusgd.data.tar import open_shards
@@ -82,36 +80,12 @@ def test_a_server_that_does_not_answer_is_given_up(kind: str, monkeypatch: pytes
             assert "\n" not in str(caught.value)
 
 
-class Ranges(http.server.SimpleHTTPRequestHandler):
-    """A web server that gives parts of files, as those of the net do and Python's own does not."""
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        file = Path(self.translate_path(self.path))
-        if "Range" not in self.headers or not file.is_file():
-            super().do_GET()
-            return
-        begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        data = file.read_bytes()[begin : end + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}")
-        self.end_headers()
-        self.wfile.write(data)
-
-
 def test_a_web_server(local: Path) -> None:
     pytest.importorskip("aiohttp")
-    handler = functools.partial(Ranges, directory=str(local.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        web = Path(f"http://127.0.0.1:{server.server_port}")
-        source, _ = open_shards(web / "set", 3)
+    with file_server(local.parent) as url:
+        source, _ = open_shards(Path(url) / "set", 3)
         assert [source.encoded(index) for index in (7, 3, 11)] == [picture(number) for number in (7, 3, 11)]
         with pytest.raises(UserError, match="/none/"):
-            open_shards(web / "none", 3)
-        server.shutdown()
+            open_shards(Path(url) / "none", 3)
     with pytest.raises(UserError, match=r"^http://127"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)

@@ -1,17 +1,14 @@
-import functools
 import gzip
 import hashlib
-import http.server
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faulty_server import file_server
 from tests.messages import refused
-from torusgd.data import fetch as module
 from torusgd.data.fetch import DATA_SETS, DataSet, fetch, wrong_files
 from torusgd.errors import RunError
 
@@ -25,15 +22,8 @@ def site(tmp_path: Path) -> Iterator[str]:
     for name, content in FILES.items():
         (tmp_path / "site" / name).write_bytes(content)
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=tmp_path / "site")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with file_server(tmp_path / "site") as url:
+        yield url
 
 
 @pytest.fixture
@@ -55,16 +45,21 @@ def put_apt_get(root: Path, script: str) -> None:
     (root / "bin" / "apt-get").chmod(0o755)
 
 
+def test_only_encrypted_sites_are_named() -> None:
+    assert all(wanted.site.startswith("https://") for wanted in DATA_SETS.values())
+
+
 def test_the_site_is_the_last_way(toy: DataSet, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert fetch("toy") == Path("data/toy")
         assert fetch("toy") == Path("data/toy")
-    assert not wrong_files(Path("data/toy"), toy)
-    assert sorted(os.listdir("data/toy")) == ["a.gz", "b.gz"]
-    assert [record.message for record in caplog.records] == [
+    assert caplog.messages == [
         f"toy: downloaded from {toy.site}, SHA-256 as expected",
         "toy: already complete in data/toy",
     ]
+    Path("data/toy/a.gz").write_bytes(b"damaged")
+    assert not wrong_files(fetch("toy"), toy)
+    assert sorted(os.listdir("data/toy")) == ["a.gz", "b.gz"]
 
 
 def test_installed_files_are_used_where_they_are_or_copied(toy: DataSet, tmp_path: Path) -> None:
@@ -76,27 +71,14 @@ def test_installed_files_are_used_where_they_are_or_copied(toy: DataSet, tmp_pat
     assert not wrong_files(tmp_path / "copy", toy)
 
 
-def test_a_wrong_file_is_neither_taken_nor_left(toy: DataSet, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_no_wrong_file_is_taken_or_left(toy: DataSet, tmp_path: Path) -> None:
     (tmp_path / "site" / "b.gz").write_bytes(b"something else")
     with refused("data fetch of a wrong file", kind=RunError, TMP=tmp_path, SITE=toy.site):
         fetch("toy")
     assert os.listdir("data/toy") == []
-
-
-def test_a_damaged_file_is_fetched_again(toy: DataSet) -> None:
-    out = fetch("toy")
-    (out / "a.gz").write_bytes(b"")
-    assert fetch("toy") == out
-    assert not wrong_files(out, toy)
-
-
-def test_nothing_leads_to_it(toy: DataSet, tmp_path: Path) -> None:
     (tmp_path / "site" / "a.gz").unlink()
     with refused("data fetch of what is nowhere", kind=RunError, TMP=tmp_path, SITE=toy.site):
         fetch("toy")
-
-
-def test_mistakes_are_one_line(toy: DataSet, tmp_path: Path) -> None:
     with refused("data fetch of another set"):
         fetch("mnist")
     (tmp_path / "file").write_text("")
@@ -120,7 +102,3 @@ def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> N
     put_apt_get(tmp_path, f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
     (tmp_path / "site" / "a.gz").unlink()  # so that no other way leads to it
     assert not wrong_files(fetch("toy", tmp_path / "out"), toy)
-
-
-def test_only_encrypted_sites_are_named() -> None:
-    assert all(wanted.site.startswith("https://") for wanted in module.DATA_SETS.values())

@@ -23,22 +23,19 @@ def test_a_folder(tmp_path: Path) -> None:
     assert torn == f"{root}/train/cat/torn.jpg: neither JPEG nor PNG"
 
 
-def test_idx_files(tmp_path: Path) -> None:
+def test_idx_files_and_arrays_of_many_classes(tmp_path: Path) -> None:
     lines = describe(write_idx(tmp_path, zipped=True))
     assert "data.source mnist, 1 channel" in lines[0]
     assert "9 for training, 4 held out" in lines[1]
     assert "3 training images" in lines[3]
     assert lines[4].startswith("sizes     5 x 6 (9) ")
-
-
-def test_many_classes_are_cut_short(tmp_path: Path) -> None:
     images, labels = np.zeros((300, 2, 2), np.uint8), np.arange(300)
     contents = {"train_images": images, "train_labels": labels, "eval_images": images, "eval_labels": labels}
     lines = describe(write_arrays(tmp_path, "npz", contents))
     assert lines[2].endswith("300: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...")
 
 
-def test_what_a_recipe_makes() -> None:
+def test_what_a_recipe_makes_and_what_is_no_data_set(tmp_path: Path) -> None:
     lines = describe(Path("intel-cddnn-16"))
     assert lines[0] == "intel-cddnn-16: data.source frames, 1 channel"
     assert lines[1] == "images    4000000 for training, 40000 held out"
@@ -46,9 +43,6 @@ def test_what_a_recipe_makes() -> None:
     assert lines[4].startswith("sizes     39 x 11 (200) ")
     with refused("a recipe whose source needs a path", "data.source: "):
         describe(Path("sony-224s"))
-
-
-def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with refused("a folder without a data set", PATH=path):
             describe(path)

@@ -43,43 +43,40 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
     assert open_csv(root, 3, train="my.tsv", eval="held out.csv")[0].classes == ("0", "1")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("no label", "path,label\na.jpg\n"),
-        ("an empty label", "a.jpg,\n"),
-        ("nothing", ""),
-        ("another class", "a.jpg,bird\n"),
-        ("a NUL", "\x00,1\n"),
-        ("a field without an end", '"' + "x" * 200_000 + '",cat\n'),
-    ],
-)
-def test_a_wrong_list_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    root = write_lists(write_folder(tmp_path))
+WRONG = {
+    "no label": "path,label\na.jpg\n",
+    "an empty label": "a.jpg,\n",
+    "nothing": "",
+    "another class": "a.jpg,bird\n",
+    "a NUL": "\x00,1\n",
+    "a field without an end": '"' + "x" * 200_000 + '",cat\n',
+}
+
+
+def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
+    root = write_lists(write_folder(tmp_path / "a set"))
     (root / "classes").write_text("cat\ndog\n")
-    (root / "train.csv").write_text(text)
-    with refused(f"a list of pictures with {name}", TMP=tmp_path):
-        open_sources(folder_data(source="csv", options={"classes": "classes"}), root, 0)
-
-
-def test_missing_and_unreadable_lists_and_files_are_refused(tmp_path: Path) -> None:
-    root = write_lists(write_folder(tmp_path))
+    listed = root / "train.csv"
+    whole = listed.read_text()
+    for name, text in WRONG.items():
+        listed.write_text(text)
+        with refused(f"a list of pictures with {name}", TMP=root):
+            open_sources(folder_data(source="csv", options={"classes": "classes"}), root, 0)
+    listed.write_text("a\n")
+    mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run", TMP=tmp_path)
+    listed.write_text(whole)
     (root / "val.csv").write_bytes(b"\xff\xfe\xfa")
-    with refused("a list of pictures in bytes", TMP=tmp_path):
+    with refused("a list of pictures in bytes", TMP=root):
         open_csv(root, 3)
     (root / "val.csv").unlink()
-    with refused("no list of pictures", TMP=tmp_path):
+    with refused("no list of pictures", TMP=root):
         open_csv(root, 3)
     (root / "val.csv").write_text("gone.jpg,cat\n")
     train, held_out = open_csv(root, 3)
-    with refused("a listed picture that is gone", TMP=tmp_path):
+    with refused("a listed picture that is gone", TMP=root):
         data_sha256(train, held_out)
-
-
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    root = write_lists(write_folder(tmp_path))
     os.mkfifo(root / "pipe")
-    (root / "train.csv").write_text("pipe,cat\n/dev/zero,dog\n")
+    listed.write_text("pipe,cat\n/dev/zero,dog\n")
     train, _ = open_csv(root, 3)
     for index in range(2):
         with pytest.raises(CorruptImage):
@@ -103,9 +100,3 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
         open_folders(tmp_path / "sets", 3)
     with refused("no set of folders", TMP=tmp_path):
         open_folders(tmp_path / "sets" / "one", 3)
-
-
-def test_the_command(tmp_path: Path, mistake: Any) -> None:
-    root, out = write_lists(write_folder(tmp_path / "a set")), tmp_path / "run"
-    (root / "train.csv").write_text("a\n")
-    mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", out, TMP=tmp_path)

@@ -23,19 +23,10 @@ from torusgd.data.loader import Loader, LoaderProcesses, Share, open_pipeline
 from torusgd.data.to_device import BytePipeline
 from torusgd.data.to_device import parts as in_message
 from torusgd.errors import RunError
-from torusgd.recipe.data_schema import Augment, Data
+from torusgd.recipe.data_schema import Augment
 from torusgd.recipe.section import ImageSizes
 
 FIRST = np.arange(6), np.zeros(6, dtype=np.int64)
-
-
-@pytest.fixture
-def closing() -> Iterator[list[LoaderProcesses]]:
-    """Those that a test has started, which are ended after it."""
-    started: list[LoaderProcesses] = []
-    yield started
-    for each in started:
-        each.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,13 +35,21 @@ def forkserver() -> None:
     start_forkserver()
 
 
-def processes(
-    started: list[LoaderProcesses], data: Data, path: Path | None, make: Any = Pipeline, count: int = 1
-) -> tuple[Pipeline, LoaderProcesses]:
-    source, _ = open_sources(data, path, 0)
-    pipeline = make(source, data, 0)
-    started.append(LoaderProcesses(pipeline, partial(open_pipeline, make, data, path, 0, make_here), count))
-    return pipeline, started[-1]
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Any]:
+    """Starts some, of a pipeline that is returned beside them, and ends them after the test."""
+    started: list[LoaderProcesses] = []
+    folder = write_folder(tmp_path)
+
+    def start(make: Any = Pipeline, count: int = 1, path: Path = folder, **changes: Any) -> Any:
+        data = folder_data(**changes)
+        pipeline = make(open_sources(data, folder, 0)[0], data, 0)
+        started.append(LoaderProcesses(pipeline, partial(open_pipeline, make, data, path, 0, make_here), count))
+        return pipeline, started[-1]
+
+    yield start
+    for each in started:
+        each.close()
 
 
 def equal(one: Batch, other: Batch) -> bool:
@@ -64,8 +63,8 @@ def equal(one: Batch, other: Batch) -> bool:
     return parts(one) == parts(other)
 
 
-def test_batches_have_the_bits_of_threads_and_outlive_the_next(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
-    pipeline, several = processes(closing, folder_data(), write_folder(tmp_path), count=2)
+def test_batches_have_the_bits_of_threads_and_outlive_the_next(processes: Any) -> None:
+    pipeline, several = processes(count=2)
     order = StreamOrder(len(pipeline.source), 0)
     shares = [Share(step, 0, 4 * step, 4, augment=step % 3 != 2) for step in range(9)]
     loader = Loader(several, order, threads=2, ahead=4)
@@ -75,39 +74,28 @@ def test_batches_have_the_bits_of_threads_and_outlive_the_next(tmp_path: Path, c
     loader.close()
 
 
-def test_bytes_mixed_images_and_larger_ones(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
-    folder = write_folder(tmp_path)
-    bytewise, its = processes(closing, folder_data(), folder, BytePipeline)
+def test_bytes_mixed_images_and_larger_ones(processes: Any) -> None:
+    bytewise, its = processes(BytePipeline)
     assert its.training_batch(*FIRST, True).table is bytewise.table
     assert equal(its.training_batch(*FIRST, True), bytewise.training_batch(*FIRST, True))
     larger = ImageSizes((40, 40), 44)
     assert equal(its.training_batch(*FIRST, True, larger), bytewise.training_batch(*FIRST, True, larger))
-    mixing, its = processes(closing, folder_data(augment=Augment(mixup=0.5, erase=0.5)), folder)
+    mixing, its = processes(augment=Augment(mixup=0.5, erase=0.5))
     assert its.training_batch(*FIRST, True).partners is not None
     assert equal(its.training_batch(*FIRST, True), mixing.training_batch(*FIRST, True))
 
 
-def test_a_replaced_image_is_counted_and_logged_by_the_rank(tmp_path: Path, closing, caplog) -> None:
-    folder = write_folder(tmp_path)
-    next((folder / "train").rglob("*.jpg")).write_bytes(b"torn")
-    _, its = processes(closing, folder_data(), folder)
-    everything = np.arange(12), np.zeros(12, dtype=np.int64)
-    with caplog.at_level(logging.WARNING):
-        assert its.training_batch(*everything, True).replaced == 1
-    assert [line for line in caplog.messages if "replaced in epoch 0" in line]
-
-
-def test_what_is_wrong_reaches_the_rank(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
-    folder = write_folder(tmp_path)
-    source, _ = open_sources(folder_data(), folder, 0)
-    elsewhere = partial(open_pipeline, Pipeline, folder_data(), tmp_path / "nowhere", 0, make_here)
-    closing.append(LoaderProcesses(Pipeline(source, folder_data(), 0), elsewhere, 1))
+def test_what_is_wrong_reaches_the_rank(tmp_path: Path, processes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    next((tmp_path / "train").rglob("*.jpg")).write_bytes(b"torn")
+    _, its = processes(path=tmp_path / "nowhere")
     with refused("data at a missing path", "--data ", PATH=tmp_path / "nowhere"):
-        closing[-1].training_batch(*FIRST, True)
-    _, its = processes(closing, folder_data(), folder)
+        its.training_batch(*FIRST, True)
+    _, its = processes()
     with refused("a loader process with a defect", kind=RunError, NUMPYS=re.compile("index .*")):
         its.training_batch(np.array([10**6]), np.zeros(1, dtype=np.int64), True)
-    assert len(its.training_batch(*FIRST, True).images) == 6  # it goes on
+    with caplog.at_level(logging.WARNING):
+        assert its.training_batch(np.arange(12), np.zeros(12, dtype=np.int64), True).replaced == 1, "it goes on"
+    assert [line for line in caplog.messages if "replaced in epoch 0" in line]
 
 
 def test_a_process_whose_rank_has_ended_ends_without_a_word() -> None:
@@ -120,10 +108,10 @@ def test_a_process_whose_rank_has_ended_ends_without_a_word() -> None:
 
 
 def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
-    tmp_path: Path, closing: list[LoaderProcesses], monkeypatch: pytest.MonkeyPatch
+    processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(active_children())
-    _, its = processes(closing, folder_data(), write_folder(tmp_path))
+    _, its = processes()
     its.training_batch(*FIRST, True)
     (process,) = set(active_children()) - before
     os.kill(process.pid or 0, signal.SIGTERM)  # held back: the rank may want another batch before it stops
@@ -147,11 +135,5 @@ def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
     monkeypatch.setattr(loader._Process, "_exchange", end_first)
     with refused("a loader process that was killed", kind=RunError, TMP=tmp_path):
         its.training_batch(*FIRST, True)
-
-
-def test_none_is_left_when_all_is_closed(tmp_path: Path) -> None:
-    before = set(active_children())
-    _, its = processes([], folder_data(), write_folder(tmp_path), count=2)
-    its.training_batch(*FIRST, True)
     its.close()
-    until(lambda: not set(active_children()) - before, "they have ended")
+    until(lambda: not set(active_children()) - before, "none is left")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.messages import refused
 from tests.polling import until
 from torusgd.data import StreamOrder
+from torusgd.data.order import COPY
 
 
 @given(st.integers(1, 40), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 60), max_size=8))
@@ -62,6 +63,15 @@ def test_the_order_is_pinned() -> None:
     assert epochs.tolist() == [0] * 2 + [1] * 7 + [2] * 3
 
 
+def test_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
+    indices, epochs = StreamOrder(4, 0, repeats=3).at(0, 14)
+    plain, _ = StreamOrder(4, 0).at(0, 5)
+    assert indices.tolist() == np.repeat(plain, 3)[:14].tolist()
+    assert (epochs // COPY).tolist() == [0, 1, 2] * 4 + [0, 1]
+    assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
+    assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
+
+
 def test_nonsense_is_refused() -> None:
     with refused("a stream without samples", "length: ", kind=ValueError):
         StreamOrder(0, 0)
@@ -69,11 +79,11 @@ def test_nonsense_is_refused() -> None:
         StreamOrder(3, 0).at(-1, 2)
     with refused("a stream beyond 64 bits", "start", kind=ValueError):
         StreamOrder(3, 0).at(2**63 - 3, 3)
-    for seed in (0.5, 2**63, 2**70):
-        with pytest.raises(ValueError, match="seed: needs an integer of 64 bits"):
-            StreamOrder(3, seed)  # type: ignore[arg-type]
-    for arguments in ((5.5, 0), (5, 0, 0), (5, 0, 1.5)):
-        with pytest.raises(ValueError, match="a stream "):
-            StreamOrder(*arguments)
+    for arguments, match in (
+        *(((3, seed), "seed: needs an integer of 64 bits") for seed in (0.5, 2**63, 2**70)),
+        *((each, "a stream ") for each in ((5.5, 0), (5, 0, 0), (5, 0, 1.5))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            StreamOrder(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole numbers"):
         StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]

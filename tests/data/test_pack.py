@@ -32,13 +32,17 @@ from torusgd.locks import held
 HOLDER = re.compile(f"process {os.getpid()} on .* since [^;]*")
 
 
+def without_index(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
+
+
 def shards_of(source: Path, out: Path, size: int | None = None, per_shard: int = 5) -> tuple[dict[str, int], list[str]]:
     _, train, held_out = open_any(source)
     lines: list[str] = []
     return pack(train, held_out, out, Packing(size, 90, per_shard), lines.append), lines
 
 
-def test_a_folder_is_scaled_once(tmp_path: Path) -> None:
+def test_a_folder_is_scaled_once_and_arrays_become_pictures(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "set", train=6, val=2)
     (root / "train" / "dog" / "large.png").write_bytes(encoded(photo(90, 60), "PNG"))
     (root / "train" / "dog" / "torn.jpg").write_bytes(b"torn")
@@ -59,14 +63,10 @@ def test_a_folder_is_scaled_once(tmp_path: Path) -> None:
             assert min(picture_size(after.encoded(index))) == 45
     large = photo(90, 60).resize((45, 67), 2)
     assert psnr(decode(after.encoded(12), 3), large) > 30
-
-
-def test_arrays_become_pictures(tmp_path: Path) -> None:
-    counts, _ = shards_of(write_arrays(tmp_path, "npz", arrays()), tmp_path / "out")
+    counts, _ = shards_of(write_arrays(tmp_path, "npz", arrays()), tmp_path / "of arrays")
     assert counts == {"train": 9, "eval": 4}
-    train, _ = open_shards(tmp_path / "out", 1)
-    assert train.read(3).shape == (6, 5, 1)
-    assert train.classes == ("0", "1", "2")
+    train, _ = open_shards(tmp_path / "of arrays", 1)
+    assert (train.read(3).shape, train.classes) == ((6, 5, 1), ("0", "1", "2"))
 
 
 def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,7 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
     room[0] = 1000
     shards_of(root, out)
     assert sorted(copied) == sorted([*range(8), *range(5, 12)])  # all but the first shard
-    assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != "index.safetensors"} == {
-        file.name: file.read_bytes() for file in whole.iterdir() if file.name != "index.safetensors"
-    }
+    assert without_index(out) == without_index(whole)
 
 
 def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any, mistake: Any) -> None:
@@ -108,22 +106,6 @@ def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any
     code, out, _ = run_cli("data", "pack", root, tmp_path / "new one", "--size", 40)
     assert code == 0
     assert "12 training images, 8 held out; 0 can't be decoded" in out
-
-
-def test_two_commands_do_not_pack_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, out = write_folder(tmp_path / "set"), tmp_path / "out"
-    monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
-    out.mkdir()
-    with held(out, "here"), refused("a folder in use", OUT=out, HOLDER=HOLDER):
-        shards_of(root, out)
-    shards_of(root, out)
-    assert not [name for name in os.listdir(out) if name.startswith(".")]
-
-
-def test_names_of_classes_stay_one_a_line(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set", classes=("a\nb", "gr\u00fcn", os.fsdecode(b"caf\xe9")))
-    shards_of(root, tmp_path / "out")
-    assert open_shards(tmp_path / "out", 3)[0].classes == ("a b", "caf\\udce9", "gr\u00fcn")
 
 
 CLASSES = {"n02": 3, "n01": 2, "n05": 1}
@@ -189,11 +171,17 @@ def test_an_imagenet_that_was_killed_can_be_prepared_again(tmp_path: Path, monke
     assert sorted(os.listdir(root)) == sorted(os.listdir(undisturbed))
 
 
-def test_an_imagenet_is_prepared_by_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_imagenet(tmp_path)
+def test_one_command_at_a_time_writes_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_folder(tmp_path / "set", classes=("a\nb", "gr\u00fcn", os.fsdecode(b"caf\xe9")))
+    imagenet, out = write_imagenet(tmp_path / "imagenet"), tmp_path / "out"
     monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
-    with held(root, "here"), refused("a folder in use", OUT=root, HOLDER=HOLDER):
-        prepare_imagenet(root)
+    for folder, write in ((out, lambda: shards_of(root, out)), (imagenet, lambda: prepare_imagenet(imagenet))):
+        folder.mkdir(exist_ok=True)
+        with held(folder, "here"), refused("a folder in use", OUT=folder, HOLDER=HOLDER):
+            write()
+    shards_of(root, out)
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+    assert open_shards(out, 3)[0].classes == ("a b", "caf\\udce9", "gr\u00fcn"), "names stay one a line"
 
 
 def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) -> None:

@@ -1,3 +1,4 @@
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,7 @@ def test_synthetic_images_are_a_function_of_seed_split_and_index() -> None:
     assert not np.array_equal(train.read(5), other.read(5))
     larger, _ = opened(synthetic(train_images=41), 3)
     assert np.array_equal(larger.read(5), train.read(5))
-
-
-def test_synthetic_noise_is_read() -> None:
+    assert opened(synthetic(resize=20, classes=2))[0].read(0).shape == (20, 20, 3), "the size before the centre crop"
     clean, half, noise = (opened(synthetic(options={"noise": value}))[0].read(0) for value in (0.0, 0.5, 1.0))
     assert len(np.unique(clean.reshape(-1, 3), axis=0)) <= 16  # 4 x 4 tiles of one colour each
     assert clean.std() != half.std() != noise.std()
@@ -81,11 +80,6 @@ def test_synthetic_images_can_be_learned() -> None:
     means = np.stack([known[train.labels == label].mean(axis=0) for label in range(4)])
     guesses = ((asked[:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
     assert (guesses == held_out.labels).mean() > 0.8
-
-
-def test_synthetic_makes_the_size_before_the_centre_crop() -> None:
-    train, _ = opened(synthetic(image_size=16, resize=20, classes=2))
-    assert train.read(0).shape == (20, 20, 3)
 
 
 def frames(**changes: Any) -> Data:
@@ -149,7 +143,7 @@ def test_frames_can_be_learned() -> None:
     assert np.bincount(held_out.labels).max() / len(held_out) < 0.1
 
 
-def test_the_first_images_are_taken() -> None:
+def test_the_first_images_are_taken(tmp_path: Path) -> None:
     whole, _ = open_sources(grey("digits"), None, 0)
     few, held_out = open_sources(grey("digits", train_images=10, eval_images=7), None, 0)
     assert (len(few), len(held_out)) == (10, 7)
@@ -157,9 +151,6 @@ def test_the_first_images_are_taken() -> None:
     assert few.shape == (8, 8, 1)
     assert np.array_equal(few.labels, whole.labels[:10])
     assert np.array_equal(few.read(9), whole.read(9))
-
-
-def test_a_part_of_a_folder_still_decodes_regions(tmp_path: Path) -> None:
     train, _ = open_sources(folder_data(train_images=5), write_folder(tmp_path), 0)
     assert isinstance(train, RegionSource)
     assert not isinstance(train, ArraySource)
@@ -228,14 +219,11 @@ def test_mistakes_name_their_key_and_remedy(name: str, tmp_path: Path) -> None:
         open_sources(MISTAKES[name], tmp_path if name == "path for digits" else None, 0)
 
 
-def test_a_missing_path_is_told(tmp_path: Path) -> None:
+def test_missing_paths_and_packages_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with refused("data at a missing path", "--data ", PATH=tmp_path / "missing"):
         open_sources(folder_data(), tmp_path / "missing", 0)
-
-
-def test_missing_packages_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in ("sklearn", "simplejpeg"):
-        monkeypatch.setitem(__import__("sys").modules, module, None)  # an import then fails
+        monkeypatch.setitem(sys.modules, module, None)  # an import then fails
     with refused("digits without scikit-learn", TMP=tmp_path):
         open_sources(grey("digits"), None, 0)
     with refused("pictures without their decoders", TMP=tmp_path):

@@ -46,6 +46,10 @@ def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list
     return found
 
 
+def flat(steps: list[list[list[int]]]) -> list[int]:
+    return [sample for step in steps for part in step for sample in part]
+
+
 @settings(max_examples=30)
 @given(
     length=st.integers(1, 50),
@@ -73,19 +77,17 @@ def test_a_stop_and_other_ranks_change_nothing(
     for sampler in second:
         sampler.load_state_dict(first[-1].state_dict())
     found += steps_of(second, 5, 12 // after)
-    flat = [sample for step in found for part in step for sample in part]
-    assert flat == stream((stop + 5) * batch, length, seed, repeats)
-    assert [part for step in found for part in step] == [
-        part for step in steps_of(ranks(1), stop + 5, 12) for part in step
-    ]
+    assert flat(found) == stream((stop + 5) * batch, length, seed, repeats)
+    assert found == steps_of(ranks(1), stop + 5, 12)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10])
 def test_any_number_of_ranks_shares_a_batch_without_micro_batches(size: int) -> None:
     samplers = [StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)]
     found = steps_of(samplers, 9, 1)
-    assert [sample for step in found for part in step for sample in part] == stream(90)
-    assert max(len(part) for step in found for part in step) - min(len(part) for step in found for part in step) <= 1
+    assert flat(found) == stream(90)
+    lengths = [len(part) for step in found for part in step]
+    assert max(lengths) - min(lengths) <= 1
 
 
 def grown(consumed: int) -> int:
@@ -107,10 +109,13 @@ def test_a_schedule_of_batches_changes_the_rate_in_the_step_alone() -> None:
     schedule = BatchSizeSchedule({20: 10, 0: 4}, rate="sqrt")
     sampler = StreamSampler(LENGTH, schedule)
     weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    old, optimizer = (torch.optim.SGD([weight], lr=1.0) for _ in range(2))
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    sampler.follow(optimizer)
+    for each in (old, optimizer):
+        sampler.follow(each)
     schedule.follow(optimizer, sampler)
+    old.step()
+    assert sampler.steps == 0, "the last one counts"
     moved: list[float] = []
     for _ in range(7):
         before, weight.grad = weight.item(), torch.ones(1)
@@ -120,6 +125,7 @@ def test_a_schedule_of_batches_changes_the_rate_in_the_step_alone() -> None:
     assert [sampler.batch(step) for step in range(7)] == [4, 4, 4, 4, 4, 10, 10]
     assert moved == pytest.approx([1.0] * 5 + [2.5**0.5] * 2, rel=1e-5)
     assert decay.get_last_lr() == [0.5**7]
+    assert (sampler.steps, sampler.consumed) == (7, 40)
     for batches in ({}, {1: 4}, {0: 0}):
         with pytest.raises(UserError, match="batches: "):
             BatchSizeSchedule(batches)
@@ -178,18 +184,6 @@ def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, A
     second = StreamSampler(LENGTH, 6)
     second.load_state_dict(first.state_dict())
     assert seen + trained(second, loader(second), 9, 1) == stream(18 * 6)
-
-
-def test_an_optimizer_counts_the_steps() -> None:
-    sampler = StreamSampler(LENGTH, 6)
-    layer = torch.nn.Linear(1, 1)
-    old, new = (torch.optim.SGD(layer.parameters(), lr=0.1) for _ in range(2))
-    sampler.follow(old)
-    sampler.follow(new)
-    old.step()
-    assert sampler.steps == 0
-    new.step()
-    assert (sampler.steps, sampler.consumed) == (1, 6)
 
 
 def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -> None:

@@ -62,12 +62,11 @@ def test_images_and_targets_come_in_one_message(count: int) -> None:
     assert plain.message is None
 
 
-@pytest.mark.parametrize(
-    "augment", [{"brightness": 0.1}, {"noise": 0.1}, {"erase": 0.5}, {"mixup": 0.2}, {"cutmix": 1.0}, {"contrast": 1.5}]
-)
-def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu(augment: dict[str, object]) -> None:
-    assert not can_normalise_later(Augment.model_validate(augment))
+def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu() -> None:
     assert can_normalise_later(Augment())
+    values = {"brightness": 0.1, "noise": 0.1, "erase": 0.5, "mixup": 0.2, "cutmix": 1.0, "contrast": 1.5}
+    for name, value in values.items():
+        assert not can_normalise_later(Augment.model_validate({name: value})), name
 
 
 def test_what_the_host_gives_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import yaml
 from tests.commands import ran
+from tests.data.pictures import write_folder
 from tests.messages import sentences
 
 import torusgd
@@ -56,9 +56,9 @@ def links(document: Path) -> list[str]:
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)) if "://" not in target]
 
 
-def anchors(document: Path) -> set[str]:
+def anchors(text: str) -> set[str]:
     """The ids that the site and GitHub give to headings: lower case, words joined by hyphens."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
@@ -76,19 +76,15 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     assert not [name for name in sorted(named) if not any((place / name).is_file() for place in places)]
 
 
-def test_anchors_are_those_of_the_site(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# `auto` beside the best\n\n## 16 hosts x 1 rank, 5 ms\n\n```\n# no heading\n```\n")
-    assert anchors(page) == {"auto-beside-the-best", "16-hosts-x-1-rank-5-ms"}
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in links(document):
         name, _, anchor = link.partition("#")
         target = Path(os.path.normpath(document.parent / name)) if name else document
         assert target.exists() or target in MADE, link
-        assert not anchor or anchor in anchors(target), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+    page = "# `auto` beside the best\n\n## 16 hosts x 1 rank, 5 ms\n\n```\n# no heading\n```\n"
+    assert anchors(page) == {"auto-beside-the-best", "16-hosts-x-1-rank-5-ms"}
 
 
 @pytest.mark.parametrize("document", FIRST, ids=lambda path: path.stem)
@@ -194,31 +190,21 @@ def extras() -> dict[str, list[str]]:
 
 def test_nobody_is_sent_to_an_index_that_lacks_torusgd() -> None:
     command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
-    assert not [
-        path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file() and command.search(path.read_text())
-    ]
+    files = [path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file()]
+    assert not [path for path in files if command.search(path.read_text())]
     assert command.search("pip install -U 'torusgd[images]'")
 
 
-def test_a_message_names_packages_of_its_extra() -> None:
-    known = extras()
-    named = [
-        (packages.split(), extra)
-        for path in SOURCES
-        for packages, extra in re.findall(
-            r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)", path.read_text()
-        )
-    ]
+def test_messages_and_the_table_of_extras_name_what_there_is() -> None:
+    known, words = extras(), re.compile(r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)")
+    named = [(packages.split(), extra) for path in SOURCES for packages, extra in words.findall(path.read_text())]
     assert len(named) >= 9
     for packages, extra in named:
         assert set(packages) <= set(known[extra]), extra
-
-
-def test_the_table_of_extras_has_those_that_users_take() -> None:
     text = (DOCS / "install.md").read_text()
     rows = re.findall(r"^\| (`.*) \| .* \|$", text, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == set(extras()) - {"dev", "docs", "dist"}
+    assert listed == known.keys() - {"dev", "docs", "dist"}
 
 
 @pytest.mark.slow
@@ -250,14 +236,7 @@ def test_the_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     assert len(commands) >= 9
     clone = commands.index("git clone URL-OF-THIS-REPOSITORY torusgd && cd torusgd")
     commands[clone] = f"git clone {ROOT} torusgd && cd torusgd && cp -r {tmp_path}/pictures ."
-    rng = np.random.default_rng(0)
-    for part in ("train", "val"):
-        for name in ("cats", "dogs"):
-            folder = tmp_path / "pictures" / part / name
-            folder.mkdir(parents=True)
-            for index in range(12):
-                pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
-                (folder / f"{index}.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    write_folder(tmp_path / "pictures", train=12, val=12, classes=("cats", "dogs"))
     script = "\n".join(["set -e", *commands])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = ran(["bash", "-c", script], cwd=tmp_path, timeout=1400, env=environment)
@@ -283,28 +262,19 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "exact_all_reduce" in (root / "build" / "site" / "api.html").read_text()
 
 
-def test_the_page_of_the_command_line_has_every_command() -> None:
+def test_the_made_pages_have_every_command_and_every_sentence() -> None:
     text = reference_pages.cli_page()
     assert set(re.findall(r"^## torusgd (.+)$", text, re.MULTILINE)) == set(EXAMPLES_OF_COMMANDS)
     assert all(f"Example: torusgd {example}" in text for example in EXAMPLES_OF_COMMANDS.values())
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_page_of_messages_has_every_sentence() -> None:
     text = reference_pages.messages_page()
     assert all(" ".join(str(each).split()) in text for each in sentences().values())
     assert text.isascii() or not [line for line in text.splitlines() if not line.isprintable()]
 
 
-def _sentences(text: str) -> list[list[str]]:
-    """The words of each sentence of the README's prose, code and tables apart."""
-    lines = [line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "!", ">"))]
-    plain = re.sub(r"\]\([^)]*\)|[*`\[\]]", "", "\n".join(lines))
-    parts = re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", plain)
-    return [part.split() for part in parts if part.split()]
-
-
 def test_the_readme_fits_a_screen_and_its_sentences_a_breath() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 100
-    assert not [" ".join(words) for words in _sentences(text) if len(words) > 25]
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100
+    prose = [line for line in lines if not line.startswith(("    ", "|", "#", "!", ">"))]
+    plain = re.sub(r"\]\([^)]*\)|[*`\[\]]", "", "\n".join(prose))
+    assert not [part for part in re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", plain) if len(part.split()) > 25]

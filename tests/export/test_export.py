@@ -120,20 +120,16 @@ def test_text_of_a_stranger_breaks_no_card(run: Path, tmp_path: Path) -> None:
     assert yaml.safe_load(text.partition("\n\n# ")[0].strip().strip("-"))["model-index"][0]["name"] == folder.name
 
 
-@pytest.mark.parametrize("words", ["--format jpeg", "--format mlperf --division x", "--out /proc/none"])
-def test_mistakes_are_one_line(run: Path, words: str, mistake: Any) -> None:
-    mistake("export", run, *words.split(), RUN=run)
-
-
-@pytest.mark.parametrize("name", ["hub", "mlperf"])
-def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Path, mistake: Any) -> None:
-    mistake("export", copied(run, tmp_path / "cut off"), "--format", name, TMP=tmp_path)
-
-
-@pytest.mark.parametrize(("key", "value"), [("seconds", None), ("train_images", "x"), ("world_size", {})])
-def test_a_damaged_summary_makes_no_log(run: Path, key: str, value: Any, tmp_path: Path, mistake: Any) -> None:
-    folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
-    mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
+def test_mistakes_are_one_line(run: Path, tmp_path: Path, mistake: Any) -> None:
+    for words in ("--format jpeg", "--format mlperf --division x", "--out /proc/none"):
+        mistake("export", run, *words.split(), RUN=run)
+    cut_off = copied(run, tmp_path / "cut off")
+    for name in ("hub", "mlperf"):
+        mistake("export", cut_off, "--format", name, TMP=tmp_path)
+    damage: dict[str, Any] = {"seconds": None, "train_images": "x", "world_size": {}}
+    for key, value in damage.items():
+        folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
+        mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
 
 
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, run_cli: Any) -> None:

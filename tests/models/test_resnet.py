@@ -19,14 +19,6 @@ def build(name: str, **options: bool | str) -> nn.Module:
         return MODELS[name](classes=1000, channels=3, **options)
 
 
-def test_fan_in_scales_by_inputs_and_fan_out_by_outputs() -> None:
-    for options, fan in (({}, 128), ({"fan_in": True}, 64)):
-        torch.manual_seed(0)
-        # 64 to 128 channels, 3 x 3
-        weight = MODELS["resnet18"](classes=4, channels=3, **options).get_parameter("layer2.0.conv1.weight")
-        assert weight.square().mean().item() == pytest.approx(2 / (9 * fan), rel=0.03)
-
-
 @pytest.mark.parametrize(
     ("name", "elements", "tensors", "gmac", "sha256"),
     [
@@ -51,43 +43,52 @@ def test_parameters_and_cost_are_the_published_ones_and_the_state_is_torchvision
     assert counter.get_total_flops() / 2 == pytest.approx(gmac * 1e9, rel=1e-3)
 
 
-def test_initial_weights_follow_he_and_the_records() -> None:
+def drawn(**options: bool) -> tuple[nn.Module, list[float]]:
+    """A network, and the mean square of its weights of 64 to 128 channels, 3 x 3, in units of 2 / (9 * channels)."""
     torch.manual_seed(0)
-    model = MODELS["resnet18"](classes=1000, channels=3)
-    conv = model.get_submodule("layer2.0.conv2")
-    assert isinstance(conv, nn.Conv2d)
-    assert conv.weight.std().item() == pytest.approx((2 / (128 * 9)) ** 0.5, rel=0.02)
-    fc = model.get_submodule("fc")
-    assert isinstance(fc, nn.Linear)
-    assert fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
-    assert not fc.bias.any()
+    model = MODELS["resnet18"](classes=1000, channels=3, **options)
+    square = model.get_parameter("layer2.0.conv1.weight").square().mean().item()
+    return model, [square * 9 * channels / 2 for channels in (64, 128)]
+
+
+def test_initial_weights_follow_he_and_the_records() -> None:
+    model, (_, by_outputs) = drawn()
+    _, (by_inputs, _) = drawn(fan_in=True)
+    assert (by_outputs, by_inputs) == pytest.approx((1, 1), rel=0.03)
+    assert model.get_parameter("fc.weight").std().item() == pytest.approx(0.01, rel=0.02)
+    assert not model.get_parameter("fc.bias").any()
+    mosaicml, _ = drawn(uniform_gamma=True, rare=True)
+    assert torch.allclose(mosaicml.get_parameter("fc.bias"), torch.full((1000,), -math.log(1000)))
+    gammas = torch.cat([m.weight.detach() for m in mosaicml.modules() if isinstance(m, nn.BatchNorm2d)])
+    assert 0 <= gammas.min() < 0.01
+    assert 0.99 < gammas.max() <= 1
+    assert gammas.mean().item() == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "block", "last"), [("resnet18", BasicBlock, "bn2"), ("resnet50", Bottleneck, "bn3")])
 def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[BasicBlock | Bottleneck], last: str) -> None:
     model = MODELS[name](classes=4, channels=3, zero_gamma=True)
     blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
-    zero = {path for path, module in model.named_modules() if _gamma_is_zero(module)}
+    norms = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    zero = {path for path, norm in norms if not norm.weight.any()}
     assert zero == {f"{path}.{last}" for path, _ in blocks}
     x = torch.rand(2, 64 * block.expansion, 4, 4)
     torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
 
 
-def _gamma_is_zero(module: nn.Module) -> bool:
-    return isinstance(module, nn.BatchNorm2d) and not module.weight.any()
-
-
-@pytest.mark.parametrize(("blur", "convolutions"), [("strides", 6), ("strides+pool", 6)])
-def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str, convolutions: int) -> None:
+@pytest.mark.parametrize("blur", ["strides", "strides+pool"])
+def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str) -> None:
     plain, blurred = build("resnet50"), build("resnet50", blur=blur)
     assert list(blurred.state_dict()) == list(plain.state_dict())
     kinds = [type(module).__name__ for module in blurred.modules()]
-    assert kinds.count("_BlurredConv2d") == convolutions
-    assert kinds.count("Blur2d") == convolutions + (blur == "strides+pool")
+    assert kinds.count("_BlurredConv2d") == 6
+    assert kinds.count("Blur2d") == 6 + (blur == "strides+pool")
     images = torch.zeros(2, 3, 64, 64, device="meta")
     for name in ("conv1", "maxpool", "layer1"):
         images = blurred.get_submodule(name)(images)
     assert images.shape == (2, 256, 16, 16)
+    with refused("a blur of no known name"):
+        build("resnet50", blur="all")
 
 
 def test_a_blur_is_a_convolution_with_binomial_weights() -> None:
@@ -97,18 +98,3 @@ def test_a_blur_is_a_convolution_with_binomial_weights() -> None:
     assert torch.equal(Blur2d(2)(image)[0, 1, 1:4, 1:4], expected)
     assert not Blur2d(2)(image)[0, 0].any()
     assert torch.equal(Blur2d(2, stride=2)(image)[0, 1], torch.tensor([[0.0, 0, 0], [0, 4, 0], [0, 0, 0]]))
-
-
-def test_first_weights_of_mosaicml() -> None:
-    torch.manual_seed(0)
-    model = MODELS["resnet18"](classes=20, channels=3, uniform_gamma=True, rare=True)
-    assert torch.allclose(model.get_parameter("fc.bias"), torch.full((20,), -math.log(20)))
-    gammas = torch.cat([m.weight.detach() for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
-    assert 0 <= gammas.min() < 0.01
-    assert 0.99 < gammas.max() <= 1
-    assert gammas.mean().item() == pytest.approx(0.5, abs=0.02)
-
-
-def test_an_unknown_blur_is_refused() -> None:
-    with refused("a blur of no known name"):
-        build("resnet18", blur="all")

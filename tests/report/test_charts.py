@@ -40,19 +40,17 @@ def test_axes_have_a_few_ticks_within_their_bounds_whatever_the_values(low: floa
     assert 1 <= len(chart.y_ticks) <= 12
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
-    chart = line_chart("y", "x", [Series("a", [(0, 1), (1, math.nan), (2, math.inf), (3, 2)], 0)])
-    assert chart is not None
-    assert len(numbers(chart.lines[0].path)) == 2
-    assert line_chart("y", "x", [Series("a", [(0, math.nan)], 0)]) is None
-    assert line_chart("y", "x", []) is None
-
-
-def test_long_lines_are_thinned_to_means() -> None:
-    points = [(step, step % 2) for step in range(100 * COLUMNS)]
+def points_of(*points: tuple[float, float]) -> list[tuple[float, float]]:
     chart = line_chart("y", "x", [Series("a", points, 0)])
     assert chart is not None
-    placed = numbers(chart.lines[0].path)
+    return numbers(chart.lines[0].path)
+
+
+def test_values_that_are_not_finite_are_left_out_and_long_lines_thinned_to_means() -> None:
+    assert len(points_of((0, 1), (1, math.nan), (2, math.inf), (3, 2))) == 2
+    assert line_chart("y", "x", [Series("a", [(0, math.nan)], 0)]) is None
+    assert line_chart("y", "x", []) is None
+    placed = points_of(*((step, step % 2) for step in range(100 * COLUMNS)))
     assert len(placed) == COLUMNS
     assert len({y for _, y in placed}) == 1, "each is the mean of as many zeros as ones"
 

@@ -1,5 +1,6 @@
 """Pages about runs: whole, escaped, and honest about what is missing."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.messages import refused
 from tests.run.runs import run_here
 
@@ -16,6 +18,7 @@ from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of
 from torusgd.report.page import (
     command_of,
     log_page,
+    plan_page,
     plan_table,
     ranks_table,
     run_page,
@@ -53,11 +56,8 @@ class Tags(HTMLParser):
 
 
 def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
-    history = [
-        {"step": 5, "loss": 0.5, "lr": 0.1},
-        {"step": 10, "loss": 0.25, "grad_norm": "x"},
-        {"step": 10, "eval_loss": 2},
-    ]
+    history = [{"step": 5, "loss": 0.5, "lr": 0.1}, {"step": 10, "loss": 0.25, "grad_norm": "x"}]
+    history.append({"step": 10, "eval_loss": 2})
     texts = {
         "trainer_state.json": json.dumps({"log_history": history, "best": None}),
         "metrics.csv": "epoch,step,loss,val_acc\n0,5,0.75,\n0,10,,0.5\n",
@@ -98,6 +98,10 @@ def copied(run: Path, folder: Path, lines: list[str] | None = None, **changes: A
     return folder
 
 
+def rows_of(table: Any) -> dict[str, str]:
+    return {row.label: row.cells[0] for row in table.rows}
+
+
 def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
     record = read_run(run)
     page = run_page([record], [None])
@@ -110,10 +114,7 @@ def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
     for value in (summary["weights_sha256"], summary["recipe_sha256"], f"{summary['top1']:.2%}", "Ranks and mishaps"):
         assert value in page
     assert page == run_page([read_run(run)], [None]), "the same run gives the same bytes"
-
-
-def test_the_parts_of_the_time_are_all_of_it(run: Path) -> None:
-    assert sum(share for _, share in time_shares(read_run(run)).values()) == pytest.approx(1.0, abs=1e-6)
+    assert sum(share for _, share in time_shares(record).values()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
@@ -153,6 +154,12 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     assert "no step is recorded" in run_page([read_run(nothing)], [None])
     (nothing / "events.jsonl").unlink()
     Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
+    (nothing / "events.jsonl").symlink_to("/dev/zero")
+    with refused("events that are a device", f"{nothing}/events.jsonl:", OTHER=nothing):
+        read_run(nothing)
+    diverged = [json.dumps(json.loads(line) | {"loss": None}) for line in lines]
+    page = run_page([read_run(copied(run, tmp_path / "diverged", diverged, loss=None))], [None])
+    assert Tags(page).seen.count("figure") == 5, "a loss that is none is a gap"
 
 
 @pytest.mark.parametrize(
@@ -175,13 +182,10 @@ def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: 
     Tags(run_page([read_run(other)], [None]))
 
 
-def test_a_folder_that_is_no_run_is_one_line(run: Path, tmp_path: Path, mistake: Any) -> None:
-    mistake("report", tmp_path, "--out", tmp_path / "page.html", TMP=tmp_path)
-    mistake("report", run, "--out", tmp_path / "none" / "page.html", TMP=tmp_path, RUN=run)
-
-
-def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path, run_cli: Any) -> None:
+def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path, run_cli: Any, mistake: Any) -> None:
     page = tmp_path / "page.html"
+    mistake("report", tmp_path, "--out", page, TMP=tmp_path)
+    mistake("report", run, "--out", tmp_path / "none" / "page.html", TMP=tmp_path, RUN=run)
     code, output, errors = run_cli("report", run, run, "--mistakes", "--out", page)
     assert (code, errors) == (0, "")
     assert f"wrote {page}" in output
@@ -192,18 +196,14 @@ def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path
     assert tags.seen.count("img") == 2 * min(24, int(counts[0][0]))
 
 
-def test_pictures_are_what_the_network_saw(tmp_path: Path) -> None:
+def test_pictures_are_what_the_network_saw() -> None:
     cv2 = pytest.importorskip("cv2")
-    import torch
-
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     decoded = cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB)
     assert (decoded == pixels).all()
     image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
     normalised = (image - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([0.2, 0.3, 0.4])[:, None, None]
     address = picture_of(normalised, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    import base64
-
     assert base64.b64decode(address.partition(",")[2]) == png(pixels)
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
 
@@ -220,24 +220,6 @@ def test_the_noise_scale_stands_beside_the_batch_of_each_stage(run: Path, tmp_pa
     page = run_page([measured], [None])
     assert label in page
     assert "gradient noise scale" in page
-
-
-def test_a_diverged_loss_is_a_gap(run: Path, tmp_path: Path) -> None:
-    lines = [json.dumps(json.loads(line) | {"loss": None}) for line in (run / "events.jsonl").read_text().splitlines()]
-    page = run_page([read_run(copied(run, tmp_path / "other", lines, loss=None))], [None])
-    assert Tags(page).seen.count("figure") == 5
-
-
-def test_events_must_be_a_file(run: Path, tmp_path: Path) -> None:
-    other = copied(run, tmp_path / "other", [])
-    (other / "events.jsonl").unlink()
-    (other / "events.jsonl").symlink_to("/dev/zero")
-    with refused("events that are a device", f"{other}/events.jsonl:", OTHER=other):
-        read_run(other)
-
-
-def rows_of(table: Any) -> dict[str, str]:
-    return {row.label: row.cells[0] for row in table.rows}
 
 
 def test_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path, tmp_path: Path) -> None:
@@ -287,3 +269,39 @@ def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Pat
     assert "equal: steps 0:4" not in (tmp_path / "page.html").read_text()
     (tmp_path / "others").write_text("{}")
     assert run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
+        (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
+        pytest.param(
+            ("resnet50", "--to", "75.9%"),
+            ("top-1 to reach", "75.90%", "epochs"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plan", "best", "to"],
+)
+def test_a_page_has_the_sweep(asked: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path, run_cli: Any) -> None:
+    page = tmp_path / "page.html"
+    words = ("plan", *asked, "--cluster", "hgx-h100", "--devices", "12", "--report", page)
+    code, output, errors = run_cli(*words)
+    assert (code, errors) == (0, "")
+    assert output.splitlines()[-1].endswith(f"wrote {page}")
+    text = page.read_text()
+    tags = Tags(text)
+    assert tags.seen.count("figure") >= 2
+    assert tags.addresses == []
+    for words_shown in shown:
+        assert words_shown in text
+    assert f"torusgd plan {asked[0]}" in text
+
+
+def test_names_of_a_stranger_stay_text() -> None:
+    stage = {"batch": 8, "seconds": 1.0, "forward": 0.25, "backward": 0.75}
+    plan = {"title": EVIL, "notes": [EVIL], "limit": EVIL, "stages": [stage], "devices": 2, "seconds": 9.0}
+    text = plan_page(plan, EVIL)
+    assert "script" not in Tags(text).seen
+    assert text.count("&lt;script&gt;") == 5

@@ -1,10 +1,10 @@
 """Training in virtual time: limits in which forms are one another, and the same bits each time."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torusgd.recipe.load import load_recipe
 from torusgd.simulate import FORMS, Moment, Passes, Setting, Simulation, Workers, moments, simulate
 from torusgd.synchrony.delays import delay_model
 
-Run = Callable[..., tuple[int, str, str]]
 OVERRIDES = ["data.source=synthetic", "data.train_images=64", "data.eval_images=16", "data.classes=4", "polish=null",
              "model.options.width=4", "stages=[{until: 2ep, images_per_worker: 4}]", "target_top1=null"]  # fmt: skip
 
@@ -81,34 +80,29 @@ def workers_of(count: int, lr: float = 0.1) -> Workers:
     return Workers(Passes(recipe, *pipelines), count, delay_model("constant", seed=0), compute=1.0, lr=lr, seed=0)
 
 
-@pytest.mark.parametrize(("form", "count"), [("local:1", 4), ("gossip:1", 2)])
-def test_a_step_is_plain_sgds_to_a_millionth(form: str, count: int) -> None:
-    """Local steps with H 1; gossip of two workers in step that always take the mean."""
-    workers = workers_of(count)
-    weights = workers.passes.initial.clone()
-    for step, moment in zip(range(4), moments(form)(workers), strict=False):
-        gradients = [workers.passes.gradient(weights, step * count + worker) for worker in range(count)]
-        weights = weights - workers.lr * torch.stack(gradients).mean(dim=0)
-        assert (moment.weights() - weights).abs().max() < 1e-6
-        weights = moment.weights()
-
-
-def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
-    workers = replace(workers_of(3), momentum=0.5)
+def assert_is_sgd(form: str, workers: Workers) -> None:
+    """To a millionth: four steps by the mean of all workers' gradients, with the server's momentum."""
     weights, velocity = workers.passes.initial.clone(), torch.zeros_like(workers.passes.initial)
-    for step, moment in zip(range(4), moments("bsp")(workers), strict=False):
-        gradients = [workers.passes.gradient(weights, step * 3 + worker) for worker in range(3)]
-        velocity = 0.5 * velocity + torch.stack(gradients).mean(dim=0)
+    for step, moment in zip(range(4), moments(form)(workers), strict=False):
+        numbers = range(step * workers.count, (step + 1) * workers.count)
+        gradients = [workers.passes.gradient(weights, number) for number in numbers]
+        velocity = workers.momentum * velocity + torch.stack(gradients).mean(dim=0)
         weights = weights - workers.lr * velocity
         assert (moment.weights() - weights).abs().max() < 1e-6
         weights = moment.weights()
 
 
-@pytest.mark.parametrize(("form", "momentum"), [("gossip:0.5", 0.9), ("bsp", 1.5)])
-def test_momentum_is_for_barriers_and_below_1(form: str, momentum: float) -> None:
+def test_local_steps_of_one_and_gossip_of_two_in_step_are_sgd() -> None:
+    assert_is_sgd("local:1", workers_of(4))
+    assert_is_sgd("gossip:1", workers_of(2))  # who always take the mean
+
+
+def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
+    assert_is_sgd("bsp", replace(workers_of(3), momentum=0.5))
     recipe = load_recipe("digits", OVERRIDES).recipe
-    with refused("a momentum that no barrier takes", "--momentum", MOMENTUM=f"{momentum:g}"):
-        simulate(Setting(recipe, form, 4, "constant", lr=0.1, momentum=momentum))
+    for form, momentum in (("gossip:0.5", 0.9), ("bsp", 1.5)):
+        with refused("a momentum that no barrier takes", "--momentum", MOMENTUM=f"{momentum:g}"):
+            simulate(Setting(recipe, form, 4, "constant", lr=0.1, momentum=momentum))
 
 
 def test_elastic_averaging_keeps_the_centre_between_the_workers() -> None:
@@ -130,40 +124,29 @@ def test_a_threshold_that_leaves_work_out_ends_its_steps_at_the_threshold() -> N
     assert points[-1].time % 3 == 0
 
 
-@pytest.mark.parametrize("form", [
+WRONG = (
     "", "sync", "gossip", "gossip:2", "local:0", "local:1.5", "local:2x3", "threshold:2", "threshold:2xnan",
     "elastic:0", "cutoff:0", "cutoff:guessed",
-])  # fmt: skip
-def test_a_wrong_form_is_one_line(form: str) -> None:
-    with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
-        moments(form)
+)  # fmt: skip
 
 
-def test_every_form_that_is_named_can_be_written() -> None:
+def test_every_form_that_is_named_can_be_written_and_a_wrong_one_is_one_line() -> None:
     for form in FORMS:
         name, _, letters = form.partition(":")
         moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
+    for form in WRONG:
+        with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
+            moments(form)
 
 
-def test_the_command_prints_errors_over_virtual_time(
-    run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_the_command_prints_errors_over_virtual_time(run_cli: Any, tmp_path: Path) -> None:
     overrides = [word for override in OVERRIDES for word in ("--set", override)]
     words = ["--synchrony", "ssp:2", "--workers", 4, "--lr", 0.1, "--images", 96, *overrides]
     code, out, err = run_cli("simulate", "digits", *words, "--json", tmp_path / "found.json")
     assert code == 0, err
     assert "virtual seconds" in out
     assert json.loads((tmp_path / "found.json").read_text())["weights_sha256"] == small("ssp:2").weights_sha256
-
-
-def test_a_mistake_on_the_command_line_is_one_line(run_cli: Callable[..., tuple[int, str, str]]) -> None:
-    for words in (
-        ["--seconds", 0],
-        ["--seconds", 9, "--synchrony", "sync"],
-        ["--seconds", 9, "--workers", 0],
-        ["--images", 9, "--delays", "x"],
-        ["--images", 9, "--synchrony", "backup:6", "--workers", 6],
-    ):
-        code, _, err = run_cli("simulate", "digits", *words)
-        assert code == 2
-        assert err.count("\n") == 1
+    for mistake in ("--seconds 0", "--seconds 9 --synchrony sync", "--seconds 9 --workers 0", "--images 9 --delays x",
+                    "--images 9 --synchrony backup:6 --workers 6"):  # fmt: skip
+        code, _, err = run_cli("simulate", "digits", *mistake.split())
+        assert (code, err.count("\n")) == (2, 1)

@@ -17,12 +17,9 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 
 
-def test_every_runtime_option_is_drawn_or_has_a_reason() -> None:
+def test_every_runtime_option_and_group_of_keys_is_drawn_or_has_a_reason() -> None:
     assert not RUNTIME.keys() & NO_OPTION.keys()
     assert RUNTIME.keys() | NO_OPTION.keys() == RuntimeOptions.model_fields.keys()
-
-
-def test_every_group_of_keys_is_drawn_or_has_a_reason() -> None:
     changed = [*BASE, *(change for values in RECIPE.values() for value in values for change in value.split(";"))]
     heads = {change.partition("=")[0].split(".")[0] for change in changed if change}
     assert {key.split(".")[0] for key, *_ in _rows(Recipe)} <= heads | NO_KEY.keys()

@@ -87,8 +87,7 @@ def test_the_address_of_the_repository_makes_the_links_of_the_index(
     assert "Project-URL: Issues, https://example.org/torusgd/issues" in metadata
 
 
-EXTRAS = "digits,images,s3,parquet,huggingface,tensorboard"
-"""those that any index has and that take no GB"""
+EXTRAS = "digits,images,s3,parquet,huggingface,tensorboard"  # those that any index has and that take no GB
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Whatever is read works or is refused in one line: some inputs of every kind here, all of them as a slow test."""
 
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,7 @@ import torusgd
 from torusgd.data.decode import Undecodable
 
 KINDS = list(Fuzz(0, Path()).kinds)
-
-
-@pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "commands"])

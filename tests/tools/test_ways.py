@@ -13,6 +13,7 @@ from tools.ways.calls import Call, read_calls
 
 import torusgd
 
+# Modules of a package of the same name; work runs in a process that is forked.
 PACKAGE = {
     "__init__": "",
     "run": """
@@ -82,7 +83,6 @@ class ControlMessage:
     "exact": "def send(): ...",
     "survive": "def agree(): ...",
 }
-"""modules of a package of the same name; work runs in a process that is forked"""
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ multiplied and added in float64, where all of them are exact. A library's convol
 not exact, so none takes part.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,13 @@ from .lost_pairs import count, counts
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
 from .scales import amax_over, scales
 
+# Bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache.
 _CHUNK = 1 << 21
-"""bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache"""
+
+
+def pair(values: Sequence[int]) -> tuple[int, int]:
+    """Vertical and horizontal, of two numbers or of one for both."""
+    return values[0], values[-1]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,12 @@ class Geometry:
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
+
+    @property
+    def around(self) -> tuple[int, int, int, int]:
+        """Zeros to the left, right, above and below."""
+        vertical, horizontal = self.padding
+        return horizontal, horizontal, vertical, vertical
 
     def output(self, height: int, width: int) -> tuple[int, int]:
         """Pixels of the output of an image."""
@@ -64,8 +76,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
     count(lambda: counts(x, scale, (0, 2, 3)), lambda: _of_inputs(weight, weights, shape.groups))
-    if _is_depthwise(weight, shape):
-        padded, kernels = _padded(x.mul(scale).round_(), shape).double(), weights.double().flatten(1)[..., None, None]
+    if weight.shape[:2] == (shape.groups, 1):
+        padded = pad(x.mul(scale).round_(), shape.around).double()
+        kernels = weights.double().flatten(1)[..., None, None]
         first, *others = shape.taps()
         total = shape.at(padded, first, output) * kernels[:, 0]
         for number, tap in enumerate(others, 1):
@@ -73,13 +86,11 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
             total.addcmul_(shape.at(padded, tap, output), kernels[:, number])
         result.copy_(total.mul_(image_units.view(len(x), -1, 1, 1)).mul_(weight_units.view(1, -1, 1, 1)))
     else:
-        vertical, horizontal = shape.padding
         windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
         kernels = weights.permute(0, 2, 3, 1).reshape(shape.groups, len(weight) // shape.groups, -1).mT
-        around = (horizontal, horizontal, vertical, vertical)
         units = _units(image_units, weight_units, shape.groups)
         part = (windows, kernels, result.permute(0, 2, 3, 1))
-        exactly(lambda method: _correlate(method, x, scale, around, units, [part]), x.device)
+        exactly(lambda method: _correlate(method, x, scale, shape.around, units, [part]), x.device)
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
 
 
@@ -93,7 +104,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
     count(lambda: counts(gradient, scale, (0, 2, 3)), lambda: _of_outputs(weight, weights))
-    if _is_depthwise(weight, shape):
+    if weight.shape[:2] == (shape.groups, 1):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
         inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
         padded = torch.zeros(len(gradient), inputs, height, width, dtype=torch.float64, device=gradient.device)
@@ -129,19 +140,14 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
 class Phase:
     """The pixels of an input, `stride` apart, that meet the same elements of the kernel, along one dimension."""
 
-    pixel: int
-    """the first one"""
+    pixel: int  # the first one
     count: int
-    taps: list[int]
-    """elements of the kernel, the last first, so that the pixels of the output that they meet go up"""
-    first: int
-    """of the output, that the first tap meets for the first pixel; negative before the image"""
-    apart: int
-    """pixels of the output between two taps"""
+    taps: list[int]  # elements of the kernel, the last first, so that the pixels of the output that they meet go up
+    first: int  # pixel of the output that the first tap meets for the first pixel; negative before the image
+    apart: int  # pixels of the output between two taps
 
     @property
     def elements(self) -> slice:
-        """The taps, the first of them first."""
         return slice(self.taps[-1], self.taps[0] + 1, self.taps[0] - self.taps[1] if len(self.taps) > 1 else 1)
 
 
@@ -174,18 +180,18 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
     scale, image_units = scales(amax_over(x, (0, 2, 3)))
     count(lambda: counts(gradient, gradient_scale, (1, 2, 3)), lambda: counts(x, scale, (1, 2, 3)))
     if size[:2] == (groups, 1):
-        padded, whole = _padded(x.mul(scale).round_(), shape).double(), gradient.mul(gradient_scale).round_().double()
+        padded = pad(x.mul(scale).round_(), shape.around).double()
+        whole = gradient.mul(gradient_scale).round_().double()
         sums = [(shape.at(padded, tap, output) * whole).sum((0, 2, 3)) for tap in shape.taps()]
         total = torch.stack(sums, 1).mul_(gradient_units.view(-1, 1)).mul_(image_units.view(-1, 1))
         return total.view(size).float()
     windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
-    around = (shape.padding[1], shape.padding[1], shape.padding[0], shape.padding[0])
 
     def compute(method: Method) -> Tensor:
         total = None
         for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
             left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
-            right = _slices(method, x[chunk], scale, around)
+            right = _slices(method, x[chunk], scale, shape.around)
             rows = tuple(part.flatten(0, 2).unflatten(1, (groups, -1)).permute(1, 2, 0) for part in left)
             rows = tuple(part[0] if groups == 1 else part for part in rows)
             product = multiply(method, rows, tuple(windows.of(part, groups) for part in right))
@@ -204,15 +210,12 @@ class Windows:
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
-    apart: tuple[int, int]
-    """pixels between two elements of the kernel"""
+    apart: tuple[int, int]  # pixels between two elements of the kernel
     output: tuple[int, int]
-    first: tuple[int, int] = (0, 0)
-    """pixel of the first window's corner"""
+    first: tuple[int, int] = (0, 0)  # pixel of the first window's corner
 
     @property
     def taps(self) -> int:
-        """Pixels of a window."""
         return self.kernel[0] * self.kernel[1]
 
     def of(self, images: Tensor, groups: int, rows: slice = slice(None)) -> Tensor:
@@ -300,16 +303,7 @@ def _of_outputs(weight: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
     return (weight != 0).sum((1, 2, 3)), (integers.flatten(0, 1) != 0).sum((1, 2, 3))
 
 
-def _is_depthwise(weight: Tensor, shape: Geometry) -> bool:
-    return weight.shape[:2] == (shape.groups, 1)
-
-
 def _format(x: Tensor, weight: Tensor) -> torch.memory_format:
     """That of torch's own convolutions: channels last where the input or the weights are."""
     is_last = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight))
     return torch.channels_last if is_last else torch.contiguous_format
-
-
-def _padded(images: Tensor, shape: Geometry) -> Tensor:
-    vertical, horizontal = shape.padding
-    return pad(images, (horizontal, horizontal, vertical, vertical)) if vertical or horizontal else images

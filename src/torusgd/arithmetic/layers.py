@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from . import activations, normalization, pools, reductions
-from .convolution import Geometry, convolution, input_gradient, weight_gradient
+from .convolution import Geometry, convolution, input_gradient, pair, weight_gradient
 from .methods import matmul
 from .reductions import all_dims, grid_sum, square_root
 from .rules import Rules, aten, in_place
@@ -44,17 +44,12 @@ def _added_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: f
 # Convolutions
 
 
-def _pair(values: Sequence[int]) -> tuple[int, int]:
-    """Vertical and horizontal; of one dimension, it is the horizontal one."""
-    return (values[0], values[1]) if len(values) == 2 else (-1, values[0])
-
-
 def _geometry(
     weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Geometry:
     if weight.dim() == 3:
         return Geometry((1, weight.shape[2]), (1, stride[0]), (0, padding[0]), (1, dilation[0]), groups)
-    return Geometry((weight.shape[2], weight.shape[3]), _pair(stride), _pair(padding), _pair(dilation), groups)
+    return Geometry(pair(weight.shape[2:]), pair(stride), pair(padding), pair(dilation), groups)
 
 
 def _images(x: Tensor) -> Tensor:
@@ -196,7 +191,6 @@ def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, valu
     return function(zeros.double(), on_grid).float()
 
 
-@RULES.of(aten.index_put.default)
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     if not accumulate or not x.is_floating_point():
         return aten.index_put.default(x, indices, values, accumulate)
@@ -204,24 +198,17 @@ def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False
     return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), zeros, values)
 
 
-for _overload in (aten.index_put_.default, aten._index_put_impl_.default):
-    RULES[_overload] = in_place(_index_put)
-
-
-@RULES.of(aten.index_add.default)
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     return x + _scattered(lambda z, v: z.index_add_(dim, index, v), torch.zeros_like(x), scaled(source.clone(), alpha))
 
 
-RULES[aten.index_add_.default] = in_place(_index_add)
-
-
-@RULES.of(aten.scatter_add.default)
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return x + _scattered(lambda z, v: z.scatter_add_(dim, index, v), torch.zeros_like(x), source)
 
 
-RULES[aten.scatter_add_.default] = in_place(_scatter_add)
+for _name, _function in (("index_put", _index_put), ("index_add", _index_add), ("scatter_add", _scatter_add)):
+    RULES.both(_name, _function)
+RULES[aten._index_put_impl_.default] = in_place(_index_put)
 
 
 @RULES.of(aten.embedding_dense_backward.default)
@@ -286,7 +273,6 @@ def _attention_gradient(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, unused: Tensor, dropout: float,
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The softmax is computed once more."""
     factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
     q, k, v = _flat(query), _flat(key), _flat(value)
     _, weights = activations.attention(q, k, v, factor, mask)
@@ -314,7 +300,6 @@ def _mask(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> T
 
 @RULES.of(aten.div.Tensor_mode)
 def _rounded_quotient(x: Tensor, y: Any, *, rounding_mode: str | None) -> Tensor:
-    """The float32 quotient, rounded down or towards zero."""
     if not x.is_floating_point():
         return torch.div(x, y, rounding_mode=rounding_mode)
     found = torch.div(x, y.to(x)) if isinstance(y, Tensor) else reductions.over(x, y)

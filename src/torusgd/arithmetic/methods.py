@@ -33,17 +33,12 @@ from ..rng import keyed_hash
 from .lost_pairs import count, counts
 from .scales import LARGEST, amax_over, scales
 
-MOST_TERMS = 1 << 25
-"""of a sum: LARGEST**2 times as many is below 2**53"""
+MOST_TERMS = 1 << 25  # of a sum: LARGEST**2 times as many is below 2**53
 _SLICE = 256
-_CHECK = 22
-"""first word of the draws of a check; those of `rng` end at 20"""
+_CHECK = 22  # first word of the draws of a check; those of `rng` end at 20
+_ROUNDS = 7  # of the methods' times
 
-_ROUNDS = 7
-"""of the methods' times"""
-
-Operand = tuple[Tensor, ...]
-"""A matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]."""
+Operand = tuple[Tensor, ...]  # a matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]
 
 
 class Inexact(Exception):
@@ -55,10 +50,10 @@ class Method:
     """One way of multiplying integers up to LARGEST."""
 
     name: str
+    # Slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike.
     prepare: Callable[[Tensor], Operand]
-    """slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike"""
+    # A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer.
     product: Callable[[Operand, Operand], Tensor]
-    """A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer"""
 
 
 def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,14 +92,10 @@ def _sum(lowest: Tensor, *others: Tensor) -> Tensor:
     return result
 
 
-_INT_TERMS = (1 << 17) - 1
-"""of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the two in the middle"""
-_BLOCK = 1 << 15
-"""elements that are taken to float64 at a time, so that they stay in a core's cache"""
-_FEW_TERMS = 509
-"""of int32 sums of the middle times 256 and the lowest"""
-_FLOAT_TERMS = 1024
-"""of float32 sums: 128 * 128 times as many is 2**24"""
+_INT_TERMS = (1 << 17) - 1  # of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the middle two
+_BLOCK = 1 << 15  # elements that are taken to float64 at a time, so that they stay in a core's cache
+_FEW_TERMS = 509  # of int32 sums of the middle times 256 and the lowest
+_FLOAT_TERMS = 1024  # of float32 sums: 128 * 128 times as many is 2**24
 
 
 def _int_product(a: Tensor, b: Tensor) -> Tensor:
@@ -171,6 +162,11 @@ def exactly(compute: Callable[[Method], Tensor], device: torch.device) -> Tensor
         except Inexact:
             continue
     raise RunError(f"no product of {', '.join(names)} is exact on {device}: this machine can't run portable arithmetic")
+
+
+def fastest_method(device: torch.device) -> str:
+    """The name of the method that is taken first."""
+    return (_chosen.get() or order_of_preference(device, torch.get_num_threads()))[0]
 
 
 def multiply(method: Method, a: Operand, b: Operand) -> Tensor:
@@ -299,8 +295,3 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _scale(inverse: Tensor) -> Tensor:
     return torch.div(torch.ones_like(inverse), inverse).float()
-
-
-def fastest_method(device: torch.device) -> str:
-    """The name of the method that is taken first."""
-    return (_chosen.get() or order_of_preference(device, torch.get_num_threads()))[0]

@@ -28,11 +28,8 @@ from .rules import EXACT_OF_INTEGERS, MOVES, PASSING
 _RULES = {**layers.RULES, **operations.RULES}
 
 _checked = threading.local()
-_LEAST_SHARE = 32768
-"""elements that torch gives to a thread at least"""
-
-VERSION = 1
-"""of the arithmetic: a change of bits is another one"""
+_LEAST_SHARE = 32768  # elements that torch gives to a thread at least
+VERSION = 1  # of the arithmetic: a change of bits is another one
 
 
 @contextmanager
@@ -89,14 +86,19 @@ class PortableMode(TorchDispatchMode):
     """Sends each ATen operator to its rule."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of an operator; torch calls this."""
         with torch._C.DisableTorchFunction():  # a rule's own calls need no `Attention`
             found = _RULES.get(func)
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if func not in PASSING and any(_floats(value) for value in (*args, *(kwargs or {}).values(), result)):
-            raise UserError(_refusal(func))
+        given = (*args, *(kwargs or {}).values(), result)
+        if func not in PASSING and any(x.is_floating_point() or x.is_complex() for x in _tensors(given)):
+            where = _module()
+            place = f" in {type(where).__name__}" if where is not None else ""
+            raise UserError(
+                f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; "
+                "use another layer, or precision: float32"
+            )
         return result
 
     @classmethod
@@ -109,7 +111,6 @@ class Attention(TorchFunctionMode):
     """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of a function; torch calls this."""
         if func is F.scaled_dot_product_attention:
             return attention(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -139,21 +140,6 @@ def attention(
     return F.dropout(shares, dropout_p) @ value
 
 
-def _floats(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_floating_point() or value.is_complex()
-    return isinstance(value, list | tuple) and any(_floats(item) for item in value)
-
-
-def _refusal(func: Any) -> str:
-    where = _module()
-    place = f" in {type(where).__name__}" if where is not None else ""
-    return (
-        f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; "
-        "use another layer, or precision: float32"
-    )
-
-
 def _module() -> nn.Module | None:
     """The innermost module whose method is being called."""
     frame = sys._getframe()
@@ -165,11 +151,11 @@ def _module() -> nn.Module | None:
     return None
 
 
+# Operators whose result has their input's values: a torch may have more or fewer of them.
 _SAME = """
     _reshape_alias _unsafe_view alias clone contiguous detach expand lift_fresh permute reshape squeeze t transpose
     unsqueeze view view_as
 """
-"""whose result has their input's values: a torch may have more or fewer of them"""
 _VALUES_STAY, _WITHOUT_WORD = frozenset(_SAME.split()), frozenset(MOVES.split())
 
 
@@ -206,7 +192,8 @@ class _Recorder(TorchDispatchMode):
         if name in _VALUES_STAY:
             found = [self._hash(args[0])] * len(results)
         else:
-            found = [_digest(f"{name} {made_of} {place}") for place in range(len(results))]
+            texts = (f"{name} {made_of} {place}" for place in range(len(results)))
+            found = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
             if name not in _WITHOUT_WORD and any(x.is_floating_point() for x in (*results, *_tensors(args))):
                 self.words.append(".".join([name, *found[:1]]))
         self._hashes.update(zip(results, found, strict=True))
@@ -225,10 +212,6 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, dict):
             return {key: self._described(value[key]) for key in sorted(value)}
         return [self._described(each) for each in value] if isinstance(value, list | tuple) else str(value)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -102,16 +102,6 @@ def batch_norm_gradient(
     return result, stretch.flatten().float() if needed[1] else None, shift.flatten().float() if needed[2] else None
 
 
-def _input_gradient(
-    gradient: Tensor, normal: Tensor, shift: Tensor, stretch: Tensor, count: int, dims: tuple[int, ...]
-) -> Tensor:
-    """g - sum(g) / n - h * (sum(g * h) / n), in the memory of h."""
-    for dim in sorted(dims):
-        shift, stretch = shift.unsqueeze(dim), stretch.unsqueeze(dim)
-    normal.mul_(quotient(stretch, count))
-    return (gradient - quotient(shift, count)).sub_(normal)
-
-
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,9 +129,10 @@ def layer_norm_gradient(
     if not needed[0]:
         return None, weights, biases
     inner = gradient if weight is None else gradient * weight
-    shift, stretch = grid_sum(inner, dims), grid_sum(inner * normal, dims)
-    result = _input_gradient(inner, normal, shift, stretch, count_of(x, dims), dims)
-    return result.mul_(deviation), weights, biases
+    shift, stretch = grid_sum(inner, dims, True), grid_sum(inner * normal, dims, True)
+    count = count_of(x, dims)
+    normal.mul_(quotient(stretch, count))
+    return (inner - quotient(shift, count)).sub_(normal).mul_(deviation), weights, biases
 
 
 def group_norm(

@@ -118,41 +118,28 @@ def _subtracted_from(x: Tensor, y: Any, alpha: float = 1) -> Tensor:
     return y - (x if alpha == 1 else x * alpha)
 
 
-@RULES.of(aten.div.Tensor, aten.div.Scalar)
 def _quotient(x: Tensor, y: Any) -> Tensor:
     x = x if x.is_floating_point() else x.float()
     return torch.div(x, y) if isinstance(y, Tensor) and y.dim() else over(x, float(y)) if not isinstance(
         y, Tensor) else torch.div(x, y.to(x.device, x.dtype if y.is_floating_point() else None))  # fmt: skip
 
 
-for _overload in (aten.div_.Tensor, aten.div_.Scalar):
-    RULES[_overload] = in_place(_quotient)
-
-
-@RULES.of(aten.lerp.Scalar, aten.lerp.Tensor)
 def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """x + (end - x) * weight."""
     return x + (end - x) * weight
 
 
-for _overload in (aten.lerp_.Scalar, aten.lerp_.Tensor):
-    RULES[_overload] = in_place(_between)
-
-
-@RULES.of(aten.addcmul.default)
 def _plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    """x + value * (a * b), each operation rounded."""
     return x + scaled(a * b, value)
 
 
-@RULES.of(aten.addcdiv.default)
 def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    """x + value * (a / b), each operation rounded."""
     return x + scaled(torch.div(a, b), value)
 
 
-RULES[aten.addcmul_.default] = in_place(_plus_product)
-RULES[aten.addcdiv_.default] = in_place(_plus_quotient)
+RULES.both("div", _quotient, "Tensor", "Scalar")
+RULES.both("lerp", _between, "Tensor", "Scalar")
+RULES.both("addcmul", _plus_product)
+RULES.both("addcdiv", _plus_quotient)
 
 
 # Lists of tensors, as optimizers and clipping take them

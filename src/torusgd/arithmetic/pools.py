@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .convolution import Geometry
+from .convolution import Geometry, pair
 from .reductions import on_grid
 
 _PIXELS = (2, 3)
@@ -20,9 +20,6 @@ _PIXELS = (2, 3)
 
 def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int] = (1, 1)
               ) -> Geometry:  # fmt: skip
-    def pair(values: Sequence[int]) -> tuple[int, int]:
-        return (values[0], values[-1])
-
     return Geometry(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation), 1)
 
 

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 Rule = Callable[..., Any]
 
+# Values stay as they are, or are converted to another dtype.
 MOVES = """
     _conj _fill_mem_eff_dropout_mask_ _local_scalar_dense _pin_memory _reshape_alias _to_copy _unsafe_view alias
     as_strided as_strided_ bucketize cat channel_shuffle chunk clone constant_pad_nd contiguous copy copy_
@@ -26,7 +27,7 @@ MOVES = """
     slice_scatter split split_with_sizes squeeze squeeze_ stack t t_ take tile transpose transpose_ tril tril_
     triu triu_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as where zero zero_ zeros zeros_like
 """
-"""values stay as they are, or are converted to another dtype"""
+# Of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass.
 _COMPARISONS = """
     _unique2 all amax amin aminmax any argmax argmin bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
     clamp_max_ clamp_min clamp_min_ eq equal fmax fmin ge gt hardtanh hardtanh_ hardtanh_backward heaviside
@@ -34,18 +35,16 @@ _COMPARISONS = """
     logical_or logical_xor lt max maximum min minimum nan_to_num nan_to_num_ ne relu relu6 relu_ searchsorted
     sign signbit threshold threshold_backward
 """
-"""of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass"""
 _SINGLE_OPERATIONS = (
     "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
 )
-
-
+# Of torch.distributed, that move values.
 _MESSAGES = """
     _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier
     broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
 """
-"""of torch.distributed, that move values"""
 
+# By overload, as those below.
 PASSING = frozenset(
     getattr(packet, overload)
     for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE_OPERATIONS), (torch.ops.c10d, _MESSAGES))
@@ -55,16 +54,13 @@ PASSING = frozenset(
     # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
     if "reduce" not in overload and "decimals" not in overload
 ) | {aten.median.default}
-"""by overload"""
-
-
+# Operators with a rule that integers don't need.
 EXACT_OF_INTEGERS = frozenset(
     getattr(packet, overload)
     for name in ["addmm", "baddbmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv", "scatter_add", "scatter_add_"]
     for packet in (getattr(aten, name),)
     for overload in packet.overloads()
 )
-"""operators with a rule that integers don't need, by overload"""
 
 
 class Rules(dict[Any, Rule]):
@@ -80,12 +76,13 @@ class Rules(dict[Any, Rule]):
 
         return register
 
-    def both(self, name: str, function: Rule, overload: str = "default") -> None:
-        """Makes a function the rule of an operator and of its in-place form, if torch has them."""
+    def both(self, name: str, function: Rule, *overloads: str) -> None:
+        """Makes a function the rule of an operator and of its in-place form, as far as torch has them."""
         for suffix, form in (("", function), ("_", in_place(function))):
             packet = getattr(aten, name + suffix, None)
-            if packet is not None and overload in packet.overloads():
-                self[getattr(packet, overload)] = form
+            for overload in overloads or ("default",):
+                if packet is not None and overload in packet.overloads():
+                    self[getattr(packet, overload)] = form
 
 
 def in_place(function: Rule) -> Rule:

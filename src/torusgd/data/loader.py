@@ -119,8 +119,6 @@ def open_pipeline(
 
 @dataclass(frozen=True)
 class _Made:
-    """A batch as it goes through the pipe; its images lie in shared memory."""
-
     shape: tuple[int, ...]
     positions: Int64
     replaced: int

@@ -81,7 +81,6 @@ class StreamOrder:
         return indices, epochs + copies * COPY
 
     def _made(self, epoch: int) -> "Future[Int64]":
-        """A permutation, made by one thread for all that need it."""
         with self._lock:
             if epoch not in self._epochs:
                 # A batch may span two epochs, and the next permutation is made early: three are in use at most.

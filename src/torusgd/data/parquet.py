@@ -89,8 +89,6 @@ class TableImages(EncodedImages):
 
 @dataclass(frozen=True)
 class _File:
-    """A table whose schema has been read."""
-
     path: Path
     arrow: Any  # a mapped `pyarrow.Table`; None for a Parquet file
     parquet: Any  # a `pyarrow.parquet.ParquetFile`; None for an Arrow file

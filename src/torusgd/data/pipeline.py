@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -22,6 +22,8 @@ from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Re
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]  # from an image [channels, height, width] to the part of it that the network takes
+# From an image's position in its batch and `_region_and_cut`; None: it stays out.
+Read = Callable[[int, Choose, Cut], Pixels | None]
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]  # from shape and dtype; not cleared
 
 log = logging.getLogger(__name__)
@@ -95,16 +97,13 @@ class Pipeline:
         if augment:
             options, channels = self._data.augment, self._data.channels
             drawn = draw_changes(options, channels, self._seed, epochs, indices)
-        sizes = sizes or self._sizes
-        out, message = self.memory(self._shape(len(indices), sizes))
         used = indices.copy()
-        if (images := self._whole_batch(indices, drawn, sizes)) is not None:
-            self._finish(images, drawn, slice(None), out)
-        else:
-            with self._decoded_together(indices):
-                for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
-                    image, used[at] = self._image_or_substitute(index, epoch, *self._region_and_cut(drawn, at, sizes))
-                    self._finish(image[None], drawn, slice(at, at + 1), out)
+
+        def read(at: int, choose: Choose, cut: Cut) -> Pixels:
+            image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose, cut)
+            return image
+
+        out, message = self._images(indices, drawn, sizes or self._sizes, read)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
         batch = self.joined(batch, message)
         if not augment:
@@ -121,25 +120,20 @@ class Pipeline:
 
         Undecodable images are left out and named in the log; `positions` has those of the others.
         """
-        sizes = self._sizes
         self.expect(indices)
-        out, _ = self.memory(self._shape(len(indices), sizes))
-        positions = np.arange(len(indices))
-        if (images := self._whole_batch(indices, None, sizes)) is not None:
-            self._finish(images, None, slice(None), out)
-        else:
-            decodable = np.ones(len(indices), dtype=bool)
-            with self._decoded_together(indices):
-                for at, index in enumerate(indices.tolist()):
-                    try:
-                        image = self._image(index, *self._region_and_cut(None, at, sizes))
-                    except CorruptImage as error:
-                        decodable[at] = False
-                        log.warning("left out of evaluation: %s", error)
-                    else:
-                        self._finish(image[None], None, slice(at, at + 1), out)
-            if not decodable.all():
-                out, positions = out[decodable], positions[decodable]
+        decodable = np.ones(len(indices), dtype=bool)
+
+        def read(at: int, choose: Choose, cut: Cut) -> Pixels | None:
+            try:
+                return self._image(int(indices[at]), choose, cut)
+            except CorruptImage as error:
+                decodable[at] = False
+                log.warning("left out of evaluation: %s", error)
+                return None
+
+        out, _ = self._images(indices, None, self._sizes, read)
+        positions = np.flatnonzero(decodable)
+        out = out if decodable.all() else out[decodable]
         return self._batch(out, indices[positions], positions, 0)
 
     def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
@@ -151,11 +145,19 @@ class Pipeline:
         assert message is None
         return batch
 
-    def _decoded_together(self, indices: Int64) -> AbstractContextManager[None]:
-        return nullcontext() if self._encoded is None else self._encoded.together(indices)
-
-    def _shape(self, count: int, sizes: ImageSizes) -> tuple[int, ...]:
-        return count, self._data.channels, *sizes.sides
+    def _images(
+        self, indices: Int64, drawn: Changes | None, sizes: ImageSizes, read: Read
+    ) -> tuple[npt.NDArray[Any], Pixels | None]:
+        """What `memory` returns, with the finished images, read whole or each alone."""
+        out, message = self.memory((len(indices), self._data.channels, *sizes.sides))
+        if (images := self._whole_batch(indices, drawn, sizes)) is not None:
+            self._finish(images, drawn, slice(None), out)
+            return out, message
+        with nullcontext() if self._encoded is None else self._encoded.together(indices):
+            for at in range(len(indices)):
+                if (image := read(at, *self._region_and_cut(drawn, at, sizes))) is not None:
+                    self._finish(image[None], drawn, slice(at, at + 1), out)
+        return out, message
 
     def _batch(self, out: Float32, indices: Int64, positions: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
@@ -173,7 +175,7 @@ class Pipeline:
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
     def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Changes and normalises the images [m, channels, height, width] at these positions of the batch."""
+        # Changes and normalises the images [m, channels, height, width] at these positions of the batch.
         warps = None if drawn is None else drawn.warps
         # The order is part of the result: each change starts from the bytes that the one before has rounded to.
         if drawn is not None and drawn.moves is not None:
@@ -204,7 +206,6 @@ class Pipeline:
                 plane += self._offset[channel]
 
     def _region_and_cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> tuple[Choose, Cut]:
-        """The part of an image to read, and what to cut out of it."""
         choose: Choose = partial(_validation_region, sizes=sizes)
         if drawn is not None and drawn.boxes is not None:
             augment, draws = self._data.augment, drawn.boxes[at]

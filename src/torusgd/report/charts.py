@@ -271,7 +271,6 @@ def _dots(runs: Sequence[RunRecord], key: str, joined: bool = False) -> list[Ser
 
 
 def _a_second(runs: Sequence[RunRecord], key: str) -> list[Series]:
-    """A figure of the steps over their seconds, by epoch."""
     points = []
     for run in runs:
         # Of some steps together: single steps jump by what else the machine does.

@@ -112,7 +112,6 @@ def png(pixels: "np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]") -> bytes
 
 
 def _worst_classes(confusion: Confusion, names: Sequence[str]) -> tuple[WorstClass, ...]:
-    """Those with the lowest accuracies, without classes that have no wrong image."""
     found = []
     for row, (name, top1) in enumerate(zip(names, confusion.accuracies(), strict=True)):
         if top1 is None or top1 == 1.0:

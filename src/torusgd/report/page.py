@@ -256,7 +256,6 @@ def _to_target(run: RunRecord) -> str:
 
 
 def _noise_scales(run: RunRecord) -> str:
-    """The last gradient noise scale of each stage (`step.noise_scale`), in images."""
     measured = [step for step in run.steps if is_number(step.get("noise_scale")) and is_number(step.get("stage"))]
     last = {step["stage"]: step["noise_scale"] for step in measured}
     return " > ".join(count(last.get(stage)) for stage in range(len(run.recipe.stages))) if last else NONE
@@ -423,7 +422,6 @@ def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _parts(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Those parts of a step that any stage has."""
     return {key: name for key, name in PARTS.items() if any(stage.get(key) for stage in stages)}
 
 

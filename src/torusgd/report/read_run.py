@@ -122,7 +122,6 @@ def _expected(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events that can be understood, and the number of lines that can't."""
     found: list[dict[str, Any]] = []
     unread = 0
     for line in _lines(path):
