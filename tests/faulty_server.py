@@ -1,5 +1,6 @@
 """A server on loopback that fails now and then as networks do, from which those of buckets and of the hub are made."""
 
+import json
 import threading
 import time
 from collections import Counter
@@ -77,6 +78,12 @@ class FaultyHandler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2] if is_cut else data)
         if is_cut:
             self.close_connection = True
+
+    def answer_json(
+        self, code: int, tree: object, headers: dict[str, str] | None = None, *, is_cut: bool = False
+    ) -> None:
+        data = b"" if code == 204 else json.dumps(tree).encode()
+        self.answer(code, data, {"Content-Type": "application/json", **(headers or {})}, is_cut)
 
 
 class _Files(SimpleHTTPRequestHandler):

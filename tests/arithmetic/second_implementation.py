@@ -6,8 +6,10 @@ and a name of a line of the document stands where its formula does. `second_trai
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,21 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 Array = np.ndarray[Any, Any]
 f32, f64 = np.float32, np.float64
+DOCUMENT = Path(__file__).parents[2] / "docs/methods/portable-arithmetic.md"
 
 
-def horner(x: Array, coefficients: tuple[float, ...]) -> Array:
-    value = x * coefficients[-1]
-    for coefficient in coefficients[-2:0:-1]:
-        value = (value + coefficient) * x
-    return value + coefficients[0]
+def coefficients(name: str) -> tuple[float, ...]:
+    """Of a polynomial of the document."""
+    row = re.search(rf"^\| {name} \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert row is not None
+    return tuple(map(float, row[1].split(", ")))
+
+
+def horner(x: Array, terms: tuple[float, ...]) -> Array:
+    value = x * terms[-1]
+    for term in terms[-2:0:-1]:
+        value = (value + term) * x
+    return value + terms[0]
 
 
 @dataclass(frozen=True)
@@ -34,21 +44,10 @@ class Arithmetic:
     log2_e: float = 1.4426950408889634
     ln_2: float = 0.6931471805599453
     root_half_bits: int = 0x3FE6A09E667F3BCD
-    exp2: tuple[float, ...] = (
-        0.6931471805599453, 0.24022650922288763, 0.05550410883910522, 0.009618056678521874,
-        0.0013333502384966778, 0.00015461444699635, 1.5297324125640444e-05,
-    )  # fmt: skip
-    atanh: tuple[float, ...] = (
-        2.000000000008362, 0.6666666524700432, 0.40000384775485404, 0.2853504433643064, 0.2361649129560904,
-    )  # fmt: skip
-    centre: tuple[float, ...] = (
-        1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06, -3.5233877e-06,
-        3.43273939e-07, 2.81022636e-08,
-    )  # fmt: skip
-    tail: tuple[float, ...] = (
-        2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0.00367342844, 0.00134934322,
-        0.000100950558, -0.000200214257,
-    )  # fmt: skip
+    exp2: tuple[float, ...] = coefficients("EXP2")
+    atanh: tuple[float, ...] = coefficients("ATANH")
+    centre: tuple[float, ...] = coefficients("CENTRE")
+    tail: tuple[float, ...] = coefficients("TAIL")
     tail_from: float = 5.0
     root_2: float = 1.4142135623730951
     draw_word: int = 23

@@ -46,7 +46,7 @@ class _Handler(FaultyHandler):
         body = self.body()
         found = re.fullmatch(rf"(/upload|/download)?/storage/v1/b/{BUCKET}/o(?:/(.+))?", url.path)
         if found is None:
-            self._answer(404, {})
+            self.answer_json(404, {})
         elif found[1] == "/upload":
             self._upload(query, body)
         elif found[2] is None:
@@ -65,43 +65,43 @@ class _Handler(FaultyHandler):
             upload = str(len(self.server.parts))
             self.server.parts[upload] = query["name"], b""
             where = f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={upload}"
-            self._answer(200, {}, {"Location": where})
+            self.answer_json(200, {}, {"Location": where})
         else:
             name, before = self.server.parts[query["upload_id"]]
             data = before + body
             self.server.parts[query["upload_id"]] = name, data
             size = self.headers["Content-Range"].rpartition("/")[2]
             if size == "*" or len(data) < int(size):
-                self._answer(308, {}, {"Range": f"bytes=0-{len(data) - 1}"})
+                self.answer_json(308, {}, {"Range": f"bytes=0-{len(data) - 1}"})
             else:
                 self._stored(name, data, query)
 
     def _stored(self, name: str, data: bytes, query: dict[str, str]) -> None:
         if self.server.store(name, data, query):
-            self._answer(200, self._about(name))
+            self.answer_json(200, self._about(name))
         else:
-            self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
+            self.answer_json(412, {"error": {"code": 412, "message": "conditionNotMet"}})
 
     def _list(self, query: dict[str, str]) -> None:
         names = [name for name in sorted(self.server.objects) if name.startswith(query.get("prefix", ""))]
-        self._answer(200, {"kind": "storage#objects", "items": [self._about(name) for name in names]})
+        self.answer_json(200, {"kind": "storage#objects", "items": [self._about(name) for name in names]})
 
     def _object(self, name: str, is_read: bool) -> None:
         if name not in self.server.objects:
-            self._answer(404, {"error": {"code": 404, "message": "Not Found"}})
+            self.answer_json(404, {"error": {"code": 404, "message": "Not Found"}})
         elif self.command == "DELETE":
             with self.server.lock:
                 self.server.objects.pop(name, None)
-            self._answer(204, {})
+            self.answer_json(204, {})
         elif not is_read:
-            self._answer(200, self._about(name))
+            self.answer_json(200, self._about(name))
         else:
             self._read(name, self.server.objects[name][0])
 
     def _read(self, name: str, data: bytes) -> None:
         fault = self.fault() if name.endswith((".tar", ".safetensors")) else ""
         if fault == "http_500":
-            self._answer(500, {"error": {"code": 500, "message": "backendError"}})
+            self.answer_json(500, {"error": {"code": 500, "message": "backendError"}})
             return
         code, headers, length = 200, {}, len(data)
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
@@ -117,10 +117,6 @@ class _Handler(FaultyHandler):
             "md5Hash": base64.b64encode(hashlib.md5(data).digest()).decode(), "updated": written,
             "timeCreated": written,
         }  # fmt: skip
-
-    def _answer(self, code: int, tree: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        data = b"" if code == 204 else json.dumps(tree).encode()
-        self.answer(code, data, {"Content-Type": "application/json", **(headers or {})})
 
 
 @contextmanager
