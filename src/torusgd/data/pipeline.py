@@ -180,7 +180,7 @@ class Pipeline:
         # The order is part of the result: each change starts from the bytes that the one before has rounded to.
         if drawn is not None and drawn.moves is not None:
             images = shift(images, self._data.augment.shift, drawn.moves[at])
-        if warps is not None:
+        if warps is not None and len(images):
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
             images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
         if drawn is not None:
