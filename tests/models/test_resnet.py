@@ -20,16 +20,17 @@ def build(name: str, **options: bool | str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "elements", "tensors", "gmac", "sha256"),
+    ("name", "pixels", "elements", "tensors", "gmac", "sha256"),
     [
-        ("resnet18", 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
-        ("resnet34", 21_797_672, 110, 3.664, "28f9096d51307499"),
-        ("resnet50", 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
-        ("resnet101", 44_549_160, 314, 7.801, "02c0f34f4842751f"),
+        ("resnet18", 224, 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
+        ("resnet34", 224, 21_797_672, 110, 3.664, "28f9096d51307499"),
+        ("resnet50", 224, 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
+        ("resnet101", 224, 44_549_160, 314, 7.801, "02c0f34f4842751f"),
+        ("alexnet-bn", 227, 60_966_600, 21, 0.7244, "b2387d4f0faacc25"),
     ],
 )
-def test_parameters_and_cost_are_the_published_ones_and_the_state_is_torchvisions(
-    name: str, elements: int, tensors: int, gmac: float, sha256: str
+def test_parameters_and_cost_are_the_published_ones_and_the_state_of_resnets_is_torchvisions(
+    name: str, pixels: int, elements: int, tensors: int, gmac: float, sha256: str
 ) -> None:
     """The hash is of names and shapes, in torchvision's order."""
     model = build(name)
@@ -37,9 +38,9 @@ def test_parameters_and_cost_are_the_published_ones_and_the_state_is_torchvision
     assert len(list(model.parameters())) == tensors
     state = "\n".join(f"{key} {tuple(value.shape)}" for key, value in model.state_dict().items())
     assert hashlib.sha256(state.encode()).hexdigest().startswith(sha256)
-    # At 224 pixels. 4.09 GMAC is v1.5; v1, with the stride in the first 1x1 convolution, would have 3.8.
+    # 4.09 GMAC is v1.5; v1, with the stride in the first 1x1 convolution, would have 3.8.
     with FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, 3, 224, 224, device="meta"))
+        model(torch.empty(1, 3, pixels, pixels, device="meta"))
     assert counter.get_total_flops() / 2 == pytest.approx(gmac * 1e9, rel=1e-3)
 
 
