@@ -1,5 +1,7 @@
 """RandAugment and TrivialAugment: keyed by sample, each change as it is named, and as torchvision has it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,12 +20,14 @@ def picture(channels: int = 3, height: int = 21, width: int = 30) -> np.ndarray:
 
 
 def test_a_policy_draws_its_changes() -> None:
-    epochs, indices = np.zeros(500, dtype=np.int64), np.arange(500)
-    any_strength = draw_policy(Augment(policy="trivialaugment"), 0, epochs, indices)
+    def drawn(**options: Any) -> Any:
+        return draw_policy(Augment(**options), 0, np.zeros(500, dtype=np.int64), np.arange(500))
+
+    any_strength = drawn(policy="trivialaugment")
     assert any_strength.shape == (500, 1, 3)
     for column, values in enumerate((len(OPERATIONS), STRONGEST + 1, 2)):
         assert set(any_strength[..., column].ravel().tolist()) == set(range(values))
-    of_one_strength = draw_policy(Augment(policy="randaugment", operations=3, magnitude=7), 0, epochs, indices)
+    of_one_strength = drawn(policy="randaugment", operations=3, magnitude=7)
     assert of_one_strength.shape == (500, 3, 3)
     assert set(of_one_strength[..., 1].ravel().tolist()) == {7}
     assert (of_one_strength[:, 0, 0] != of_one_strength[:, 1, 0]).mean() > 0.8

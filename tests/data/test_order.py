@@ -84,6 +84,6 @@ def test_nonsense_is_refused() -> None:
         *((each, "a stream ") for each in ((5.5, 0), (5, 0, 0), (5, 0, 1.5))),
     ):
         with pytest.raises(ValueError, match=match):
-            StreamOrder(*arguments)  # type: ignore[arg-type]
+            StreamOrder(*arguments)
     with pytest.raises(ValueError, match="whole numbers"):
         StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]
