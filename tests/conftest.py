@@ -1,5 +1,6 @@
 """All tests run with one thread, as every rank of a CPU recipe does: bits differ between one and two."""
 
+import json
 import os
 import signal
 import sys
@@ -81,6 +82,19 @@ def mistake(run_cli: Callable[..., Any]) -> Callable[..., None]:
         for word, found in hidden.items():
             name = name.replace(str(found), word)
         assert_sentence(name, "torusgd: ", error[:-1], hidden)
+
+    return run
+
+
+@pytest.fixture
+def plan(run_cli: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """`torusgd plan` to its good end: what it prints, and its JSON."""
+
+    def run(*words: object) -> tuple[str, dict[str, Any]]:
+        path = tmp_path / "plan.json"
+        code, out, err = run_cli("plan", *words, "--json", path)
+        assert code == 0, err
+        return out, json.loads(path.read_text())
 
     return run
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import typer
 from tests.polling import until
-from tests.rehearse.test_join_in_lab import COMMAND
+from tests.rehearse.test_train_in_lab import COMMAND
 from tests.run.processes import last_step, summary, torusgd, wait_for_step
 
 from torusgd.ranks.join import make_token

@@ -1,6 +1,5 @@
 """The options of all commands: what their help says, and that the runtime's mean the same to all."""
 
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ import yaml
 from tests.commands import ran
 from tests.messages import refused
 from tests.plan.measured import measured_run, network
+from tests.run.runs import sets
 from typer.main import get_command
 
 from torusgd.cli import COMMANDS, app, doctor
@@ -109,8 +109,8 @@ def test_help_begins_with_an_example_that_the_command_takes_and_fits_80_columns(
 
 
 def test_every_command_is_listed_in_a_group_and_none_at_all_shows_them(run_cli: Run) -> None:
-    code, out, _ = run_cli()
-    assert (code, out) == (2, run_cli("--help")[1])
+    code, out, error = run_cli()
+    assert (code, out, error) == (2, run_cli("--help")[1], "")
     names = [name for group in GROUPS.values() for name in group]
     assert sorted(names) == sorted(COMMANDS.keys() - {"scale"})
     assert [line.strip(":") for line in out.splitlines() if line.endswith(":")] == [*GROUPS, "Options"]
@@ -189,20 +189,17 @@ def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name not in ("profile", "software")])
-def test_a_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(name: str, tmp_path: Path, run_cli: Run) -> None:
+def test_a_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(name: str, tmp_path: Path, plan) -> None:
     """The option stands in the recipe's `runtime:` block; 16 of AWS's nodes, whose network is slow."""
 
     def planned(**options: Any) -> dict[str, Any]:
-        file, found = tmp_path / "mine.yaml", tmp_path / "plan.json"
+        file = tmp_path / "mine.yaml"
         block = {"workers": 16, "allreduce": "torus", **options}
         source = recipe_source("intel-aws-vgga-16").split("\nruntime:")[0]
         file.write_text(f"{source}\n{yaml.safe_dump({'runtime': block})}")
-        words = ("--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
-        code, _, err = run_cli("plan", file, *words)
-        assert code == 0, err
-        plan = dict(json.loads(found.read_text()))
-        plan["notes"] = [note for note in plan["notes"] if not note.startswith("torusgd train refuses")]
-        return plan
+        _, found = plan(file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd")
+        notes = [note for note in found["notes"] if not note.startswith("torusgd train refuses")]
+        return {**found, "notes": notes}
 
     assert CHANGED[name] != RuntimeOptions.model_fields[name].default
     assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)
@@ -227,18 +224,15 @@ def test_a_record_trains_on_two_ranks_as_far_as_its_data(mistake, tmp_path: Path
     assert "left out grid = 34x64" in caplog.text
 
 
-def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path: Path, run_cli: Run) -> None:
+def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path: Path, plan) -> None:
     measured_run(tmp_path, 0.2)
-    seconds = []
+    seconds, profile, file = [], tmp_path / "profile.json", tmp_path / "mine.yaml"
     for latency in (1e-3, 1e-2):
-        profile, file, found = (tmp_path / name for name in ("profile.json", "mine.yaml", "plan.json"))
         profile.write_text(network(latency=latency).dump())
         block = {"workers": 2, "profile": str(profile)}
         file.write_text(recipe_source("digits") + "\n" + yaml.safe_dump({"runtime": block}))
-        sizes = ("--set", "data.train_images=1000", "--set", "data.classes=10")
-        code, _, err = run_cli("plan", file, *sizes, "--cluster", "local", "--measured", tmp_path, "--json", found)
-        assert code == 0, err
-        seconds.append(json.loads(found.read_text())["seconds"])
+        sizes = sets("data.train_images=1000", "data.classes=10")
+        seconds.append(plan(file, *sizes, "--cluster", "local", "--measured", tmp_path)[1]["seconds"])
     assert seconds[0] < seconds[1]
 
 
@@ -274,9 +268,3 @@ def test_a_variable_that_lowers_the_precision_is_ignored(run_cli: Run, monkeypat
 )
 def test_a_mistake_is_one_line_whatever_was_typed(words: list[str], mistake: Callable[..., None]) -> None:
     mistake(*words)
-
-
-def test_no_command_at_all_shows_the_help(run_cli: Run) -> None:
-    code, out, err = run_cli()
-    assert (code, err) == (2, "")
-    assert "Usage: " in out

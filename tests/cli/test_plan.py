@@ -4,28 +4,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.plan.measured import measured_run, network
-from tests.run.runs import events, run_here
+from tests.run.runs import events, run_here, sets
 
 from torusgd.plan.cluster import cluster_names
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def plan(run_cli: Run, tmp_path: Path) -> Callable[..., tuple[str, dict[str, Any]]]:
-    """Runs the command to its good end: what it prints, and its JSON."""
-
-    def run(*words: object) -> tuple[str, dict[str, Any]]:
-        path = tmp_path / "plan.json"
-        code, out, err = run_cli("plan", *words, "--json", path)
-        assert code == 0, err
-        return out, json.loads(path.read_text())
-
-    return run
+SIZES = sets("data.train_images=1000", "data.classes=10")
 
 
 def test_it_prints_and_writes(plan) -> None:
@@ -46,22 +33,39 @@ def test_no_figure_is_cut_off_on_a_narrow_screen(plan, monkeypatch: pytest.Monke
     assert "\u2026" not in out
 
 
-def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -> None:
-    command = ("sony-224s", "--cluster", "abci", "--devices", 2176)
+@pytest.mark.parametrize(
+    ("record", "devices", "software", "wish"),
+    [
+        ("sony-224s", 2176, "nnl-v1", ("--allreduce", "ring")),
+        ("fujitsu-62s", 2048, "mxnet-fujitsu", ("--buckets", 1)),
+        ("fujitsu-62s", 3072, "mxnet-fujitsu", ("--buckets", 1)),
+    ],
+)
+def test_a_record_is_planned_as_its_own_software_unless_something_else_is_named(
+    plan, record: str, devices: int, software: str, wish: tuple[object, ...]
+) -> None:
+    """Its block describes what the profile is known to have done, and is not a user's wish."""
+    command = (record, "--cluster", "abci", "--devices", devices)
     _, found = plan(*command)
-    _, named = plan(*command, "--software", "nnl-v1", "--grid", "34x64")
-    assert found["software"] == "nnl-v1"
-    assert found["stages"] == named["stages"]
-    _, other = plan(*command, "--software", "torusgd")
-    _, flags = plan(*command, "--software", "torusgd", "--allreduce", "torus", "--grid", "34x64")
-    assert other["stages"] == flags["stages"] != found["stages"]
-    _, ring = plan(*command, "--allreduce", "ring")
-    assert ring["stages"][0]["seconds"] > found["stages"][0]["seconds"]
+    _, named = plan(*command, "--software", software)
+    assert found["software"] == software
+    assert (found["seconds"], found["stages"]) == (named["seconds"], named["stages"])
+    for other in (wish, ("--software", software, *wish), ("--software", "torusgd")):
+        assert plan(*command, *other)[1]["stages"] != found["stages"]
+
+
+def test_a_records_block_has_the_flags_of_torusgd(plan) -> None:
+    torus = ("sony-224s", "--cluster", "abci", "--devices", 2176, "--software", "torusgd")
+    assert plan(*torus)[1]["stages"] == plan(*torus, "--allreduce", "torus", "--grid", "34x64")[1]["stages"]
+    # torusgd's own groups are the profile's, and so is the last message.
+    fujitsu = ("fujitsu-62s", "--cluster", "abci", "--devices", 3072)
+    groups = plan(*fujitsu, "--buckets", "cubic")[1]["seconds"]
+    assert groups == pytest.approx(plan(*fujitsu)[1]["seconds"], rel=5e-3)
 
 
 @pytest.mark.parametrize("cluster", cluster_names())
 def test_a_plan_is_of_torusgd_unless_another_program_is_named(plan, cluster: str) -> None:
-    command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", cluster)
+    command = ("digits", *SIZES, "--cluster", cluster)
     out, found = plan(*command, "--devices", 2)
     assert found["software"] == "torusgd"
     assert "not torusgd" not in out
@@ -81,39 +85,12 @@ def test_another_program_is_named_in_the_first_line(plan, words: tuple[str, ...]
     assert " ".join(out.split()).startswith(found["title"])
 
 
-@pytest.mark.parametrize("devices", [2048, 3072])
-def test_naming_a_records_own_software_changes_nothing(plan, devices: int) -> None:
-    """The block's `buckets: cubic` describes what the profile is known to have done, and is not one's own wish."""
-    command = ("fujitsu-62s", "--cluster", "abci", "--devices", devices)
-    _, found = plan(*command)
-    _, named = plan(*command, "--software", "mxnet-fujitsu")
-    assert found["software"] == "mxnet-fujitsu"
-    assert (found["seconds"], found["stages"]) == (named["seconds"], named["stages"])
-    _, wish = plan(*command, "--software", "mxnet-fujitsu", "--buckets", 1)
-    assert wish["stages"] != named["stages"]
-    # torusgd's own groups are the profile's, and so is the last message.
-    _, groups = plan(*command, "--software", "mxnet-fujitsu", "--buckets", "cubic")
-    assert groups["seconds"] == pytest.approx(found["seconds"], rel=5e-3)
-
-
 def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
     out, found = plan("resnet50-90ep", "--cluster", "abci", "--devices", 2048)
     assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out
     assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
     assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]
     assert found["efficiency"] < 0.5
-
-
-def test_flags_override_the_profile(plan) -> None:
-    def seconds(*flags: str) -> float:
-        command = ("sony-122s", "--cluster", "abci", "--software", "nnl-fp16", "--devices", 3456)
-        return float(plan(*command, *flags)[1]["seconds"])
-
-    assert seconds("--grid", "48x72") == seconds()
-    assert seconds("--grid", "2x1728") > seconds()
-    assert seconds("--allreduce", "ring") > seconds("--allreduce", "halving-doubling")
-    assert seconds("--grid", "48x72") > seconds("--grid", "48x72", "--allreduce", "torus:halving/ring")
-    assert seconds("--grid", "48x72", "--allreduce", "torus:ring/doubling") > seconds("--grid", "48x72")
 
 
 def test_the_runtime_block_means_the_same_as_flags_and_flags_override_it(plan, run_cli: Run, tmp_path: Path) -> None:
@@ -175,13 +152,9 @@ def test_a_plan_needs_a_cluster_and_a_number_of_devices(words: str, mistake: Cal
     mistake("plan", *words.split())
 
 
-def test_the_published_table(run_cli: Run, tmp_path: Path) -> None:
-    table = Path(__file__).parents[2] / "src/torusgd/plan/published.csv"
-    path = tmp_path / "out.json"
-    code, out, _ = run_cli("plan", "--published", table, "--json", path)
-    assert code == 0
+def test_the_published_table(plan) -> None:
+    out, records = plan("--published", Path(__file__).parents[2] / "src/torusgd/plan/published.csv")
     assert "16 parameters for 35 rows" in out
-    records = json.loads(path.read_text())
     assert len(records) == 35
     assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
@@ -231,14 +204,14 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
         "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
     )
     monkeypatch.chdir(tmp_path)
-    keys = ["model.name=mymodel:build", "model.options={width: 16}", "data.train_images=1000", "data.classes=10"]
-    command = ["folder", *(word for key in keys for word in ("--set", key)), "--cluster", "mine.yaml", "--devices", 2]
+    keys = sets("model.name=mymodel:build", "model.options={width: 16}")
+    command = ["folder", *keys, *SIZES, "--cluster", "mine.yaml", "--devices", 2]
     assert plan(*command)[1]["cluster"] == "mine"
     mistake("plan", *command, "--set", "model.options={depth: 2}")
 
 
 def test_a_device_on_which_the_program_has_not_run_is_named(tmp_path: Path, plan) -> None:
-    command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "hgx-h100")
+    command = ("digits", *SIZES, "--cluster", "hgx-h100")
     alone = (*command, "--devices", 1, "--software", "torusgd")
     assert "torusgd was never measured on such a device (H100-SXM5-80GB)" in " ".join(plan(*alone)[0].split())
     assert "never measured" not in plan(*command, "--devices", 1, "--software", "mxnet-v30")[0]
@@ -251,10 +224,7 @@ def test_a_device_on_which_the_program_has_not_run_is_named(tmp_path: Path, plan
 def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, mistake) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(network().dump())
-    command = (
-        "digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "local", "--devices", 2,
-        "--profile", profile,
-    )  # fmt: skip
+    command = ("digits", *SIZES, "--cluster", "local", "--devices", 2, "--profile", profile)
     printed = plan(*command, "--measured", measured_run(tmp_path / "one", 0.2))[0]
     assert "one worker here" in printed
     assert "never measured" not in printed
@@ -292,7 +262,7 @@ def test_the_design_point_of_an_odd_machine(plan, mistake, tmp_path: Path) -> No
     """The slowest machine, as many devices as there can be, and one; the names of layers stay whole."""
     odd = tmp_path / "odd.yaml"
     odd.write_text(ODD)
-    small = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--design", "--cluster")
+    small = ("digits", *SIZES, "--design", "--cluster")
     assert "pays most" in plan(*small, odd, "--devices", 16)[0]
     odd.write_text(ODD.replace("bandwidth: 1e3}", "bandwidth: 1e-300}"))
     mistake("plan", *small, odd, "--devices", 16, TMP=tmp_path)

@@ -6,16 +6,11 @@ from torch import nn
 
 from tests.messages import refused
 from torusgd.models import MODELS
-from torusgd.plan.model_cost import Layer, ModelCost, read_model
+from torusgd.plan.model_cost import ModelCost, read_model
 
 
 def cost_of(name: str, pixels: int) -> ModelCost:
     return read_model(lambda: MODELS[name](classes=1000, channels=3), (3, pixels, pixels))
-
-
-def macs_of(layer: Layer) -> int:
-    """Multiply-adds of one image's forward pass; the input gradient and the weight gradient cost the same each."""
-    return layer.weights * layer.out_area
 
 
 @pytest.mark.parametrize(
@@ -30,10 +25,10 @@ def test_counts_are_the_published_ones(name: str, pixels: int, convolution: int,
     cost = cost_of(name, pixels)
     assert sum(layer.weights for layer in cost.layers if not layer.linear) == convolution
     assert sum(layer.weights for layer in cost.layers if layer.linear) == linear
-    macs, flops = sum(map(macs_of, cost.layers)), cost.forward.flops.sum() + cost.backward.flops.sum()
+    macs, flops = sum(layer.macs for layer in cost.layers), cost.forward.flops.sum() + cost.backward.flops.sum()
     assert macs / 1e9 == pytest.approx(gmac, abs=5e-4)
     # Forward, input gradient and weight gradient cost the same, but the first layer's input needs no gradient.
-    assert flops == pytest.approx(6 * macs - 2 * macs_of(cost.layers[0]), rel=0.01)
+    assert flops == pytest.approx(6 * macs - 2 * cost.layers[0].macs, rel=0.01)
 
 
 def test_the_speech_network_has_seven_hidden_layers() -> None:
@@ -59,7 +54,7 @@ def test_gradients_come_in_the_order_of_backward() -> None:
 def test_work_of_one_convolution_is_counted_by_hand() -> None:
     cost = read_model(lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False)), (4, 16, 16))
     macs = 4 * 8 * 9 * 16 * 16
-    assert macs_of(cost.layers[0]) == macs
+    assert cost.layers[0].macs == macs
     assert cost.forward.flops.sum() == 2 * macs
     assert cost.forward.values.sum() == 4 * 256 + 8 * 256
     assert cost.forward.fixed.sum() == 4 * 8 * 9
@@ -72,7 +67,7 @@ def test_grouped_convolutions_cost_their_share() -> None:
         return nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 3, groups=2, bias=False))
 
     layer = read_model(build, (8, 10, 10)).layers[1]
-    assert macs_of(layer) == 8 * 16 * 9 // 2 * 8 * 8
+    assert layer.macs == 8 * 16 * 9 // 2 * 8 * 8
 
 
 def test_the_model_is_left_as_it_was_and_never_computed() -> None:

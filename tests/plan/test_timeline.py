@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from torusgd.comm.tuning.profile import InStep, Profile
 from torusgd.comm.tuning.profile import Link as MeasuredLink
-from torusgd.gradients.layout import lay_out_slots, plan_buckets
+from torusgd.gradients.layout import lay_out_slots
 from torusgd.gradients.reducer import parameter_slots
 from torusgd.models import MODELS
-from torusgd.models.networks import vgg_a
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
 from torusgd.plan.model_cost import (
     Gradient,
@@ -70,26 +69,23 @@ def test_fused_kernels_leave_their_arithmetic_behind() -> None:
     assert kernel_seconds(kernels, DEVICE, fused, 4)[0] == 0
 
 
-def test_without_overlap_all_communication_is_exposed() -> None:
-    step = step_time(toy(), TWO, program(overlap=False), devices=2, images=1)
-    # A ring of two sends each byte once: 2 * 4 MB at 1 GB/s.
-    assert (step.forward, step.backward, step.exposed) == pytest.approx((1e-3, 2e-3, 8e-3))
-    assert step.seconds == pytest.approx(11e-3)
-
-
-def test_what_is_ready_early_hides_behind_backward() -> None:
-    # The first bucket is ready after 1 ms and takes 4; the second is ready after 2 and ends at 9: 7 ms late.
-    step = step_time(toy(), TWO, program(overlap=True), devices=2, images=1)
-    assert step.exposed == pytest.approx(7e-3)
-    assert step.hidden == pytest.approx(1e-3)
-    # Ten times the images: the first bucket hides wholly, the second not at all.
-    step = step_time(toy(), TWO, program(overlap=True), devices=2, images=10)
-    assert step.exposed == pytest.approx(4e-3)
-
-
-def test_contention_slows_by_a_share_of_what_is_hidden() -> None:
-    step = step_time(toy(), TWO, program(overlap=True, contention=0.5), devices=2, images=1)
-    assert step.contention == pytest.approx(0.5e-3)
+@pytest.mark.parametrize(
+    ("how", "images", "passes", "expected"),
+    [
+        # A ring of two sends each byte once: 2 * 4 MB at 1 GB/s.
+        ({"overlap": False}, 1, 1, {"forward": 1e-3, "backward": 2e-3, "exposed": 8e-3, "seconds": 11e-3}),
+        # The first bucket is ready after 1 ms and takes 4; the second is ready after 2 and ends at 9: 7 ms late.
+        ({"overlap": True}, 1, 1, {"exposed": 7e-3, "hidden": 1e-3}),
+        ({"overlap": True, "contention": 0.5}, 1, 1, {"contention": 0.5e-3}),
+        # Ten times the images: the first bucket hides wholly, the second not at all.
+        ({"overlap": True}, 10, 1, {"exposed": 4e-3}),
+        # Only the last of several passes hides anything.
+        ({"overlap": True}, 1, 3, {"exposed": 7e-3, "compute": 9e-3}),
+    ],
+)
+def test_what_is_ready_early_hides_behind_backward(how, images: int, passes: int, expected: dict[str, float]) -> None:
+    step = step_time(toy(), TWO, program(**how), devices=2, images=images, passes=passes)
+    assert {part: getattr(step, part) for part in expected} == pytest.approx(expected)
 
 
 def test_messages_slow_what_hides_them_as_tune_measured() -> None:
@@ -101,13 +97,6 @@ def test_messages_slow_what_hides_them_as_tune_measured() -> None:
     # Two messages, of which the half is hidden.
     assert slower.contention == pytest.approx(alone.contention + 2 * 1e-3 / 2)
     assert slower.seconds == pytest.approx(alone.seconds + 1e-3)
-
-
-def test_only_the_last_of_several_passes_hides_communication() -> None:
-    once = step_time(toy(), TWO, program(overlap=True), devices=2, images=1)
-    thrice = step_time(toy(), TWO, program(overlap=True), devices=2, images=1, passes=3)
-    assert thrice.exposed == pytest.approx(once.exposed)
-    assert thrice.compute == pytest.approx(3 * once.compute)
 
 
 def test_a_pipelined_grid_works_on_both_axes_at_once() -> None:
@@ -287,14 +276,3 @@ def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> No
     early = pcl.model_copy(update={"communication": communication.model_copy(update={"gather_ahead": True})})
     late, soon = (step_time(vgg, aws, software, 16, 16).exposed for software in (whole, early))
     assert soon < 0.8 * late
-
-
-def test_torusgds_own_buckets_are_its_reducers() -> None:
-    with torch.device("meta"):
-        model = vgg_a(classes=1000, channels=3)
-    numels = [parameter.numel() for parameter in reversed(list(model.parameters()))]
-    own = plan_buckets(numels, 1 << 20)
-    gradients = known_cost("vgg-a").gradients
-    found = cut_buckets(gradients, np.zeros(len(gradients)), Buckets(rule="torusgd", option=4.0), wire_bytes=4)
-    assert [bucket.bytes for bucket in found] == [4 * bucket.length for bucket in own]
-    assert [(bucket.first, bucket.stop) for bucket in found] == [(bucket.first, bucket.stop) for bucket in own]

@@ -1,6 +1,5 @@
 """What does not go with what: each rule of the table has a run that breaks it, with one line and exit code 2."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -153,13 +152,10 @@ def test_a_joined_rank_refuses_flags_of_a_launcher(run_cli: Run, monkeypatch: py
     assert (code, error.startswith("torusgd: --listen: ")) == (2, True)
 
 
-def test_a_plan_notes_what_a_run_refuses(run_cli: Run, tmp_path: Any) -> None:
-    found = tmp_path / "plan.json"
-    words = ("plan", "digits", "--cluster", "abci", "--devices", 4, "--update", "sharded", "--json", found)
-    code, _, _ = run_cli(*words, "--set", "runtime.work_stealing=true", "--set", "data.train_images=1000")
-    assert code == 0
-    notes = json.loads(found.read_text())["notes"]
-    assert [note for note in notes if note.startswith("torusgd train refuses this: work_stealing = true")]
+def test_a_plan_notes_what_a_run_refuses(plan) -> None:
+    words = ("digits", "--cluster", "abci", "--devices", 4, "--update", "sharded")
+    _, found = plan(*words, "--set", "runtime.work_stealing=true", "--set", "data.train_images=1000")
+    assert [note for note in found["notes"] if note.startswith("torusgd train refuses this: work_stealing = true")]
 
 
 def test_what_goes_together_is_not_refused() -> None:

@@ -53,33 +53,27 @@ def test_every_recipe_has_its_files_name_a_description_and_a_complete_dump(name:
 
 
 @pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
-def test_a_record_names_the_source_of_each_value(name: str) -> None:
-    header = recipe_source(name).split("\nname:")[0]
+def test_a_record_names_the_source_of_each_value_and_holds_its_system(name: str) -> None:
+    header, (recipe, runtime) = recipe_source(name).split("\nname:")[0], load_recipe(name)
     assert "# Published" in header
     assert "# Chosen" in header
     assert "arXiv" in header or "HPDC" in header
-
-
-@pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
-def test_a_record_holds_its_system(name: str) -> None:
-    recipe, runtime = load_recipe(name)
     assert runtime.unfit(recipe.virtual_workers) == []
     assert runtime.software is not None
     published = {row.software for row in read_rows() if row.devices == recipe.virtual_workers}
     assert load_software(runtime.software).name in published
-    if name in INTEL:
+    if name in INTEL:  # synchronous SGD, unaltered
         assert (runtime.update, runtime.model_parallel) == ("sharded", "auto")
         assert recipe.virtual_workers % recipe.column_blocks == 0
-    else:
+        assert (recipe.optimizer.name, recipe.optimizer.nesterov, recipe.rate.warmup) == ("sgd", False, None)
+        # Exact sums have 4 bytes an element, as float32, and layers in column blocks need them.
+        assert (recipe.precision, recipe.reduction, recipe.label_smoothing) == ("float32", "exact", 0)
+        assert recipe.polish is None
+    else:  # of ImageNet; only the reduction is needed for invariance
         parse_algorithm(runtime.allreduce, recipe.virtual_workers, runtime.grid_size)
-
-
-@pytest.mark.parametrize("name", sorted(RECORDS))
-def test_a_record_is_of_imagenet_and_only_the_reduction_is_needed_for_invariance(name: str) -> None:
-    recipe = load_recipe(name).recipe
-    assert (recipe.data.train_images, recipe.data.eval_images, recipe.data.classes) == (IMAGENET, 50000, 1000)
-    assert recipe.reduction != "exact"
-    assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
+        assert (recipe.data.train_images, recipe.data.eval_images, recipe.data.classes) == (IMAGENET, 50000, 1000)
+        assert recipe.reduction != "exact"
+        assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ FUJITSU_RATES = {0: 0.0, 10: 3.61, 36: 13.0, 45: 8.57, 60: 3.35, 75: 0.65, 80: 0
 
 
 @pytest.mark.parametrize(("name", "steps_a_pass"), [("fujitsu-62s", 15), ("fujitsu-74s", 16)])
-def test_fujitsu_rate(name: str, steps_a_pass: int) -> None:
+def test_fujitsu_is_what_its_code_does(name: str, steps_a_pass: int) -> None:
     plan = schedule(name)
     assert len(plan) == 90 * steps_a_pass
     assert IMAGENET < plan[0].batch * steps_a_pass < 1.03 * IMAGENET
@@ -117,34 +111,18 @@ def test_fujitsu_rate(name: str, steps_a_pass: int) -> None:
         # Half a unit of the last digit that is published.
         digits = 3 if 0 < rate < 0.1 else 2
         assert plan[number * steps_a_pass].lr == pytest.approx(rate, abs=0.5 * 0.1**digits * 1.02)
-    assert plan[len(plan) - 1].lr == pytest.approx(0.0025 * 13)
-
-
-def test_fujitsu_rate_is_the_formula_of_the_code() -> None:
-    plan = schedule("fujitsu-62s")
-    for t in range(1350):
-        falling = 0.9975 * (1 - min(1, max(t - 540, 0) / 780)) ** 2.2 + 0.0025
-        assert plan[t].lr == pytest.approx(13 * (t / 540 if t < 540 else falling), rel=1e-9)
-
-
-@pytest.mark.parametrize(("name", "steps_a_pass"), [("fujitsu-62s", 15), ("fujitsu-74s", 16)])
-def test_fujitsu_evaluates_after_passes_2_6_to_90_and_polishes_in_the_last_5(name: str, steps_a_pass: int) -> None:
-    plan = schedule(name)
-    evaluate = plan.recipe.evaluate
+    for step in plan:
+        passed = step.index / steps_a_pass
+        falling = 0.9975 * (1 - min(1, max(passed - 36, 0) / 52)) ** 2.2 + 0.0025
+        assert step.lr == pytest.approx(13 * (passed / 36 if passed < 36 else falling), rel=1e-9)
+        # The rate multiplies weight decay already; a ramp of its own would count twice.
+        assert step.weight_decay_factor == 1.0
+        assert step.augment == (passed < 85)
+    evaluate, optimizer = plan.recipe.evaluate, plan.recipe.optimizer
     passes = [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)]
     assert passes == list(range(2, 91, 4))
-    assert [step.index // steps_a_pass for step in plan if not step.augment] == [
-        number for number in range(85, 90) for _ in range(steps_a_pass)
-    ]
-
-
-def test_fujitsu_optimizer_is_that_of_the_code() -> None:
-    for name in ("fujitsu-62s", "fujitsu-74s"):
-        optimizer = load_recipe(name).recipe.optimizer
-        assert (optimizer.variant, optimizer.trust, optimizer.eps) == ("fujitsu", 0.0025, 1e-9)
-        assert (optimizer.momentum, optimizer.weight_decay) == (0.96, 5e-5)
-        # The rate of the step multiplies weight decay already; a ramp of its own would count twice.
-        assert {step.weight_decay_factor for step in schedule(name)} == {1.0}
+    assert (optimizer.variant, optimizer.trust, optimizer.eps) == ("fujitsu", 0.0025, 1e-9)
+    assert (optimizer.momentum, optimizer.weight_decay) == (0.96, 5e-5)
 
 
 def test_sony_224s_rate_and_switch() -> None:
@@ -214,31 +192,32 @@ def test_intel_batches_are_those_of_the_paper(name: str) -> None:
     assert row in [(row.model, row.devices, list(row.images), row.value) for row in read_rows()]
 
 
-@pytest.mark.parametrize("name", INTEL)
-def test_intel_leaves_sgd_unaltered(name: str) -> None:
-    recipe = load_recipe(name).recipe
-    assert (recipe.optimizer.name, recipe.optimizer.nesterov, recipe.rate.warmup) == ("sgd", False, None)
-    # Exact sums have 4 bytes an element, as float32, and layers in column blocks need them.
-    assert (recipe.precision, recipe.reduction, recipe.label_smoothing) == ("float32", "exact", 0)
-    assert recipe.polish is None
+@pytest.mark.parametrize(
+    ("name", "rates", "momentum", "decay"),
+    [
+        ("intel-vgga-64", {0: 0.01, 18.4: 0.01, 18.5: 1e-3, 37: 1e-4, 55.5: 1e-5, 73.9: 1e-5}, 0.9, 5e-4),
+        (
+            "intel-overfeat-64",
+            {0: 0.05, 29.9: 0.05, 30: 0.025, 50: 0.0125, 60: 0.00625, 70: 0.003125, 80: 0.0015625, 89: 0.0015625},
+            0.6,
+            1e-5,
+        ),
+    ],
+)
+def test_rates_of_vgg_and_overfeat_fall_as_their_authors_had_them(
+    name: str, rates: dict[float, float], momentum: float, decay: float
+) -> None:
+    plan = schedule(name)
+    assert {epoch: step_at(plan, epoch).lr for epoch in rates} == pytest.approx(rates)
+    assert (plan.recipe.optimizer.momentum, plan.recipe.optimizer.weight_decay) == (momentum, decay)
 
 
-def test_vgg_rate_falls_three_times_by_ten_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
+def test_vgg_has_its_authors_iterations_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
     plan = schedule("intel-vgga-64")
-    for epochs, rate in ((0, 0.01), (18.4, 0.01), (18.5, 1e-3), (37, 1e-4), (55.5, 1e-5), (73.9, 1e-5)):
-        assert step_at(plan, epochs).lr == pytest.approx(rate)
-    assert len(plan) == pytest.approx(370e3, rel=0.01)  # iterations of VGG's authors
-    optimizer = plan.recipe.optimizer
-    assert (optimizer.momentum, optimizer.weight_decay, optimizer.no_decay) == (0.9, 5e-4, ())
+    assert len(plan) == pytest.approx(370e3, rel=0.01)
+    assert plan.recipe.optimizer.no_decay == ()
     for name in ("intel-vgga-128", "intel-aws-vgga-16"):
         assert_same("data model rate optimizer evaluate", name, "intel-vgga-64")
-
-
-def test_overfeat_rate_is_halved_five_times() -> None:
-    plan = schedule("intel-overfeat-64")
-    rates = [step_at(plan, epochs).lr for epochs in (0, 29.9, 30, 50, 60, 70, 80, 89)]
-    assert rates == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625, 0.0015625])
-    assert (plan.recipe.optimizer.momentum, plan.recipe.optimizer.weight_decay) == (0.6, 1e-5)
 
 
 def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:

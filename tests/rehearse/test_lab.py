@@ -9,38 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.rehearse.hybrid import volume
 
 from tests.messages import refused
 from tests.polling import until
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import is_alive
+from tests.run.processes import descendants, is_alive
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import RunError
 from torusgd.rehearse.lab import Host, Lab
 
 pytestmark = needs_lab
-HERE = Path(__file__).parent
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
 
-def descendants_of(process: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return children + [deeper for child in children for deeper in descendants_of(child)]
+def outputs(hosts: list[Host], name: str, *arguments: object) -> list[str]:
+    with Lab(hosts) as lab:
+        return lab.run([PROGRAMS, name, *map(str, arguments)], timeout=240)
 
 
-def wait_until_gone(processes: list[int]) -> None:
-    until(lambda: not any(map(is_alive, processes)), f"the end of {processes}")
-
-
-def records(outputs: list[str]) -> list[Any]:
+def records(hosts: list[Host], name: str, *arguments: object) -> list[Any]:
     """The JSON of each rank that prints some, among warnings of torch."""
-    lines = [line.removeprefix("found: ") for text in outputs for line in text.splitlines() if line[:7] == "found: "]
-    return [json.loads(line) for line in lines]
+    lines = [line for text in outputs(hosts, name, *arguments) for line in text.splitlines()]
+    return [json.loads(line.removeprefix("found: ")) for line in lines if line.startswith("found: ")]
 
 
 @pytest.mark.slow
 def test_latency_and_bandwidth_are_at_least_as_set() -> None:
-    with Lab([Host(latency=0.02, rate=50e6), Host(latency=0.02, rate=50e6), Host(latency=0.06, rate=50e6)]) as lab:
-        pings, slow, transfer = records(lab.run([str(HERE / "program_links.py")], timeout=240))[0]
+    hosts = [Host(latency=latency, rate=50e6) for latency in (0.02, 0.02, 0.06)]
+    pings, slow, transfer = records(hosts, "links")[0]
     assert pings >= 0.04
     assert slow >= 0.08
     assert transfer >= 8 * 1_000_000 / 50e6
@@ -48,15 +45,13 @@ def test_latency_and_bandwidth_are_at_least_as_set() -> None:
 
 def test_nothing_is_sent_twice_on_slow_links_where_nothing_is_lost() -> None:
     """Answers wait for a quarter of a second behind a packet of the other direction."""
-    with Lab([Host(latency=0.001, rate=2e6)] * 2) as lab:
-        assert records(lab.run([str(HERE / "program_both_ways.py")], timeout=240)) == [0, 0]
+    assert records([Host(latency=0.001, rate=2e6)] * 2, "both_ways") == [0, 0]
 
 
 def test_bytes_on_the_wire_follow_the_formula_on_each_axis() -> None:
     """4 hosts of 3 ranks: a grid of 4 x 3 has its horizontal axis on loopback and its vertical one on the links."""
     length = 600_000
-    with Lab([Host(ranks=3, latency=0.001, rate=1e9)] * 4) as lab:
-        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=240))
+    found = records([Host(ranks=3, latency=0.001, rate=1e9)] * 4, "sent_bytes", length)
     for rank in range(0, 12, 3):
         for name, (inside, between) in found[rank].items():
             want = {"torus": (3 * 2 * (2 / 3), 3 * 2 * (3 / 4) / 3), "ring": (2 * 2 * (11 / 12), 2 * (11 / 12))}[name]
@@ -67,8 +62,7 @@ def test_bytes_on_the_wire_follow_the_formula_on_each_axis() -> None:
 @pytest.mark.slow
 def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes() -> None:
     length = 600_000
-    with Lab([Host(latency=0.001, rate=1e9)] * 6) as lab:
-        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=240))
+    found = records([Host(latency=0.001, rate=1e9)] * 6, "sent_bytes", length)
     how = parse_algorithm("torus", 6, (2, 3))
     for rank, measured in enumerate(found):
         sent = sum(m.high - m.low for turn in how.rounds(rank, length)[0] for m in turn.sends)
@@ -78,16 +72,15 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes() -> None:
 @pytest.mark.slow
 def test_one_slow_host_and_every_algorithm_still_agrees() -> None:
     hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
-    with Lab(hosts) as lab:
-        outputs = lab.run([str(HERE / "program_auto.py")], timeout=240)
-    explained = {line for text in outputs for line in text.splitlines() if line.startswith("allreduce auto")}
+    lines = [line for text in outputs(hosts, "auto") for line in text.splitlines()]
+    explained = {line for line in lines if line.startswith("allreduce auto")}
     assert len(explained) == 1
     assert "4 ranks on 4 hosts" in explained.pop()
 
 
 def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:
     with Lab([Host(latency=0.001, rate=1e9)] * 3) as lab:
-        ranks = lab.start([str(HERE / "program_cut.py")])
+        ranks = lab.start([PROGRAMS, "cut"])
         until(lambda: all("summed" in output for output in ranks.outputs()), "a sum on every rank", state=ranks.outputs)
         lab.cut(1)
         assert ranks.wait(timeout=240) == [3, 3, 3], ranks.outputs()
@@ -112,7 +105,7 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
             ranks.wait(timeout=3)
         assert all(map(is_alive, ranks.processes))
         ranks.end()
-        wait_until_gone(ranks.processes)
+        until(lambda: not any(map(is_alive, ranks.processes)), "their end")
 
 
 @pytest.mark.slow
@@ -131,19 +124,29 @@ def test_nothing_outlives_a_lab_whose_owner_is_killed(tmp_path: Path) -> None:
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "up\n"
-    started = descendants_of(owner.pid)
+    started = descendants(owner.pid)
     assert len(started) == 4  # the wire, the spawner, two ranks
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    wait_until_gone(started)
+    until(lambda: not any(map(is_alive, started)), f"the end of {started}")
     assert Path("/proc/net/dev").read_text().count(":") == devices
 
 
 def test_a_rank_that_begins_late_is_found_in_the_skew_and_not_in_the_time() -> None:
-    with Lab([Host(latency=0.005, rate=1e9)] * 4) as lab:
-        found = records(lab.run([str(HERE / "program_skew.py")], timeout=240))
+    found = records([Host(latency=0.005, rate=1e9)] * 4, "skew")
     assert all(each["late"] == found[0]["late"] for each in found), "all ranks agree"
     (_, usual), (seconds, skew), old = (found[0][name] for name in ("on_time", "late", "from_barrier"))
     assert skew > max(usual, 0.045), "it sleeps for 50 ms"
     assert seconds < old, "from a barrier on the time of the others has it"
+
+
+@pytest.mark.slow
+def test_hybrid_parallelism_sends_what_the_formula_of_das_et_al_says() -> None:
+    ranks, images = 4, 48
+    words = ["--rank", "--images", str(images), "--model-parallel", "1,2,4", "--repetitions", "1"]
+    with Lab([Host(latency=0.0005, rate=4e9)] * ranks) as lab:
+        printed = lab.run(["-m", "benchmarks.rehearse.hybrid", *words], timeout=240)[0]
+    line = next(line for line in printed.splitlines() if line.startswith("told: "))
+    found = {record["model_parallel"]: record["bytes"] for record in json.loads(line.removeprefix("told: "))}
+    assert found == {m: pytest.approx(volume(ranks, images, m), rel=0.05) for m in (1, 2, 4)}

@@ -143,15 +143,9 @@ def test_a_part_survives_its_file():
     assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(("--devices", 1), "at least 2"), (("--devices", 17), "16 virtual workers"), (("--allreduce", "nccl"), "unknown")],
-)
-def test_mistakes_are_one_line(flags, message, run_cli):
-    machine = ("--cluster", "aws-c4.8xlarge", "--devices", 16)
-    code, _, err = run_cli("rehearse", "intel-aws-vgga-16", *machine, *flags)
-    assert (code, err.count("\n")) == (2, 1)
-    assert message in err
+@pytest.mark.parametrize("flags", ["--devices 1", "--devices 17", "--allreduce nccl"])
+def test_mistakes_are_one_line(flags, mistake):
+    mistake("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16, *flags.split())
 
 
 def test_a_split_layer_is_updated_where_it_is_kept(workload):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +53,15 @@ RESULTS = ("weights_sha256", "loss", "top1", "steps", "samples")
 
 
 class Process:
-    """A command in a process group of its own, its output in files.
-
-    Args:
-        folder: Where its output goes.
-        arguments: The whole command line.
-        environment: Added to this process's.
-    """
+    """A command line in a process group of its own, its output in files of `folder`."""
 
     def __init__(self, folder: Path, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob("*.out")))
         self._paths = folder / f"{number}.out", folder / f"{number}.err"
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
-            self.popen = subprocess.Popen(
-                [*map(str, arguments)],
-                stdout=out,
-                stderr=err,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-            )
+            words, variables = [*map(str, arguments)], {**os.environ, **(environment or {})}
+            self.popen = subprocess.Popen(words, stdout=out, stderr=err, env=variables, start_new_session=True)
 
     @property
     def pid(self) -> int:
@@ -103,11 +93,7 @@ class Process:
         return f"{self.out}\n{self.err}"
 
     def descendants(self) -> list[int]:
-        """Process ids of all that this process started, and what they started."""
-        found = [self.pid]
-        for pid in found:
-            found += children(pid)
-        return found[1:]
+        return descendants(self.pid)
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks under our own launcher: the children of the fork server."""
@@ -124,12 +110,10 @@ class Process:
 
 
 def torusgd(folder: Path, out: Path, recipe: Path, *arguments: str | Path, **environment: str) -> Process:
-    """`torusgd train` of a recipe."""
     return Process(folder, *torusgd_words(out, recipe, *arguments), environment=environment)
 
 
 def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
-    """The command line of `torusgd train`."""
     return command("train", recipe, "--out", out, *arguments)
 
 
@@ -150,17 +134,11 @@ def run_alone(
     out: Path, recipe: Path, *overrides: str, fresh: bool = False, options: RuntimeOptions | None = None, **job: Any
 ) -> dict[str, Any]:
     """Trains in this process, on one rank and without a launcher; the summary. `job`: fields of `Job`."""
-    loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
-    folder = RunDir(out)
+    loaded, folder = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu"), RunDir(out)
+    options = options or RuntimeOptions(checkpoint_every=Duration(4, "st"))
     with folder.lock():
         folder.claim(loaded, fresh)
-        run = Run(
-            Job(loaded, options or RuntimeOptions(checkpoint_every=Duration(4, "st")), "cpu", out, **job),
-            group_of(),
-            StopFlag(),
-            restarts=0,
-        )
-        return run.run().summary
+        return Run(Job(loaded, options, "cpu", out, **job), group_of(), StopFlag(), restarts=0).run().summary
 
 
 def pauses(train: float, held_out: float = 0.0) -> list[str]:
@@ -169,7 +147,6 @@ def pauses(train: float, held_out: float = 0.0) -> list[str]:
 
 
 def last_step(out: Path) -> int:
-    """The last step that events.jsonl tells of."""
     try:
         lines = (out / "events.jsonl").read_bytes().splitlines()
     except OSError:
@@ -179,7 +156,6 @@ def last_step(out: Path) -> int:
 
 
 def wait_for_step(out: Path, step: int, process: Process) -> None:
-    """Waits until events.jsonl tells of a step."""
     until(lambda: last_step(out) >= step, f"step {step}", process)
 
 
@@ -189,7 +165,6 @@ def wait_for_phase(out: Path, phase: str, process: Process) -> None:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """The summary of a finished run."""
     return json.loads((out / "summary.json").read_text())
 
 
@@ -207,7 +182,7 @@ def assert_told_once(out: Path, steps: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """False for a zombie too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -215,20 +190,20 @@ def is_alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The process ids whose parent is `pid`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(path.parent.name))
+        with suppress(OSError):
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+            if int(parent) == pid and state != "Z":
+                found.append(int(path.parent.name))
     return sorted(found)
 
 
+def descendants(pid: int) -> list[int]:
+    return [found for child in children(pid) for found in (child, *descendants(child))]
+
+
 def command_of(pid: int) -> str:
-    """The command line of a process."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -248,11 +223,8 @@ def listening(pids: Iterable[int]) -> list[str]:
 
 
 def open_files(pid: int) -> list[str]:
-    """Paths that a process holds open."""
     found = []
-    try:
+    with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             found.append(os.readlink(link))
-    except OSError:
-        pass
     return found

@@ -68,8 +68,8 @@ def train_on_ranks(out: Path, recipe: Recipe, options: RuntimeOptions | None = N
         out.mkdir(parents=True, exist_ok=True)
         RunDir(out).claim(recipe, fresh=False)
     ranks.barrier()
-    run = Run(Job(recipe, options or RuntimeOptions(), "cpu", out, **job), ranks, StopFlag(), restarts=0)
-    summary = run.run().summary
+    job_of_ranks = Job(recipe, options or RuntimeOptions(), "cpu", out, **job)
+    summary = Run(job_of_ranks, ranks, StopFlag(), restarts=0).run().summary
     ranks.barrier()  # before another run in the same folder
     return summary
 
@@ -88,17 +88,14 @@ def train(out: Path, *arguments: object, recipe: str = "digits", timeout: float 
 
 
 def sets(*overrides: str) -> list[str]:
-    """`--set` flags."""
     return [word for override in overrides for word in ("--set", override)]
 
 
 def events(out: Path) -> list[dict[str, Any]]:
-    """The lines of events.jsonl."""
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
 def flip_a_byte(path: Path) -> None:
-    """Damages a file, whose length stays."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -1,9 +1,10 @@
 """Every field of a recipe is read: a change of each is seen in the plan, the events or the weights."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -12,6 +13,7 @@ from tests.run.runs import TINY, events, run_here
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import SIMULATED, Recipe
+from torusgd.recipe.section import section_in
 from torusgd.simulate import Setting, simulate
 
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
@@ -30,112 +32,66 @@ SAMPLED = "synchrony={form: sampled, sample: 1, staleness: 0}"
 HASHED = ("recipe_sha256", "journal")
 LOCAL = ["stages=[{until: 4st, images_per_worker: 6}]", "synchrony={form: local, local_steps: 1}"]
 
-# key of the recipe -> (what must be set before, the change)
+# A change a word: of a key of the recipe, with nothing set before.
+SIMPLE = """
+    name=other description=other seed=1 virtual_workers=3 loss=binary-cross-entropy clip_grad_norm=0.1
+    label_smoothing=0.3 precision=bfloat16 memory_format=contiguous compile=true reduction=float16 arithmetic=2
+    column_blocks=4 target_top1=0.5
+    data.source=tests.run.sources:Half data.decoder=nvjpeg data.train_images=90 data.validation_images=20
+    data.eval_images=20 data.image_size=10 data.channels=3 data.classes=5 data.mean=[0.4] data.std=[0.3]
+    data.augment.shift=2 data.augment.rotation=0.5 data.augment.distortion=0.2 data.augment.brightness=0.2
+    data.augment.contrast=1.5 data.augment.noise=0.1 data.augment.flip=0.0 data.augment.policy=trivialaugment
+    data.augment.erase=0.5 data.augment.mixup=0.5 data.augment.cutmix=1.0 data.augment.repeats=2
+    model.batch_norm_momentum=1.0 model.batch_norm_workers=each model.freeze=[conv1]
+    noise_scale.exact=true noise_scale.batch=10 noise_scale.lr=2.0 noise_scale.momentum=0.8
+    optimizer.bias_rate=2.0 optimizer.momentum=0.8 optimizer.weight_decay=0.1 optimizer.variant=tensorflow
+    optimizer.trust=0.1 optimizer.eps=0.1 optimizer.no_trust=[] optimizer.head_lr=2.0 optimizer.layer_decay=0.5
+    stages.0.until=1st stages.1.images_per_worker=4 stages.1.lr=2.0 stages.1.momentum=0.5 stages.1.resize=12
+    stages.1.extra_pass=true stages.1.augment=false
+    rate.lr=2.0 rate.warmup.length=2st rate.warmup.start=0.1 rate.decay.shape=cosine rate.decay.power=1.0
+    rate.decay.floor=0.5 rate.decay.start=3st rate.decay.end=3st
+    evaluate.every=1st evaluate.flip=true
+    polish.steps=2 polish.images=16 polish.augment=true polish.images_per_batch=6
+"""
+# Key of the recipe -> (what must be set before, the change).
 CHANGES: dict[str, tuple[list[str], str]] = {
-    "name": ([], "name=other"),
-    "description": ([], "description=other"),
-    "seed": ([], "seed=1"),
-    "data.source": ([], "data.source=tests.run.sources:Half"),
-    "data.decoder": ([], "data.decoder=nvjpeg"),
+    **{re.sub(r"\.\d+", "", change.partition("=")[0]): ([], change) for change in SIMPLE.split()},
     "data.options": ([], "data.options={noise: 0.9}"),
-    "data.train_images": ([], "data.train_images=90"),
-    "data.validation_images": ([], "data.validation_images=20"),
-    "data.eval_images": ([], "data.eval_images=20"),
-    "data.image_size": ([], "data.image_size=10"),
     "data.resize": ([], LARGER),
     "data.pixels": ([RESIZED], "data.pixels=portable"),
-    "data.channels": ([], "data.channels=3"),
-    "data.classes": ([], "data.classes=5"),
-    "data.mean": ([], "data.mean=[0.4]"),
-    "data.std": ([], "data.std=[0.3]"),
     "data.augment.crop": ([], "data.augment={crop: none, flip: 0.5}"),
-    "data.augment.shift": ([], "data.augment.shift=2"),
     "data.augment.area": ([RESIZED], "data.augment.area=[0.2, 0.4]"),
     "data.augment.aspect": ([RESIZED], "data.augment.aspect=[1.0, 3.0]"),
-    "data.augment.rotation": ([], "data.augment.rotation=0.5"),
-    "data.augment.distortion": ([], "data.augment.distortion=0.2"),
-    "data.augment.brightness": ([], "data.augment.brightness=0.2"),
-    "data.augment.contrast": ([], "data.augment.contrast=1.5"),
-    "data.augment.noise": ([], "data.augment.noise=0.1"),
     "data.augment.by_channel": (
         ["data.channels=3", "data.mean=[0.5, 0.5, 0.5]", "data.std=[0.2, 0.2, 0.2]", "data.augment.contrast=1.5"],
         "data.augment.by_channel=true",
     ),
-    "data.augment.flip": ([], "data.augment.flip=0.0"),
-    "model.batch_norm_momentum": ([], "model.batch_norm_momentum=1.0"),
-    "model.batch_norm_workers": ([], "model.batch_norm_workers=each"),
-    "noise_scale.exact": ([], "noise_scale.exact=true"),
-    "noise_scale.batch": ([], "noise_scale.batch=10"),
-    "noise_scale.lr": ([], "noise_scale.lr=2.0"),
-    "noise_scale.momentum": ([], "noise_scale.momentum=0.8"),
-    "optimizer.bias_rate": ([], "optimizer.bias_rate=2.0"),
-    "data.augment.policy": ([], "data.augment.policy=trivialaugment"),
     "data.augment.operations": ([RAND], "data.augment.operations=1"),
     "data.augment.magnitude": ([RAND], "data.augment.magnitude=20"),
-    "data.augment.erase": ([], "data.augment.erase=0.5"),
-    "data.augment.mixup": ([], "data.augment.mixup=0.5"),
-    "data.augment.cutmix": ([], "data.augment.cutmix=1.0"),
-    "data.augment.repeats": ([], "data.augment.repeats=2"),
     "data.max_replaced": (["data.source=tests.run.sources:Torn"], "data.max_replaced=1.0"),
     "model.name": ([], "model={name: fashion-net}"),
     "model.options": ([], "model.options={dropout: 0.5}"),
-    "model.freeze": ([], "model.freeze=[conv1]"),
-    "virtual_workers": ([], "virtual_workers=3"),
-    "stages.until": ([], "stages.0.until=1st"),
-    "stages.images_per_worker": ([], "stages.1.images_per_worker=4"),
-    "stages.lr": ([], "stages.1.lr=2.0"),
-    "stages.momentum": ([], "stages.1.momentum=0.5"),
     "stages.image_size": ([], "stages.1={until: 4st, images_per_worker: 5, image_size: 6, resize: 6}"),
-    "stages.resize": ([], "stages.1.resize=12"),
     "average.half_life": (["average={half_life: 1st}"], "average.half_life=3st"),
     "average.every": (["average={half_life: 1st}"], "average.every=2"),
-    "loss": ([], "loss=binary-cross-entropy"),
-    "stages.extra_pass": ([], "stages.1.extra_pass=true"),
-    "stages.augment": ([], "stages.1.augment=false"),
-    "rate.lr": ([], "rate.lr=2.0"),
-    "rate.warmup.length": ([], "rate.warmup.length=2st"),
     "rate.warmup.shape": (["rate.warmup.length=3st"], "rate.warmup.shape=quadratic"),
-    "rate.warmup.start": ([], "rate.warmup.start=0.1"),
-    "rate.decay.shape": ([], "rate.decay.shape=cosine"),
-    "rate.decay.power": ([], "rate.decay.power=1.0"),
-    "rate.decay.floor": ([], "rate.decay.floor=0.5"),
-    "rate.decay.start": ([], "rate.decay.start=3st"),
-    "rate.decay.end": ([], "rate.decay.end=3st"),
     "rate.decay.milestones": ([STEPS], "rate.decay.milestones=[3st]"),
     "rate.decay.factor": ([STEPS], "rate.decay.factor=0.5"),
     "optimizer.name": (["optimizer={}"], "optimizer.name=lars"),
-    "optimizer.momentum": ([], "optimizer.momentum=0.8"),
     "optimizer.nesterov": ([SGD], "optimizer.nesterov=true"),
-    "optimizer.weight_decay": ([], "optimizer.weight_decay=0.1"),
     "optimizer.no_decay": (["optimizer.weight_decay=0.1"], "optimizer.no_decay=[]"),
     "optimizer.ramp_weight_decay": (["optimizer.weight_decay=0.1"], "optimizer.ramp_weight_decay=true"),
-    "optimizer.variant": ([], "optimizer.variant=tensorflow"),
-    "optimizer.trust": ([], "optimizer.trust=0.1"),
-    "optimizer.eps": ([], "optimizer.eps=0.1"),
-    "optimizer.no_trust": ([], "optimizer.no_trust=[]"),
     "optimizer.beta2": (["optimizer={name: adamw}"], "optimizer.beta2=0.9"),
-    "optimizer.head_lr": ([], "optimizer.head_lr=2.0"),
-    "optimizer.layer_decay": ([], "optimizer.layer_decay=0.5"),
-    "clip_grad_norm": ([], "clip_grad_norm=0.1"),
-    "label_smoothing": ([], "label_smoothing=0.3"),
-    "precision": ([], "precision=bfloat16"),
     "loss_scale.initial": ([*HALF], "loss_scale.initial=1.0e+30"),
     "loss_scale.growth_interval": ([*HALF, "loss_scale.initial=256.0"], "loss_scale.growth_interval=1"),
-    "memory_format": ([], "memory_format=contiguous"),
-    "compile": ([], "compile=true"),
-    "reduction": ([], "reduction=float16"),
     "float32_norms": (["reduction=float16"], "float32_norms=true"),
-    "arithmetic": ([], "arithmetic=2"),
     # Two threads wait busily for each other where processors are few.
     "threads": (["stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null"], "threads=2"),
-    "evaluate.every": ([], "evaluate.every=1st"),
     "evaluate.first": (["evaluate.every=2st"], "evaluate.first=1st"),
     "evaluate.image_size": ([], "evaluate={image_size: 10, resize: 12}"),
     "evaluate.resize": ([LARGER], "evaluate.resize=10"),
-    "evaluate.flip": ([], "evaluate.flip=true"),
     # On some processors no library picks another kernel for another chunk, and the logits have the same bits.
     "evaluate.images_per_chunk": (["model={name: 'tests.run.sources:Counting'}"], "evaluate.images_per_chunk=1"),
-    "column_blocks": ([], "column_blocks=4"),
     "synchrony.form": (LOCAL[:1], LOCAL[1]),
     "synchrony.backups": ([BACKUP], "synchrony.backups=2"),
     "synchrony.count": ([CUTOFF], "synchrony.count=3"),
@@ -150,11 +106,6 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "synchrony.outer.lr": (LOCAL, "synchrony.outer.lr=1.0"),
     "synchrony.outer.momentum": (LOCAL, "synchrony.outer.momentum=0.5"),
     "synchrony.outer.nesterov": (LOCAL, "synchrony.outer.nesterov=false"),
-    "target_top1": ([], "target_top1=0.5"),
-    "polish.steps": ([], "polish.steps=2"),
-    "polish.images": ([], "polish.images=16"),
-    "polish.augment": ([], "polish.augment=true"),
-    "polish.images_per_batch": ([], "polish.images_per_batch=6"),
 }
 # Overrides with which a run ends so: no GPU and no JPEGs are here, too many images are torn, unless all may be, the
 # arithmetic has one version, and a mean has a value a channel.
@@ -169,15 +120,9 @@ ENDS: dict[str, type[Exception]] = {
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
     found = []
     for key, field in model.model_fields.items():
-        inner = next((m for m in _models(field.annotation)), None)
+        inner = section_in(field.annotation)
         found += leaves(inner, f"{path}{key}.") if inner else [path + key]
     return found
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for a in get_args(annotation) for m in _models(a)]
 
 
 def test_the_table_covers_every_field() -> None:

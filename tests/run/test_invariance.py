@@ -1,25 +1,49 @@
 """The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import events, train_on_ranks
+from tests.data.pictures import write_folder
+from tests.data.tables import write_lists, write_parquet
+from tests.data.tars import write_shards
+from tests.run.runs import TINY, events, train_on_ranks
+from torusgd.comm.groups import group_of
+from torusgd.data.tar_index import FILE, make_index, write_index
+from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Model
+
+
+class Case(NamedTuple):
+    overrides: tuple[str, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    recipe: str = "digits"
+    data: str = ""  # folder of the images, below that of `given`
+    init: str = ""  # file of initial weights there
+
 
 # Real digits over a change of stage, with dropout, shifts, batch norm, LARS, and a polish of uneven batches.
-BASE = (
+DIGITS = (
     "data.eval_images=70",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 4.0, warmup: {length: 2st}}",
     "evaluate={every: 3st, images_per_chunk: 50}",
     "polish={images: 250, images_per_batch: 100}",
 )
-CASES: dict[str, tuple[str, ...]] = {
+SENT: dict[str, dict[str, Any]] = {
+    "small buckets": {"buckets": 0.001},
+    "halving-doubling": {"allreduce": "halving-doubling"},
+    "torus": {"allreduce": "torus", "buckets": 0.01},
+}
+"""cases that differ in what is sent alone, and so have the weights of `float32`"""
+OF_DIGITS: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("precision=bfloat16",),
     "float16": (  # which a CPU computes slowly
@@ -32,9 +56,6 @@ CASES: dict[str, tuple[str, ...]] = {
         "data={source: tests.run.sources:Torn, image_size: 8, channels: 1, mean: [0.5], std: [0.25]}",
         "data.max_replaced=1.0",
     ),
-    "small buckets": (),
-    "halving-doubling": (),
-    "torus": (),
     "keys of the records": (
         "data.resize=10",
         "data.augment={crop: random, flip: 0.5}",
@@ -62,6 +83,34 @@ CASES: dict[str, tuple[str, ...]] = {
         "polish={steps: 2}",
     ),
 }
+# What users of timm bring along: other classes, frozen layers, optimisers, mixing; two steps, evaluated at the end.
+SHORT = (*TINY, "stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
+TINIES: dict[str, Case] = {
+    "fine-tuned": Case(
+        (*SHORT, "model.freeze=[conv1, bn1]", "rate.lr=0.01", "clip_grad_norm=0.5",
+         "optimizer={name: adamw, head_lr: 10.0, layer_decay: 0.5, weight_decay: 0.1}"),
+        init="ten.safetensors",
+    ),
+    "head alone": Case((*SHORT, "model.freeze=[body]", "data.augment.mixup=0.2"), init="ten.safetensors"),
+    "adamw": Case((*SHORT, "optimizer={name: adamw, beta2: 0.99, weight_decay: 0.1}", "rate.lr=0.01")),
+    "lamb": Case((*SHORT, "optimizer={name: lamb, weight_decay: 0.1}", "rate.lr=0.01", "clip_grad_norm=1.0")),
+    "clipped shards": Case((*SHORT, "clip_grad_norm=0.2"), {"update": "sharded"}),
+    "mixed": Case((*SHORT, "data.augment={mixup: 0.5, cutmix: 1.0, erase: 0.5, policy: randaugment}")),
+    "repeated": Case((*SHORT, "data.augment={repeats: 3, cutmix: 1.0, policy: trivialaugment}")),
+}  # fmt: skip
+# Every kind of source of encoded images; one rank makes its batches in processes, several make theirs in threads.
+IMAGES = "image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25], augment: {crop: resized, flip: 0.5}"
+FOLDERS = {"tar": "shards", "csv": "folder", **({"parquet": "tables"} if find_spec("pyarrow") else {})}
+SOURCES: dict[str, Case] = {
+    source: Case(
+        ("virtual_workers=3", "stages=[{until: 3st, images_per_worker: 3}]", "polish={images_per_batch: 5}",
+         "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}", "evaluate={every: 2st, images_per_chunk: 4}",
+         f"data={{source: {source}, {IMAGES}}}"),
+        {"loader_processes": 2},
+        data=folder,
+    )
+    for source, folder in FOLDERS.items()
+}  # fmt: skip
 # Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.
 FEW = ("column_blocks=1", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")
 PICTURES = (
@@ -76,64 +125,100 @@ NETWORKS: dict[str, tuple[str, ...]] = {
         *FEW, "data.classes=1000", "data.train_images=2000", "data.eval_images=100", "model.options.width=128",
     ),
 }  # fmt: skip
-RUNTIME = {
-    "small buckets": RuntimeOptions(buckets=0.001),
-    "halving-doubling": RuntimeOptions(allreduce="halving-doubling"),
-    "torus": RuntimeOptions(allreduce="torus", buckets=0.01),
+CASES: dict[str, Case] = {
+    **{name: Case((*DIGITS, *overrides)) for name, overrides in OF_DIGITS.items()},
+    **{name: Case(DIGITS, options) for name, options in SENT.items()},
+    **TINIES,
+    **SOURCES,
+    **{name: Case(overrides, recipe=name) for name, overrides in NETWORKS.items()},
 }
 COMPARED = (
     "weights_sha256", "top1", "top5", "loss", "train_loss", "replaced_images", "excluded_images", "redone_steps",
     "skipped_steps", "top1_before_polish",
 )  # fmt: skip
 
-
-def train_cases(out: str, cases: list[str]) -> None:
-    for name in cases:
-        given = load_recipe(name, NETWORKS[name]) if name in NETWORKS else load_recipe("digits", [*BASE, *CASES[name]])
-        recipe = given.recipe.resolve(precision="float32", memory_format="channels_last")
-        train_on_ranks(Path(out) / name, recipe, RUNTIME.get(name, RuntimeOptions(drift_every=1)))
+OF_TIME = ("slowest", "hidden_share")
 
 
-def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:
-    run_ranks(size, train_cases, str(out), cases, timeout=200)
-    results = {}
-    for name in cases:
+def train_cases(given: Path, out: Path, names: list[str]) -> None:
+    for name in names:
+        case = CASES[name]
+        recipe = load_recipe(case.recipe, case.overrides).recipe
+        recipe = recipe.resolve(precision="float32", memory_format="channels_last")
+        options = {"drift_every": 1, **case.options}
+        if group_of().size > 1:
+            options |= {"loader_processes": 0}
+        data, init = given / case.data if case.data else None, str(given / case.init) if case.init else None
+        train_on_ranks(out / name, recipe, RuntimeOptions(**options), data=data, init=init)
+
+
+def results(out: Path, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
         summary = json.loads((out / name / "summary.json").read_text())
-        told = [
-            {k: v for k, v in e.items() if "seconds" not in k and k not in ("slowest", "hidden_share")}
-            for e in events(out / name)
+        lines = [
+            {key: value for key, value in event.items() if "seconds" not in key and key not in OF_TIME}
+            for event in events(out / name)
         ]
-        results[name] = {key: summary[key] for key in COMPARED} | {"events": told}
-    return results
+        found[name] = {key: summary[key] for key in COMPARED} | {"events": lines}
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found = run_world(1, tmp_path_factory.mktemp("alone"), [name for name in CASES if name not in RUNTIME])
-    return found | dict.fromkeys(RUNTIME, found["float32"])  # on one rank nothing is sent
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of each source, and weights for 10 classes, where the recipe's data has 4."""
+    root = tmp_path_factory.mktemp("given")
+    write_shards(root / "shards")
+    write_index(root / "shards" / FILE, make_index(root / "shards"))
+    write_lists(write_folder(root / "folder"))
+    if "parquet" in FOLDERS:
+        write_parquet(root / "tables")
+    network = Model(name="digits-net", options=load_recipe("digits").recipe.model.options)
+    weights = build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict()
+    save_file(weights, root / "ten.safetensors")
+    return root
 
 
-@pytest.mark.parametrize("size", [3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 5))])
-def test_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    cases = [*CASES] if size == 3 else ["float32", "bfloat16"]
-    assert run_world(size, tmp_path, cases) == {name: alone[name] for name in cases}
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> dict[str, Any]:
+    out, names = tmp_path_factory.mktemp("alone"), [*OF_DIGITS, *TINIES, *SOURCES]
+    train_cases(given, out, names)
+    found = results(out, names)
+    return found | dict.fromkeys(SENT, found["float32"])  # on one rank nothing is sent
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (3, [*OF_DIGITS, *SENT]),
+        (3, [*TINIES, *SOURCES]),
+        (7, ["float32", "bfloat16"]),
+        pytest.param(2, ["float32", "bfloat16", *TINIES, *SOURCES], marks=pytest.mark.slow),
+        *(pytest.param(size, ["float32", "bfloat16"], marks=pytest.mark.slow) for size in (4, 5)),
+    ],
+)
+def test_same_bits_on_any_number_of_ranks(
+    size: int, names: list[str], alone: dict[str, Any], given: Path, tmp_path: Path
+) -> None:
+    run_ranks(size, train_cases, given, tmp_path, names, timeout=200)
+    assert results(tmp_path, names) == {name: alone[name] for name in names}
 
 
 def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
-    hashes = {name: result["weights_sha256"] for name, result in alone.items()}
-    assert len(set(hashes.values())) == len(hashes) - len(RUNTIME)
+    hashes = {result["weights_sha256"] for name, result in alone.items() if name not in SOURCES}
+    assert len(hashes) == len(OF_DIGITS) + len(TINIES)
     assert alone["torn images"]["replaced_images"] > 0
     assert alone["torn images"]["excluded_images"] > 0
     assert alone["float16"]["skipped_steps"] > 0
 
 
 @pytest.mark.slow
-def test_the_networks_of_das_et_al_have_the_same_bits_on_three_ranks(tmp_path: Path) -> None:
-    worlds = [tmp_path / str(size) for size in (1, 3)]
-    for out in worlds:
-        out.mkdir()
-    alone, shared = (run_world(int(out.name), out, [*NETWORKS]) for out in worlds)
-    assert alone == shared
-    for found in alone.values():
-        losses = [event["loss"] for event in found["events"] if "lr" in event]
+def test_the_networks_of_das_et_al_have_the_same_bits_on_three_ranks(given: Path, tmp_path: Path) -> None:
+    names, found = [*NETWORKS], {}
+    for size in (1, 3):
+        run_ranks(size, train_cases, given, tmp_path / str(size), names, timeout=200)
+        found[size] = results(tmp_path / str(size), names)
+    assert found[1] == found[3]
+    for each in found[1].values():
+        losses = [event["loss"] for event in each["events"] if "lr" in event]
         assert len(losses) == len(set(losses)) == 4

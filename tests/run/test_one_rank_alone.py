@@ -5,21 +5,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.comm.gloo_world import run_ranks
 from tests.run.processes import RECIPE, assert_told_once, results, run_alone
 from tests.run.slow import Slow
+from tests.step.trainers import job_of, run_of
 from torusgd.comm.groups import group_of
 from torusgd.data import pipeline
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
-from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.checkpoint import list_checkpoints
-from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 
@@ -52,27 +50,23 @@ class Unreadable:
         return self._read(source, index)
 
 
-def job(folder: Path, name: str, **options: Any) -> Job:
-    (folder / name).mkdir(exist_ok=True)
+def run(folder: Path, name: str, stop: StopFlag, **options: Any) -> Run:
     recipe = resolve_auto(load_recipe(str(folder / "recipe.yaml"), []).recipe, "cpu")
     every = RuntimeOptions(checkpoint_every=Duration(4, "st"), **options)
-    return Job(recipe, every, "cpu", folder / name)
+    return run_of(job_of(recipe=recipe, options=every, out=folder / name), stop=stop)
 
 
 def _on_two_ranks(folder: Path) -> list[Any]:
     """Several runs one after another, in each of which something happens to rank 1 alone."""
-    world, told = group_of(), list[Any]()
-
-    def run(name: str, stop: StopFlag, **options: Any) -> Run:
-        return Run(job(folder, name, **options), world, stop if world.rank == 1 else StopFlag(), restarts=0)
-
+    is_struck, told = group_of().rank == 1, list[Any]()
     for update in ("replicated", "sharded"):
-        told.append(run(update, StopAfter(7), update=update).run().signal)
+        stop = StopAfter(7) if is_struck else StopFlag()
+        told.append(run(folder, update, stop, update=update).run().signal)
     for name, good in (("measured", 0), ("later", 24)):
-        broken = Unreadable(good).read if world.rank == 1 else Slow.read
+        broken = Unreadable(good).read if is_struck else Slow.read
         reading = patch.object(Slow, "read", lambda source, index, read=broken: read(source, index))
         with reading, patch.object(pipeline, "_PAUSES", ()), pytest.raises(RunError) as caught:
-            run(name, StopFlag()).run()
+            run(folder, name, StopFlag()).run()
         told.append((type(caught.value).__name__, str(caught.value)))
     return told
 
@@ -81,15 +75,11 @@ def _on_two_ranks(folder: Path) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     (folder / "recipe.yaml").write_text(SHORT)
-    for name in ("replicated", "sharded", "measured", "later"):
-        its = job(folder, name)
-        RunDir(its.out).claim(its.recipe, fresh=False)
     return folder
 
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[list[Any]]:
-    """By rank."""
     return run_ranks(2, _on_two_ranks, folder)
 
 
@@ -124,11 +114,7 @@ def test_images_that_one_rank_cannot_read_end_all_ranks_with_the_same_error(
 
 
 def test_a_stop_of_a_rank_alone_is_heard_between_two_virtual_workers(folder: Path, undisturbed: dict[str, Any]) -> None:
-    its = job(folder, "alone")
-    RunDir(its.out).claim(its.recipe, fresh=False)
-    threads = torch.get_num_threads()
-    assert Run(its, group_of(), StopAfter(11), restarts=0).run().signal == 15
-    torch.set_num_threads(threads)
-    (checkpoint,) = list_checkpoints(its.out / "checkpoints")
+    assert run(folder, "alone", StopAfter(11)).run().signal == 15
+    (checkpoint,) = list_checkpoints(folder / "alone" / "checkpoints")
     assert checkpoint.name == "step-00000001"
-    assert results(run_alone(its.out, folder / "recipe.yaml")) == undisturbed
+    assert results(run_alone(folder / "alone", folder / "recipe.yaml")) == undisturbed

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,46 +147,6 @@ def test_a_strangers_checkpoint_folder_leads_nowhere(
     told = run_alone(out, recipe)
     assert (results(told), told["resumed_from"]) == (undisturbed, 15)
     assert capsys.readouterr().err.count(" is no file); it is set aside as step-000000") == 4
-
-
-def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
-    weights, _ = load_weights(half_way / "model.safetensors")
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")
-    first = run_alone(tmp_path / "a", recipe, init=str(half_way / "model.safetensors"), max_steps=3)
-    second = run_alone(tmp_path / "b", recipe, init=str(tmp_path / "w.pth"), max_steps=3)
-    plain = run_alone(tmp_path / "c", recipe, max_steps=3)
-    assert first["weights_sha256"] == second["weights_sha256"] != plain["weights_sha256"]
-
-
-def test_init_of_another_model_is_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
-    weights, _ = load_weights(half_way / "model.safetensors")
-    wrong = {
-        "lacks": {name: tensor for name, tensor in weights.items() if name != "fc.bias"},
-        "holds": {**weights, "other": torch.zeros(1)},
-        "is of shape": {**weights, "fc.bias": torch.zeros(9)},
-    }
-    for number, (word, tensors) in enumerate(wrong.items()):
-        path = tmp_path / f"{number}.safetensors"
-        save_file(tensors, path)
-        with refused(f"initial weights of another model: {word}", f"--init {path}", TMP=tmp_path):
-            run_alone(tmp_path / "out", recipe, init=str(path))
-
-
-class Malicious:
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(Malicious.mark),)
-
-    mark = Path()
-
-
-def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: Path) -> None:
-    Malicious.mark = tmp_path / "executed"
-    torch.save({"fc.weight": Malicious()}, tmp_path / "w.pth")
-    with refused("a pickle that holds code", str(tmp_path / "w.pth"), TMP=tmp_path):
-        run_alone(tmp_path / "out", recipe, init=str(tmp_path / "w.pth"))
-    assert not Malicious.mark.exists()
-    torch.load(tmp_path / "w.pth", weights_only=False)
-    assert Malicious.mark.exists()  # it would have been
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,18 @@
 
 import threading
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tests.run.runs import TINY
 from tests.step.trainers import job_of, take, trainer_of
 from torusgd.comm import groups
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
 from torusgd.run.components import draw_network
-from torusgd.run.job import Job
 from torusgd.run.newest_state import Retained, nothing_yet
 from torusgd.run.saving import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
@@ -54,9 +49,7 @@ class Follower:
     """A rank that joins, in a thread that begins to read once it is let go."""
 
     def __init__(self, store: HashStore, *overrides: str) -> None:
-        recipe = load_recipe("digits", [*TINY, LONG, *overrides]).recipe
-        recipe = recipe.resolve(precision=recipe.precision.replace("auto", "float32"), memory_format="contiguous")
-        job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
+        job = job_of(LONG, *overrides)
         retained = nothing_yet(job, groups.alone(), Liveness(), (0,))
         network = draw_network(job, retained.data, torch.device("cpu"))
         with torch.no_grad():
@@ -84,7 +77,6 @@ class Follower:
 
 
 def pair(store: HashStore, place: int) -> Group:
-    """The group of rank 0 and the one that joins."""
     return groups.build(store, (0, JOINER), (0, JOINER)[place], device=torch.device("cpu"), timeout=SECONDS)
 
 
@@ -100,7 +92,6 @@ def begin(*overrides: str) -> tuple[Sender, Follower]:
 
 
 def assert_same(retained: Retained, sender: Sender) -> None:
-    """The rank that joins holds what the other one does."""
     assert retained.state is not None
     assert retained.last_event is not None
     assert asdict(retained.state) == asdict(sender.state)

@@ -58,14 +58,14 @@ def weights_of(trainer: Trainer) -> str:
     return weights_sha256(trainer.step.state.model.state_dict())
 
 
-def run_of(job: Job, world: Group | None = None, fresh: bool = False, **more: Any) -> Run:
+def run_of(job: Job, world: Group | None = None, fresh: bool = False, stop: StopFlag | None = None, **more: Any) -> Run:
     """A run on these ranks whose folder is claimed."""
     world = world or group_of()
     if world.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         RunDir(job.out).claim(job.recipe, fresh)
     world.barrier()
-    return Run(job, world, StopFlag(), restarts=0, **more)
+    return Run(job, world, stop or StopFlag(), restarts=0, **more)
 
 
 class Sent:

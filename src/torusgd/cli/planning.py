@@ -129,13 +129,18 @@ def predict_published(path: Path) -> list[dict[str, Any]]:
 
 def show_planned(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     """Prints what is wanted of a plan, and writes its page; as plain values."""
+    program = planned.program(planned.runtime)
+    names = {"recipe": planned.recipe.name, "cluster": planned.cluster.name, "software": program.name}
     if wanted.to is not None:
-        found = _show_accuracy(planned, _top1(wanted.to), wanted)
+        found = names | _show_accuracy(planned, program, _top1(wanted.to), wanted)
     else:
-        relaxed = [] if wanted.delays is None else _relaxed(planned, wanted.synchrony, wanted.delays, wanted.best)
-        found = _show_plan(planned, wanted)
-        if wanted.delays is not None:
-            show_relaxed(console(), relaxed, wanted.delays)
+        # More devices than virtual workers share the same batch: the plan says so in a note, a run refuses it.
+        workload = fixed_batch(planned.workload, planned.devices)
+        now = forecast(workload, planned.cluster, program, planned.devices)
+        relaxed = None if wanted.delays is None else _relaxed(workload, now, wanted, wanted.delays)
+        found = names | _show_plan(planned, program, workload, now, wanted)
+        if relaxed is not None:
+            show_relaxed(console(), relaxed, str(wanted.delays))
             found["relaxed"] = [asdict(each) for each in relaxed]
     if wanted.report is not None:
         write_file("--report", wanted.report, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])))
@@ -148,20 +153,17 @@ def _priced(wanted: Wanted, plan: Forecast | AccuracyPlan) -> dict[str, Any]:
     return {**plan.as_dict(), **({} if wanted.cost is None else {"cost": plan.cost(wanted.cost)})}
 
 
-def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
+def _show_plan(
+    planned: Planned, program: Software, workload: Workload, now: Forecast, wanted: Wanted
+) -> dict[str, Any]:
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    program = planned.program(planned.runtime)
     title = planned.title(planned.recipe.name)
     terminal.print(title)
-    # More devices than virtual workers share the same batch: the plan says so in a note, a run refuses it.
-    workload = fixed_batch(planned.workload, devices)
-    now = forecast(workload, cluster, program, devices)
     notes = _notes(planned, workload, now.memory, program)
     for note in notes:
         terminal.print(f"note: {note}")
     show_forecast(terminal, now, wanted.cost)
-    names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
-    found: dict[str, Any] = {"title": title, "notes": notes, **names, **_priced(wanted, now)}
+    found: dict[str, Any] = {"title": title, "notes": notes, **_priced(wanted, now)}
     if wanted.has_sweep:
         ranks = planned.runtime.model_parallel
         counts = device_counts(devices, planned.workload.stages[0].workers)
@@ -196,23 +198,19 @@ def _show_design(planned: Planned, program: Software) -> dict[str, Any]:
     return {**found.as_dict(), "steps": {name: each.images_per_second for name, each in steps}}
 
 
-def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> list[RelaxedForecast]:
-    workload = fixed_batch(planned.workload, planned.devices)
-    now = forecast(workload, planned.cluster, planned.program(planned.runtime), planned.devices)
-    forms = [*([form] if form is not None else []), *(candidate_forms(planned.devices) if best else [])]
-    is_run = Path(delays).is_dir()
-    late = measured_delays(read_run(Path(delays)).steps) if is_run else delays
+def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> list[RelaxedForecast]:
+    forms = [wanted.synchrony] if wanted.synchrony is not None else []
+    forms += candidate_forms(now.devices) if wanted.best else []
+    late = measured_delays(read_run(Path(delays)).steps) if Path(delays).is_dir() else delays
     return relaxed_forecasts(workload, now, list(dict.fromkeys(forms)), late)
 
 
-def _show_accuracy(planned: Planned, target: float, wanted: Wanted) -> dict[str, Any]:
+def _show_accuracy(planned: Planned, program: Software, target: float, wanted: Wanted) -> dict[str, Any]:
     """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
     accuracy.check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    program = planned.program(planned.runtime)
     title = planned.title(f"{planned.recipe.name} to {target:.1%}")
-    names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
-    found: dict[str, Any] = {"title": title, **names, "target": target}
+    found: dict[str, Any] = {"title": title, "target": target}
     terminal.print(title)
     if not wanted.has_sweep:
         plans = accuracy.plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
@@ -324,12 +322,7 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
     headings += ["cost"] if price else []
     devices = [forecast.devices for forecast in sweep.forecasts]
     console.print(table(headings, rows, bold=[devices.index(sweep.knee)]))
-    if sweep.knee == devices[-1]:
-        console.print(
-            f"no knee up to {sweep.knee:,} devices: each adds {KNEE_EFFICIENCY:.0%} or more of what the first did"
-        )
-    else:
-        console.print(_knee(sweep.knee))
+    console.print(_knee(sweep.knee, devices[-1]))
 
 
 def show_curve(console: Console, sweep: Sweep) -> None:
@@ -387,8 +380,10 @@ def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Fore
     console.print(f"pays most: {max(changes, key=lambda each: each[1].images_per_second)[0]}")
 
 
-def _knee(devices: int) -> str:
-    return f"knee: {devices:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
+def _knee(knee: int, last: int) -> str:
+    if knee == last:
+        return f"no knee up to {last:,} devices: each adds {KNEE_EFFICIENCY:.0%} or more of what the first did"
+    return f"knee: {knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
 
 
 def show_accuracy(console: Console, plans: Sequence[AccuracyPlan], price: float | None) -> None:
@@ -407,7 +402,7 @@ def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | N
     marked = [plan for plan in sweep.plans if plan.devices in (sweep.knee, sweep.useful)]
     console.print(_accuracy_table("devices", sweep.plans, marked, price))
     last = sweep.plans[-1].devices
-    console.print(_knee(sweep.knee) if sweep.knee < last else f"no knee up to {last:,} devices")
+    console.print(_knee(sweep.knee, last))
     more = f"quickest: {sweep.useful:,} devices; more bring nothing"
     console.print(more if sweep.useful < last else f"quickest: {last:,} devices, the most that were tried")
     console.print(accuracy.epochs_known())

@@ -62,9 +62,7 @@ class Augment(Section):
             low, high = getattr(self, key)
             if low > high:
                 raise ValueError(f"{key}: the first value must not be above the second")
-        for key in ("operations", "magnitude"):
-            if self.policy != "randaugment" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key}: has a meaning for policy: randaugment only")
+        self.check_meaning("policy", dict.fromkeys(("operations", "magnitude"), ("randaugment",)))
         for key in ("mixup", "cutmix"):
             alpha = getattr(self, key)
             if alpha and not 0.05 <= alpha <= 10:

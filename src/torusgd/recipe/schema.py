@@ -34,17 +34,20 @@ class Outer(Section):
 
 SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
 """forms in which workers hold weights of different ages: in virtual time only"""
-_KEYS = {
-    "backup": ("backups", "warmup", "delays"),
-    "cutoff": ("count", "threshold", "warmup", "delays"),
-    "local": ("local_steps", "outer"),
-    "sampled": ("sample", "staleness", "delays"),
-    "stale": ("staleness", "delays"),
-    "asynchronous": ("delays",),
-    "gossip": ("probability", "delays"),
-    "elastic": ("pull_every", "delays"),
+_MEANT_FOR_FORMS = {
+    "backups": ("backup",),
+    "count": ("cutoff",),
+    "threshold": ("cutoff",),
+    "warmup": ("backup", "cutoff"),
+    "delays": ("backup", "cutoff", *SIMULATED),
+    "local_steps": ("local",),
+    "outer": ("local",),
+    "sample": ("sampled",),
+    "staleness": ("sampled", "stale"),
+    "probability": ("gossip",),
+    "pull_every": ("elastic",),
 }
-"""keys that have a meaning, by form"""
+"""form that gives a key a meaning"""
 _NEEDED = {
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -98,12 +101,7 @@ class Synchrony(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Synchrony":
-        defaults = {name: field.default for name, field in type(self).model_fields.items() if name != "form"}
-        for key, default in defaults.items():
-            # A key without a meaning is refused: its user expects something of it.
-            if getattr(self, key) != default and key not in _KEYS.get(self.form, ()):
-                known = " or ".join(form for form, keys in _KEYS.items() if key in keys)
-                raise ValueError(f"{key}: has a meaning with form: {known} only")
+        self.check_meaning("form", _MEANT_FOR_FORMS)
         if self.form in _NEEDED and getattr(self, key := _NEEDED[self.form][0]) is None:
             raise ValueError(f"{key}: is missing; give {_NEEDED[self.form][1]}")
         if self.form == "cutoff" and (self.count is None) == (self.threshold is None):
@@ -229,7 +227,7 @@ class NoiseScale(Section):
     """momentum of that run; null: optimizer.momentum"""
 
 
-_MEANT_FOR = {
+_MEANT_FOR_RULES = {
     "beta2": ("adamw", "lamb"),
     "eps": ("lars", "adamw", "lamb"),
     "nesterov": ("sgd",),
@@ -276,9 +274,7 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        for key, names in _MEANT_FOR.items():
-            if self.name not in names and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key}: has a meaning for name: {' or '.join(names)} only")
+        self.check_meaning("name", _MEANT_FOR_RULES)
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov: needs a momentum above 0")
         return self

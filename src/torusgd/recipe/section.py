@@ -1,7 +1,7 @@
 """What every section of a recipe has in common: strictness, and the types of its values."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, NamedTuple, get_args
@@ -36,6 +36,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def check_meaning(self, chooser: str, meant_for: Mapping[str, Sequence[str]]) -> None:
+        """ValueError for a key that was changed, while `chooser` has none of the values for which that key is meant."""
+        # Refused, since its user expects something of it.
+        for key, values in meant_for.items():
+            is_changed = getattr(self, key) != type(self).model_fields[key].default
+            if is_changed and getattr(self, chooser) not in values:
+                raise ValueError(f"{key}: has a meaning with {chooser}: {' or '.join(values)} only")
 
 
 def sides(size: Sides) -> tuple[int, int]:

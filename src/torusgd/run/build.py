@@ -106,8 +106,28 @@ def build(
     state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
     drift = _drift_of(job, world, state)
     watched = [drift, *_watches_of(job, world, sums, state, clock, schedule), *watchers]
-    state = replace(state, watchers=tuple(watched))
-    step = _step(job, data, schedule, network, world, liveness, sums, state, clock, requests, form)
+    state, watched = replace(state, watchers=tuple(watched)), [requests, *watched]
+    control = ControlMessage(state.batch_norm.passed.numel(), world.device, monitor.to_host)
+    if form is not None:
+        control = form.control(state, monitor, room=sum(watch.words for watch in watched))
+    step = TrainStep(
+        recipe=recipe,
+        schedule=schedule,
+        images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
+        forward_backward=form.passes(state, control) if form else passes_of(job, network, state, sums, world),
+        reducer=state.reducer,
+        update=state.update,
+        state=state,
+        allreduce=sums.watched,
+        control=control,
+        requests=requests,
+        watchers=watched,
+        clock=clock,
+        world=world,
+        liveness=liveness,
+        stealing=work_stealing(options, world),
+        pass_thread=thread_of(job, network, state, world),
+    )
     profile = sums.allreduce.profile if options.buckets == "auto" and form is None else None
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
@@ -124,43 +144,6 @@ def build(
         sums=sums,
         # The last, since nobody takes the hooks off the network if ranks are lost before.
         hooks=hook_parameters(sums.reducer) if form is None else (),
-    )
-
-
-def _step(
-    job: Job,
-    data: Data,
-    schedule: Schedule,
-    network: Network,
-    world: Group,
-    liveness: Liveness,
-    sums: Sums,
-    state: StepState,
-    clock: StepClock,
-    requests: Requests,
-    form: "GpuForm | None",
-) -> TrainStep:
-    recipe, watched = job.recipe, [requests, *state.watchers]
-    control = ControlMessage(state.batch_norm.passed.numel(), world.device, clock.monitor.to_host)
-    if form is not None:
-        control = form.control(state, clock.monitor, room=sum(watch.words for watch in watched))
-    return TrainStep(
-        recipe=recipe,
-        schedule=schedule,
-        images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
-        forward_backward=form.passes(state, control) if form else passes_of(job, network, state, sums, world),
-        reducer=state.reducer,
-        update=state.update,
-        state=state,
-        allreduce=sums.watched,
-        control=control,
-        requests=requests,
-        watchers=watched,
-        clock=clock,
-        world=world,
-        liveness=liveness,
-        stealing=work_stealing(job.options, world),
-        pass_thread=thread_of(job, network, state, world),
     )
 
 
