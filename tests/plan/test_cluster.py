@@ -60,13 +60,6 @@ def test_calibration_multiplies_stated_values_only() -> None:
     assert tree == tree_of("software", "nnl-fp16")
 
 
-def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(MINE)
-    cluster = load_cluster(str(path))
-    assert cluster.device.peak["bfloat16"] == 362e12
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -90,16 +83,8 @@ def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], key: st
         load_cluster(str(path))
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "name: [", ""])
-def test_what_is_no_cluster_at_all(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with refused(f"a cluster's file: {text!r}", f"cluster {path}:", TMP=tmp_path):
-        load_cluster(str(path))
-
-
 def test_names_that_there_are_not() -> None:
-    for name in ("abic", "no/such.yaml", "local"):
+    for name in ("abic", "no/such.yaml", "local"):  # files that are no mapping: tests/recipe/test_recipe.py
         with refused(f"no cluster {name}", f"cluster {name}:"):
             load_cluster(name)
     with refused("no software zzz", "software zzz:"):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torusgd.comm.algorithms import OTHER_PROGRAMS
 from torusgd.comm.tuning.cost import rank_candidates
 from torusgd.plan.cluster import Cluster, Communication, Device, Link
-from torusgd.plan.timeline import grid_of, group_phases, phases, topology_of
+from torusgd.plan.timeline import grid_of, phases, topology_of
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 
@@ -64,7 +64,7 @@ def test_a_clusters_limits_are_those_of_the_topology() -> None:
 @pytest.mark.parametrize(("apart", "columns"), [(4, 4), (2, 2)])
 def test_rings_beside_each_other_share_the_cards_of_a_node(apart: int, columns: int) -> None:
     """Groups of 8 ranks: each of a node's 4 ranks in a group of its own, or two in each of two groups."""
-    (phase,) = group_phases(cluster(), Communication(algorithm="ring"), 8 * apart, 8, apart, 1e6, "sum")
+    (phase,) = phases(cluster(), Communication(algorithm="ring"), 8 * apart, 1e6, "sum", 8, apart)
     alpha = 5e-6 if apart == 4 else (1e-6 + 5e-6) / 2
     assert phase.seconds == pytest.approx(2 * 7 * (alpha + 1e6 / 8 / (20e9 / columns)))
 
@@ -157,5 +157,5 @@ def test_an_all_reduce_that_there_is_not_is_named(name: str) -> None:
 
 
 def test_an_axis_of_one_is_free() -> None:
-    assert group_phases(cluster(), Communication(), 4, 1, 4, 1e9, "sum") == ()
+    assert phases(cluster(), Communication(), 4, 1e9, "sum", 1, 4) == ()
     assert phases(cluster(), Communication(), 1, 1e9) == ()

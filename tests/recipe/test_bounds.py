@@ -51,18 +51,9 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        "stages.0.until=1e999ep",
-        "stages.0.until=1e16ep",
-        "data.mean=[.nan]",
-        "data.mean=[.inf]",
-        "data.std=[.nan]",
-        "data.options={noise: .inf}",
-        "data.augment.area=[.nan, 1.0]",
-        "label_smoothing=.nan",
-        "rate.lr=.inf",
-        "virtual_workers=1048577",
-        "runtime.buckets=.inf",
-        "runtime.timeout=.nan",
+        *("stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]"),
+        *("data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf"),
+        *("virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan"),
     ],
 )
 def test_a_recipe_holds_no_number_that_nothing_can_be_made_of(item: str) -> None:

@@ -45,17 +45,7 @@ def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     assert shares == {worker * plan[0].images_per_worker for worker in range(workers)}
 
 
-def test_rate_by_formula_in_each_phase() -> None:
-    plan = schedule("rate.lr=3.0", "rate.warmup={length: 30st, shape: quadratic, start: 0.3}", "stages.1.lr=5.0")
-    assert plan[0].lr == 0.3
-    assert plan[15].lr == pytest.approx(0.3 + 2.7 * 0.25)
-    assert plan[30].lr == 3.0
-    at = plan[200].start
-    begin = 30 * 96
-    assert plan[200].lr == pytest.approx(3.0 * (1 - (at - begin) / (plan.stop - begin)) ** 2)
-    assert plan[400].lr == pytest.approx(5.0 * (1 - (plan[400].start - begin) / (plan.stop - begin)) ** 2)
-
-
+# Warm-ups and polynomials: tests/recipe/test_records.py.
 def test_step_cosine_and_floor() -> None:
     step = schedule("rate.decay={shape: step, milestones: [10ep, 30ep], factor: 0.1}", "rate.warmup=null")
     lrs = [step[i].lr for i in (0, 149, 150, 400)]
@@ -65,14 +55,6 @@ def test_step_cosine_and_floor() -> None:
     assert cosine[0].lr == 4.0
     assert cosine[449].lr == pytest.approx(root * 0.1)
     assert schedule("rate.decay={shape: constant}", "rate.warmup=null")[449].lr == pytest.approx(root)
-
-
-def test_noise_scale_momentum_keeps_lr_over_batch_and_one_minus_momentum() -> None:
-    plan = schedule()
-    first, second = plan.spans
-    assert second.lr == pytest.approx(first.lr * math.sqrt(2))
-    scales = [span.lr / (span.batch * (1 - span.momentum)) for span in plan.spans]
-    assert scales[0] == pytest.approx(scales[1])
 
 
 @settings(deadline=None, max_examples=50)
@@ -125,20 +107,10 @@ def test_evaluations_by_steps_epochs_and_offset() -> None:
         (["rate.warmup.length=50ep"], "rate.warmup.length = 50ep:"),
         (["rate.decay.end=1ep"], "rate.decay:"),
         (["stages.1.lr=1000.0"], "stages.1.momentum = noise-scale:"),
+        (["evaluate={every: 5ep, first: 20st}"], "evaluate.first = 20st:"),
     ],
 )
 def test_impossible_schedules_are_one_line(overrides: list[str], words: str) -> None:
     with refused(f"a schedule: {overrides[0]}", words):
-        schedule(*overrides)
-
-
-def test_evaluate_first_needs_the_same_unit() -> None:
-    recipe = load_recipe("digits", ["evaluate={every: 5ep, first: 20st}"]).recipe
-    with refused("two units of evaluations", "evaluate.first = 20st:"):
-        schedule().boundaries(recipe.evaluate.every, recipe.evaluate.first)
-
-
-def test_record_needs_no_data_to_be_planned() -> None:
-    plan = Schedule(load_recipe("digits").recipe, 1281167)
-    assert len(plan) == plan.spans[-1].stop_step
-    assert plan[len(plan) - 1].start + plan[len(plan) - 1].batch == plan.stop
+        plan = schedule(*overrides)
+        plan.boundaries(plan.recipe.evaluate.every, plan.recipe.evaluate.first)

@@ -116,11 +116,7 @@ def test_a_state_that_lacks_a_tensor_is_refused(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"step": "15"},
-        {"evaluated": -1},
-        {"seconds": [1]},
-        {"totals": {"samples": {}}},
-        {"fingerprint": None},
+        *({"step": "15"}, {"evaluated": -1}, {"seconds": [1]}, {"totals": {"samples": {}}}, {"fingerprint": None}),
         {"other_conditions": [7]},
     ],
 )

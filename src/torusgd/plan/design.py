@@ -21,7 +21,7 @@ from .forecast import Forecast, Workload, forecast
 from .model_cost import Layer, ModelCost, pass_seconds
 from .search import fixed_batch
 from .step_script import activation_bytes, cut_buckets
-from .timeline import group_phases, phases
+from .timeline import phases
 
 
 def flops_a_byte(layers: Sequence[Layer], images: float = 1.0, size: float = 4.0) -> float:
@@ -138,7 +138,7 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
         points.append(LayerPoint(layer.name, 6.0 * layer.macs, sum(volumes), ratio, groups, latency, transfer, hiding))
         if groups < devices:  # inputs are gathered in forward, their gradients scattered in backward
             members, gathered = devices // groups, activation_bytes(software) * inputs * batch / groups
-            gather = group_phases(cluster, communication, devices, members, 1, gathered, "gather")
+            gather = phases(cluster, communication, devices, gathered, "gather", members)
             exchange += 2 * sum(phase.seconds for phase in gather)
     peak = cluster.device.peak.get(software.precision) or max(cluster.device.peak.values())
     balance = peak * cluster.devices_per_node / cluster.between.bandwidth
@@ -148,10 +148,8 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
 
 def _seconds(cluster: Cluster, software: Software, devices: int, groups: int, size: float) -> float:
     """Seconds of the sum of a layer's weight gradients of `size` bytes, of which a device has G / N."""
-    communication, apart = software.communication, devices // groups
-    if apart == 1:
-        return sum(phase.seconds for phase in phases(cluster, communication, devices, size))
-    found = group_phases(cluster, communication, devices, groups, apart, size * groups / devices, "sum")
+    members, apart = None if groups == devices else groups, devices // groups
+    found = phases(cluster, software.communication, devices, size * groups / devices, "sum", members, apart)
     return sum(phase.seconds for phase in found)
 
 

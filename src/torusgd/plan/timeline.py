@@ -19,10 +19,9 @@ from ..comm.tuning import cost as prices
 from ..comm.tuning.cost import AlphaBeta, Axis, Cost, Topology
 from ..comm.tuning.profile import Profile, expect, waited
 from ..comm.tuning.profile import hidden as hidden_seconds
-from ..tensor_parallel.tail import hybrid_volume
 from .cluster import Cluster, Communication, Software
-from .model_cost import Layer, ModelCost, Pass, pass_seconds, update_seconds
-from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, activation_bytes, compose, split_layers
+from .model_cost import ModelCost, Pass, pass_seconds, update_seconds
+from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, compose, split_layers
 
 PARTS = {
     "forward": "forward", "backward": "backward", "exposed": "exposed communication", "contention": "contention",
@@ -67,14 +66,30 @@ def grid_of(communication: Communication, cluster: Cluster, ranks: int) -> tuple
 
 
 def phases(
-    cluster: Cluster, communication: Communication, ranks: int, size: float, kind: Kind = "sum"
+    cluster: Cluster,
+    communication: Communication,
+    ranks: int,
+    size: float,
+    kind: Kind = "sum",
+    members: int | None = None,
+    apart: int = 1,
 ) -> tuple[Phase, ...]:
-    """The phases of one message of `size` bytes over the first `ranks` devices, in order."""
-    if ranks == 1:
+    """The phases of one message of `size` bytes over the first `ranks` devices, in order.
+
+    With `members`, of one in each group of so many ranks, `apart` ranks from each other, all groups at the same time.
+    """
+    if 1 in (ranks, members):
         return ()
+    topology = topology_of(cluster, ranks, communication)
+    if members is not None:
+        # Groups have no grid: they sum by a ring if the program has no flat algorithm.
+        axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
+        if kind == "sum":
+            return (Phase("flat", prices.all_reduce(topology, axis, method).seconds(size)),)
+        halved = prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
+        return (Phase("flat", halved.seconds(size)),)
     # A measurement on as many ranks goes before every formula.
     profile, name = cluster.profile, communication.algorithm
-    topology = topology_of(cluster, ranks, communication)
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
         whole: tuple[Phase, ...] = (_measured(profile, name == "auto", size),)
     elif name == "in-network":
@@ -109,20 +124,6 @@ def _leaving_shards(algorithm: Algorithm) -> Algorithm:
     vertical, horizontal = (m if m != "doubling" else "halving" for m in (algorithm.vertical, algorithm.horizontal))
     name = "torus" if algorithm.algorithm == "hierarchical" else algorithm.algorithm
     return replace(algorithm, algorithm=name, vertical=vertical, horizontal=horizontal)
-
-
-def group_phases(
-    cluster: Cluster, communication: Communication, ranks: int, members: int, apart: int, size: float, kind: Kind
-) -> tuple[Phase, ...]:
-    """The phases in each group of `members` ranks, `apart` ranks from each other, all groups at the same time."""
-    # Groups have no grid: they sum by a ring if the program has no flat algorithm.
-    topology = topology_of(cluster, ranks, communication)
-    axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
-    if kind == "sum":
-        cost = prices.all_reduce(topology, axis, method)
-    else:
-        cost = prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
-    return (Phase("flat", cost.seconds(size)),) if members > 1 else ()
 
 
 def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
@@ -221,9 +222,7 @@ def step_time(
     work = step_work(cost, cluster, software, devices, images, extra_pass)
     forward, backward = work.forward * passes, work.backward * passes
     script = compose(cost, cluster, software, devices, images, passes, work)
-    exposed, hidden, contention = _messages(script, cluster, software, devices)
-    split = split_layers(cost, software, devices)
-    exchange = sum(_activations(layer, cluster, software, devices, images * passes) for layer in split)
+    exposed, exchange, hidden, contention = _messages(script, cluster, software, devices)
     if software.norm_group > 1 and devices > 1:
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
         exchange += 2 * cost.norms * passes * (cluster.inside.alpha + software.communication.message)
@@ -238,10 +237,7 @@ def step_time(
 
 
 def price_of(cluster: Cluster, communication: Communication, devices: int, message: Send) -> tuple[Phase, ...]:
-    if message.members is None:
-        return phases(cluster, communication, devices, message.bytes, message.kind)
-    members, apart = message.members, message.apart
-    return group_phases(cluster, communication, devices, members, apart, message.bytes, message.kind)
+    return phases(cluster, communication, devices, message.bytes, message.kind, message.members, message.apart)
 
 
 def compute_seconds(actions: Sequence[Action]) -> float:
@@ -310,9 +306,9 @@ class _Network:
 
 def _messages(
     script: Sequence[Action], cluster: Cluster, software: Software, devices: int
-) -> tuple[float, float, float]:
-    """Exposed communication, hidden communication, and the seconds that this adds to the computation that hides it."""
-    # Without activations, which are always waited for: `StepTime.exchange` has them.
+) -> tuple[float, float, float, float]:
+    """Seconds of a step's messages: exposed, of activations, hidden, and by which the hidden ones slow computation."""
+    # Activations are always waited for, and counted apart.
     communication = software.communication
     price = cache(partial(price_of, cluster, communication, devices))
     sent = [action for action in script if isinstance(action, Send)]
@@ -326,7 +322,7 @@ def _messages(
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
         contention = sum(each) * hidden / summed
-    return waited, hidden, contention
+    return waited, seconds["activations"], hidden, contention
 
 
 def step_work(
@@ -338,14 +334,3 @@ def step_work(
     work, factor = pass_seconds(cost, cluster.device, software, images, own), cluster.slowdown(devices)
     forward = work.forward * factor * (1 + extra_pass)
     return Pass(forward, work.backward * factor, work.ready * factor, work.needed * factor)
-
-
-def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
-    """Seconds of the all-gather of a split layer's inputs in forward and the reduce-scatter of their gradients."""
-    groups = software.communication.linear_groups or devices
-    inputs, size = layer.ifm * layer.in_area, activation_bytes(software)
-    bytes_, _ = hybrid_volume(inputs, layer.weights, devices, images * devices, groups, size=size)
-    members = devices // groups
-    whole = bytes_ / 2 * members / (members - 1)
-    gather = group_phases(cluster, software.communication, devices, members, 1, whole, "gather")
-    return 2 * sum(phase.seconds for phase in gather)
