@@ -7,22 +7,8 @@ import pytest
 
 from tests.messages import refused
 from torusgd.plan import load_cluster, load_software, workload_of
+from torusgd.plan import time_to_accuracy as accuracy
 from torusgd.plan.forecast import Workload
-from torusgd.plan.time_to_accuracy import (
-    LARGEST,
-    REFERENCE,
-    SMALLEST,
-    AccuracyPlan,
-    EpochCurve,
-    check_known,
-    curve,
-    fit,
-    leave_one_out,
-    most_devices,
-    plan_to_accuracy,
-    quickest,
-    sweep_to_accuracy,
-)
 from torusgd.recipe.load import load_recipe
 
 H100, MXNET = load_cluster("hgx-h100"), load_software("mxnet-v30")
@@ -34,27 +20,27 @@ def workload() -> Workload:
     return workload_of(RECIPE)
 
 
-def plans(devices: int) -> list[AccuracyPlan]:
-    return plan_to_accuracy(RECIPE, workload(), H100, MXNET, devices)
+def plans(devices: int) -> list[accuracy.AccuracyPlan]:
+    return accuracy.plan_to_accuracy(RECIPE, workload(), H100, MXNET, devices)
 
 
 def test_the_curve_is_fitted_to_the_reference_points() -> None:
-    assert curve().minimum == pytest.approx(34.58, abs=0.005)
-    assert curve().critical == pytest.approx(46_909, rel=1e-3)
-    assert curve().epochs(curve().critical) == pytest.approx(2 * curve().minimum)
-    exact = EpochCurve(30.0, 20_000.0)
-    points = [type(REFERENCE[0])(batch, exact.epochs(batch)) for batch in (1_000, 5_000, 40_000)]
-    assert fit(points).minimum == pytest.approx(30.0)
-    assert fit(points).critical == pytest.approx(20_000.0)
+    assert accuracy.curve().minimum == pytest.approx(34.58, abs=0.005)
+    assert accuracy.curve().critical == pytest.approx(46_909, rel=1e-3)
+    assert accuracy.curve().epochs(accuracy.curve().critical) == pytest.approx(2 * accuracy.curve().minimum)
+    exact = accuracy.EpochCurve(30.0, 20_000.0)
+    points = [type(accuracy.REFERENCE[0])(batch, exact.epochs(batch)) for batch in (1_000, 5_000, 40_000)]
+    assert accuracy.fit(points).minimum == pytest.approx(30.0)
+    assert accuracy.fit(points).critical == pytest.approx(20_000.0)
 
 
 def test_each_reference_point_is_predicted_by_the_others() -> None:
-    errors = [abs(error) for error in leave_one_out()]
+    errors = [abs(error) for error in accuracy.leave_one_out()]
     assert len(errors) == 10
     assert median(errors) == pytest.approx(0.035, abs=0.0005)
     assert max(errors) == pytest.approx(0.074, abs=0.0005)
-    without = fit([point for point in REFERENCE if point.batch != 4_096])
-    assert leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
+    without = accuracy.fit([point for point in accuracy.REFERENCE if point.batch != 4_096])
+    assert accuracy.leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +55,22 @@ def test_each_reference_point_is_predicted_by_the_others() -> None:
 )
 def test_other_recipes_are_refused(name: str, change: tuple[str, ...], key: str) -> None:
     with refused(f"--to of another {key}", "--to:") as caught:
-        check_known(load_recipe(name, change).recipe, 0.759)
+        accuracy.check_known(load_recipe(name, change).recipe, 0.759)
     assert key in str(caught.value)
 
 
 def test_other_accuracies_are_refused_and_every_row_is_known() -> None:
     with refused("--to another accuracy", "--to:"):
-        check_known(RECIPE, 0.76)
+        accuracy.check_known(RECIPE, 0.76)
     for batch in (3200, 4096, 65536):
-        check_known(load_recipe("resnet50", [f"batch={batch}"]).recipe, 0.759)
+        accuracy.check_known(load_recipe("resnet50", [f"batch={batch}"]).recipe, 0.759)
 
 
 def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last() -> None:
     for plan in plans(64):
-        assert SMALLEST <= plan.batch <= LARGEST
+        assert accuracy.SMALLEST <= plan.batch <= accuracy.LARGEST
         assert plan.batch % (64 * plan.images) == 0
-        needed = curve().epochs(plan.batch)
+        needed = accuracy.curve().epochs(plan.batch)
         assert needed <= plan.epochs < needed + plan.batch / 1_281_167
         assert plan.schedule == pytest.approx(1.05 * needed)
         assert plan.low < plan.seconds < plan.high
@@ -92,13 +78,13 @@ def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last
         one = MXNET.evaluation.seconds
         evaluations = len([mark for mark in range(3, 100, 4) if mark < needed]) + 1
         assert trained + evaluations * one < plan.seconds < 1.2 * trained + 10
-    best = quickest(plans(64))
+    best = accuracy.quickest(plans(64))
     assert best.cost(2.0) == pytest.approx(64 * 2.0 * best.seconds / 3600)
 
 
 def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
     seldom = load_recipe("resnet50", ["evaluate.every=null", "evaluate.first=null", "precision=float16"]).recipe
-    for often, once in zip(plans(64), plan_to_accuracy(seldom, workload(), H100, MXNET, 64), strict=True):
+    for often, once in zip(plans(64), accuracy.plan_to_accuracy(seldom, workload(), H100, MXNET, 64), strict=True):
         assert (once.batch, once.run.training) == (often.batch, often.run.training)
         assert often.run.evaluation == pytest.approx(
             once.run.evaluation * (len([mark for mark in range(3, 100, 4) if mark < often.epochs]) + 1), rel=1e-6
@@ -107,7 +93,7 @@ def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
 
 def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
     counts = [1, 8, 64, 256, 1024, 2048]
-    found = sweep_to_accuracy(RECIPE, workload(), H100, lambda count: MXNET, counts)
+    found = accuracy.sweep_to_accuracy(RECIPE, workload(), H100, lambda count: MXNET, counts)
     batches = [plan.batch for plan in found.plans]
     assert batches[0] < 5_000 < batches[2] < batches[-1]
     assert found.knee in counts
@@ -118,12 +104,12 @@ def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
 
 
 def test_too_many_devices_and_too_little_memory_are_one_line() -> None:
-    assert most_devices() == 2120
+    assert accuracy.most_devices() == 2120
     with refused("--to with too many devices", "--to with 4,096 devices:"):
         plans(4096)
     small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})
     with refused("--to with too little memory", "--to with 8 devices:"):
-        plan_to_accuracy(RECIPE, workload(), small, MXNET, 8)
+        accuracy.plan_to_accuracy(RECIPE, workload(), small, MXNET, 8)
 
 
 def test_the_runs_that_are_published_lie_within_the_band() -> None:

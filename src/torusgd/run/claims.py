@@ -12,18 +12,8 @@ from ..recipe.load import apply_overrides, parse_mapping, read_file, validate
 from ..recipe.schema import Recipe
 from ..rundir.run_dir import RunDir
 from ..rundir.run_view import HEAD, local_run
+from ..step import records
 from ..step.journal import Journaled, parse_journal
-from ..step.records import (
-    MOST_BYTES,
-    BeginLine,
-    ConditionsLine,
-    EvaluationLine,
-    Line,
-    ResultLine,
-    StateLine,
-    parse_records,
-    states_of,
-)
 from ..untrusted import check_regular, read_text
 from ..weights import load_weights, weights_sha256
 from .trained_weights import check_names
@@ -36,7 +26,7 @@ class Claims:
     run: Path
     folder: Path  # the run's, or a copy of what is in its bucket
     recipe: Recipe
-    lines: tuple[Line, ...]
+    lines: tuple[records.Line, ...]
     head: str
     problem: str  # why the records behind `lines` can't be those of a run; empty: they can
     summary: Mapping[str, Any]  # empty unless the run is finished
@@ -44,26 +34,26 @@ class Claims:
     journal_text: str = ""
 
     @cached_property
-    def states(self) -> dict[int, StateLine]:
-        return states_of(self.lines)
+    def states(self) -> dict[int, records.StateLine]:
+        return records.states_of(self.lines)
 
     @property
-    def begin(self) -> BeginLine:
-        assert isinstance(self.lines[0], BeginLine), "`read_claims` has looked"
+    def begin(self) -> records.BeginLine:
+        assert isinstance(self.lines[0], records.BeginLine), "`read_claims` has looked"
         return self.lines[0]
 
     @cached_property
-    def evaluations(self) -> dict[int, EvaluationLine]:
-        return {line.step: line for line in self.lines if isinstance(line, EvaluationLine)}
+    def evaluations(self) -> dict[int, records.EvaluationLine]:
+        return {line.step: line for line in self.lines if isinstance(line, records.EvaluationLine)}
 
     @property
-    def result(self) -> ResultLine | None:
-        return next((line for line in self.lines if isinstance(line, ResultLine)), None)
+    def result(self) -> records.ResultLine | None:
+        return next((line for line in self.lines if isinstance(line, records.ResultLine)), None)
 
-    def conditions_at(self, step: int) -> ConditionsLine | None:
+    def conditions_at(self, step: int) -> records.ConditionsLine | None:
         """Those under which the steps up to a record of a state were computed."""
-        before = takewhile(lambda line: not (isinstance(line, StateLine) and line.step >= step), self.lines)
-        return next((line for line in reversed([*before]) if isinstance(line, ConditionsLine)), None)
+        before = takewhile(lambda line: not (isinstance(line, records.StateLine) and line.step >= step), self.lines)
+        return next((line for line in reversed([*before]) if isinstance(line, records.ConditionsLine)), None)
 
     def contradictions(self) -> list[str]:
         """Where what the folder says does not fit together, so that nothing need be computed to know it is wrong."""
@@ -89,9 +79,9 @@ class Claims:
 
     def _repeated(self) -> list[str]:
         """Records that say two things of one step: the last alone would be compared."""
-        found: dict[tuple[str, int], Line] = {}
+        found: dict[tuple[str, int], records.Line] = {}
         for line in self.lines:
-            if isinstance(line, StateLine | EvaluationLine | ResultLine):
+            if isinstance(line, records.StateLine | records.EvaluationLine | records.ResultLine):
                 first = found.setdefault((line.record, line.step), line)
                 if first.model_copy(update={"before": line.before}) != line:
                     return [f"records.jsonl: two {line.record} records of step {line.step} differ"]
@@ -129,14 +119,14 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
         raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
         check_regular(folder.records)
-        lines, head, problem = parse_records(read_text(folder.records, MOST_BYTES))
+        lines, head, problem = records.parse_records(read_text(folder.records, records.MOST_BYTES))
     if not lines:
         raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
     journal, text, summary = None, "", summary or {}
     if recipe.synchrony.keeps_journal:
         with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
             check_regular(folder.journal)
-            text = read_text(folder.journal, MOST_BYTES)
+            text = read_text(folder.journal, records.MOST_BYTES)
         text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
         try:
             journal = parse_journal(

@@ -14,23 +14,9 @@ from ..comm.groups import Group
 from ..rundir.checkpoint import MODEL, LightWriter, light_bytes
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
+from ..step import records
 from ..step.evaluate import Evaluation
 from ..step.model_state import StepState
-from ..step.records import (
-    BeginLine,
-    ConditionsLine,
-    EvaluationLine,
-    Expected,
-    Figure,
-    RecordFile,
-    RecordWatch,
-    ResultLine,
-    StateLine,
-    figures_of,
-    first_differences,
-    recorded_tensors,
-    state_digests,
-)
 from ..step.stats import StepStats
 from ..text import byte_size, plural
 from .job import Job
@@ -47,14 +33,14 @@ class Recorder:
         self._job, self._world, self._is_first = job, world, world.rank == 0
         self._every = frozenset(every) if job.options.verify_every is not None else frozenset()
         self._steps = steps
-        self._file: RecordFile | None = None
+        self._file: records.RecordFile | None = None
         self._writer: LightWriter | None = None
         self._began, self._cost, self._spent, self._last_step = time.monotonic(), 0.0, 0.0, 0
         self.is_refuted = self.wants_checkpoint = False
         """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
         # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
         is_paced = not self._every and job.expected is None and not job.options.cuda_graphs
-        self.watch = RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
+        self.watch = records.RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
     def begin(self, state: RunState, tensors: StepState) -> str:
         """Opens the records behind the step of the state; every rank calls it. Returns a line for people."""
@@ -62,7 +48,7 @@ class Recorder:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
         if state.step == 0:
-            self._record(state, tensors, StateLine(step=0))
+            self._record(state, tensors, records.StateLine(step=0))
         if not self._every or not self._is_first:
             return ""
         size, left = checkpoint_bytes(tensors), sum(step > state.step for step in self._every)
@@ -76,26 +62,26 @@ class Recorder:
             return
         journal = None if state.journal is None else state.journal.sha256
         rates = (stats.step.lr, stats.step.momentum, stats.step.weight_decay_factor)
-        line = StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
+        line = records.StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
         line = self._record(state, tensors, line)
         if self._job.expected is not None:
             self._compare(line, self._job.expected)
         elif state.step in self._every:
             saved = tensors.state_dict(state.step, keep=self._is_first)
             if self._writer is not None:
-                self._writer.save(state.step, recorded_tensors(saved))
+                self._writer.save(state.step, records.recorded_tensors(saved))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         if self._file is not None:
-            self._file.add(EvaluationLine(step=step, figures=figures_of(evaluation)))
+            self._file.add(records.EvaluationLine(step=step, figures=records.figures_of(evaluation)))
 
-    def result(self, summary: Mapping[str, Any], figures: Mapping[str, Figure]) -> dict[str, Any]:
+    def result(self, summary: Mapping[str, Any], figures: Mapping[str, records.Figure]) -> dict[str, Any]:
         """Records what the run leaves; what the summary says of the records."""
         if self._file is None:
             return {}
         weights = str(summary["weights_sha256"])
-        self._file.add(ResultLine(step=int(summary["steps"]), weights_sha256=weights, figures=dict(figures)))
-        states = sum(isinstance(line, StateLine) for line in self._file.lines)
+        self._file.add(records.ResultLine(step=int(summary["steps"]), weights_sha256=weights, figures=dict(figures)))
+        states = sum(isinstance(line, records.StateLine) for line in self._file.lines)
         return {"sha256": self._file.head, "states": states, "seconds": round(self._spent, 6)}
 
     def close(self) -> None:
@@ -108,28 +94,32 @@ class Recorder:
 
     def _open(self, state: RunState) -> None:
         known = state.fingerprint.as_dict()
-        begin = BeginLine(step=0, **{name: known[name] for name in BeginLine.model_fields.keys() & known.keys()})
+        begin = records.BeginLine(
+            step=0, **{name: known[name] for name in records.BeginLine.model_fields.keys() & known.keys()}
+        )
         folder = RunDir(self._job.out)
-        self._file = RecordFile(folder.records, state.step, state.evaluated)
+        self._file = records.RecordFile(folder.records, state.step, state.evaluated)
         first = self._file.lines[0] if self._file.lines else None
         if first is None or first.model_copy(update={"step": begin.step}) != begin:
             # Without a begin, or with that of another run: nothing before this step can be checked.
             self._file.close()
             folder.records.unlink()
-            self._file = RecordFile(folder.records, 0, 0)
+            self._file = records.RecordFile(folder.records, 0, 0)
             self._file.add(begin.model_copy(update={"step": state.step}))
-        now = ConditionsLine(step=state.step, conditions=state.fingerprint.conditions, mixed=state.mixed_conditions)
-        last = next((line for line in reversed(self._file.lines) if isinstance(line, ConditionsLine)), None)
+        now = records.ConditionsLine(
+            step=state.step, conditions=state.fingerprint.conditions, mixed=state.mixed_conditions
+        )
+        last = next((line for line in reversed(self._file.lines) if isinstance(line, records.ConditionsLine)), None)
         if last is None or (last.conditions, last.mixed) != (now.conditions, now.mixed):
             self._file.add(now)
         if self._every:
             copy = Mirror(self._job.bucket).put_light if self._job.bucket is not None else None
             self._writer = LightWriter(folder.verify, copy)
 
-    def _compare(self, line: StateLine, expected: Expected) -> None:
+    def _compare(self, line: records.StateLine, expected: records.Expected) -> None:
         recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
         found = [
-            recorded is not None and bool(first_differences(recorded, line)),
+            recorded is not None and bool(records.first_differences(recorded, line)),
             checkpoint is not None and checkpoint != line.tensors,
         ]
         # Rank 0 has all of the digests, whoever made them.
@@ -148,9 +138,9 @@ class Recorder:
         cost = self._spent + 3 * self._cost
         return steps - self._last_step >= self._steps / MOST and cost <= FRACTION * (time.monotonic() - self._began)
 
-    def _record(self, state: RunState, tensors: StepState, line: StateLine) -> StateLine:
+    def _record(self, state: RunState, tensors: StepState, line: records.StateLine) -> records.StateLine:
         began = time.monotonic()
-        line = line.model_copy(update={"tensors": state_digests(tensors, state.step, self._world)})
+        line = line.model_copy(update={"tensors": records.state_digests(tensors, state.step, self._world)})
         if self._file is not None:
             self._file.add(line)
         cost = time.monotonic() - began + self.watch.seconds
@@ -161,4 +151,4 @@ class Recorder:
 def checkpoint_bytes(tensors: StepState) -> int:
     """About the bytes of a light checkpoint."""
     model = {f"{MODEL}{name}": each for name, each in tensors.model.state_dict().items()}
-    return light_bytes(model | recorded_tensors(tensors.expected_state(True)))
+    return light_bytes(model | records.recorded_tensors(tensors.expected_state(True)))
