@@ -101,7 +101,7 @@ def test_weights_to_start_from_run_nothing(tmp_path: Path, trap: Path) -> None:
     torch.save({"state_dict": tensors(), "bomb": Bomb()}, tmp_path / "bomb.pth")
     save_weights(tmp_path / "init.safetensors", tensors(), metadata(model_name="trap:factory"))
     bomb = tmp_path / "bomb.pth"
-    with refused("a pickle that holds code", str(bomb), **{"TMP/w.pth": bomb}):
+    with refused("a pickle that holds code", str(bomb), UserError, **{"TMP/w.pth": bomb}):
         start(tmp_path / "one", bomb)
     assert start(tmp_path / "two", tmp_path / "init.safetensors").steps == 1  # its metadata is not read
     assert not trap.exists()
