@@ -151,7 +151,6 @@ def _apply(software: Software, chosen: dict[str, tuple[str, Change]]) -> Softwar
 def _options(
     workload: Workload, cluster: Cluster, software: Software, devices: int
 ) -> dict[str, list[tuple[str, Change]]]:
-    """The values of each setting, with their names."""
     grids = [(devices // columns, columns) for columns in range(2, devices) if devices % columns == 0]
     listed = candidates(devices, min(devices, cluster.devices_per_node), tuple(grids))
 

@@ -149,7 +149,6 @@ class AccuracyPlan:
         return {**tree, "seconds": self.seconds, "schedule_epochs": self.schedule}
 
     def cost(self, price: float) -> float:
-        """Cost of the run at a price of a device and hour."""
         return self.devices * self.seconds / 3600 * price
 
 

@@ -125,7 +125,6 @@ class Data(Section):
 
     @property
     def sizes(self) -> ImageSizes:
-        """`image_size` and `resize`."""
         return ImageSizes(sides(self.image_size), self.resize)
 
 

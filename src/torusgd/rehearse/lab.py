@@ -216,7 +216,6 @@ def _be_rank(command: list[str], space: str, environment: dict[str, str], output
 
 
 def _start(command: list[str], space: str, environment: dict[str, str], output: str) -> int:
-    """Forks a rank; its process id."""
     spawner = os.getpid()
     process = os.fork()
     if process:

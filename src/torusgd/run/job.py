@@ -19,8 +19,6 @@ from ..synchrony.delays import delay_model
 
 
 class _JobTree(BaseModel):
-    """What `Job.as_dict` gives."""
-
     recipe: Recipe
     runtime: RuntimeOptions
     device: Literal["cpu", "cuda"]

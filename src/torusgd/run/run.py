@@ -310,7 +310,6 @@ class Run:
             return self._classify(stop)
 
     def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Evaluates what the model holds."""
         step, settings = self.trainer.step, self.job.recipe.evaluate
         return evaluate(
             step.state.model, self.trainer.data.held_out, settings, self.world, step.allreduce,

@@ -65,8 +65,6 @@ class StateFeeds:
 
 
 class _Feed:
-    """A thread that sends to one rank."""
-
     def __init__(self, rank: int, generations: Generations) -> None:
         self._rank, self._generations = rank, generations
         self.messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
