@@ -1,27 +1,24 @@
 """Points, ticks and paths of charts."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from torusgd.report.charts import BOTTOM, COLUMNS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Series, line_chart
 
 
-def numbers(path: str) -> list[tuple[float, float]]:
-    points = (pair.split(",") for pair in path.removeprefix("M").split("L"))
-    return [(float(x), float(y)) for x, y in points]
-
-
 def test_a_line_fills_the_box_between_the_axes() -> None:
     chart = line_chart("loss", "epochs", [Series("run", [(0, 0), (5, 1), (10, 4)], 0)])
     assert chart is not None
-    assert numbers(chart.lines[0].path) == [
+    assert chart.lines[0].points == [
         (LEFT, HEIGHT - BOTTOM),
         ((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) / 4),
         (WIDTH - RIGHT, TOP),
     ]
     assert [tick.label for tick in chart.y_ticks] == ["0", "1", "2", "3", "4"]
     assert chart.y_ticks[0].at == HEIGHT - BOTTOM
+    assert chart.lines[0].path.startswith(f"M{LEFT},{HEIGHT - BOTTOM}L")
 
 
 @pytest.mark.parametrize("low", [0.0, -3.0, 1e-9, 7.0, 12345.0])
@@ -40,10 +37,10 @@ def test_axes_have_a_few_ticks_within_their_bounds_whatever_the_values(low: floa
     assert 1 <= len(chart.y_ticks) <= 12
 
 
-def points_of(*points: tuple[float, float]) -> list[tuple[float, float]]:
+def points_of(*points: tuple[float, float]) -> Sequence[tuple[float, float]]:
     chart = line_chart("y", "x", [Series("a", points, 0)])
     assert chart is not None
-    return numbers(chart.lines[0].path)
+    return chart.lines[0].points
 
 
 def test_values_that_are_not_finite_are_left_out_and_long_lines_thinned_to_means() -> None:

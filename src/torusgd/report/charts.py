@@ -5,7 +5,7 @@ Coordinates are those of the SVG's view box, y downwards.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,11 @@ class Series:
     dots: bool = False
     dashed: bool = False
 
+    @property
+    def path(self) -> str:
+        """The points as the data of an SVG path."""
+        return "M" + "L".join(f"{x:g},{y:g}" for x, y in self.points)
+
 
 @dataclass(frozen=True)
 class Tick:
@@ -37,19 +42,10 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Line:
-    name: str
-    colour: int
-    path: str  # data of an SVG path
-    dots: tuple[Point, ...]
-    dashed: bool
-
-
-@dataclass(frozen=True)
 class Chart:
     title: str
     x_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Series, ...]  # in the view box
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     summary: str  # sentence for readers who do not see the chart
@@ -110,11 +106,7 @@ def line_chart(
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
     low, high = _span(min([0.0, *ys] if floor and not log_y else ys), max(ys), log_y)
     up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
-    lines = []
-    for each, points in shown:
-        placed = [(across.at(x), up.at(y)) for x, y in _thinned(points)]
-        path = "" if each.dots else "M" + "L".join(f"{x:g},{y:g}" for x, y in placed)
-        lines.append(Line(each.name, each.colour, path, tuple(placed) if each.dots else (), each.dashed))
+    lines = [replace(each, points=[(across.at(x), up.at(y)) for x, y in _thinned(points)]) for each, points in shown]
     ends = ", ".join(f"{each.name} ends at {short(points[-1][1])}" for each, points in shown)
     return Chart(title, x_label, tuple(lines), across.ticks(TICKS), up.ticks(TICKS), f"{title} over {x_label}: {ends}.")
 
