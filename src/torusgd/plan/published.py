@@ -11,9 +11,10 @@ from statistics import median
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from ..errors import UserError
-from ..recipe.load import load_recipe, read_file, validate
+from ..recipe.load import load_recipe, parse_yaml, read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
 from ..untrusted import MOST_TEXT
@@ -34,7 +35,6 @@ from .timeline import phases, step_time
 
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")
 _SCALE = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_LARGEST = 1e15
 _UNITS = {
     "throughput": ("images/s",),
     "iteration": tuple(_SCALE),
@@ -52,14 +52,15 @@ class Row(Section):
     cluster: str
     software: str
     devices: Ranks
-    images: tuple[Count, ...]  # images of a device in each stage; empty if the metric needs none
+    images: tuple[Count, ...] = Field(alias="batch_per_device")  # in each stage; empty if the metric needs none
+    batches: tuple[Count, ...] = Field(alias="global_batch")  # of all devices; empty if they are not published
     epochs: Positive | None
     metric: Literal[
         "throughput", "iteration", "time_to_train", "scaling_efficiency", "speedup", "allreduce_speedup_vs_ring"
     ]
     value: Positive
     unit: str
-    mark: str
+    mark: str = ""
     recipe: str = ""  # the record's own, whose stages and evaluations a time to train is of; empty: none ships
 
 
@@ -98,25 +99,18 @@ def read_rows(path: str | Path | None = None) -> list[Row]:
 
 def _row(record: dict[str, str | None], where: str) -> Row:
     fields = {key: (value or "").strip() for key, value in record.items() if key is not None}
-    devices = _number(fields["devices"], where, "devices")
-    images = [_number(part, where, "batch_per_device") for part in fields["batch_per_device"].split(">") if part]
-    batches = [_number(part, where, "global_batch") for part in fields["global_batch"].split(">") if part]
-    if devices < 1:
-        raise UserError(f"{where}: devices: needs at least 1, got {fields['devices']}")
-    if batches and not images:
-        images = [math.ceil(batch / devices) for batch in batches]
+    tree: dict[str, Any] = {key: text for key, text in fields.items() if key in Row.model_fields}
+    for key in ("devices", "value", "epochs"):
+        tree[key] = parse_yaml(fields[key], f"{where}: {key}")
+    for key in ("batch_per_device", "global_batch"):
+        tree[key] = [parse_yaml(part, f"{where}: {key}") for part in fields[key].split(">") if part]
+    row = validate(Row, tree, where)
     # Published batches are rounded (32K), but by less than an image a device.
-    shares = [batch / devices for batch in batches]
-    if batches and (len(images) != len(shares) or any(abs(a - b) >= 1 for a, b in zip(images, shares, strict=True))):
+    shares = [batch / row.devices for batch in row.batches]
+    if not row.images:
+        row = row.model_copy(update={"images": tuple(map(math.ceil, shares))})
+    if shares and (len(row.images) != len(shares) or np.abs(np.subtract(row.images, shares)).max() >= 1):
         raise UserError(f"{where}: global_batch {fields['global_batch']} is not batch_per_device times devices")
-    tree = {key: fields[key] for key in ("id", "system", "model", "cluster", "software", "metric", "unit")}
-    numbers = {"devices": devices, "images": images, "value": _number(fields["value"], where, "value")}
-    epochs = _number(fields["epochs"], where, "epochs") if fields["epochs"] else None
-    row = validate(
-        Row,
-        {**tree, **numbers, "epochs": epochs, "mark": fields.get("mark", ""), "recipe": fields.get("recipe", "")},
-        where,
-    )
     if row.unit not in _UNITS[row.metric]:
         raise UserError(f"{where}: unit {row.unit or '(empty)'}: {row.metric} is in {' or '.join(_UNITS[row.metric])}")
     if not row.images and row.metric != "allreduce_speedup_vs_ring":
@@ -124,16 +118,6 @@ def _row(record: dict[str, str | None], where: str) -> Row:
     if row.metric == "time_to_train" and row.epochs is None:
         raise UserError(f"{where}: epochs: is missing; time_to_train depends on it")
     return row
-
-
-def _number(text: str, where: str, column: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise UserError(f"{where}: {column}: needs a number, got {text or 'nothing'!r}") from None
-    if not abs(value) <= _LARGEST:
-        raise UserError(f"{where}: {column}: needs a number up to {_LARGEST:g}, got {text}")
-    return int(value) if value.is_integer() else value
 
 
 @dataclass(frozen=True)
