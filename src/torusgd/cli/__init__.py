@@ -15,7 +15,7 @@ import typer
 
 from ..errors import RunError, UserError, end, write_exit
 from ..ranks.slurm import adopt_step
-from ..signals import leave_within, remove_empty_cache
+from ..signals import remove_empty_cache
 from ..storage import check_scheme
 from . import bench, control, data, doctor, eval, export, plan, rehearse, train, verify
 from .help import Command, Group
@@ -100,7 +100,6 @@ def main() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
         write_exit(code, "stopped; a checkpoint is written" if code else "done")
-        leave_within(25.0, code)
         sys.exit(code)
     except _UsageError as error:
         end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
