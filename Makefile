@@ -26,12 +26,12 @@ test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leav
 test-all: .venv/installed-all ## run the tests with every extra installed, and count what is skipped
 	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -r s $(ARGS)
 
-# Its environment is a folder of its own, .venv-torch-VERSION; constraints.txt pins all but torch.
+# Its environment is a folder of its own, .venv-torch-VERSION; constraints.txt pins all but torch and what it needs.
 test-torch: .venv/made ## run the tests with another torch: make test-torch TORCH=2.9.1, or TORCH=newest
 	@test -n '$(TORCH)' || { echo "name a version: make test-torch TORCH=2.9.1, or TORCH=newest" >&2; exit 2; }
 	.venv/bin/python -m venv --clear .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1,<26'
-	grep -v '^torch' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	.venv-torch-$(TORCH)/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$(TORCH)/constraints.txt \
 		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH)) -e '.[digits,images,tensorboard]' --group dev
 	.venv-torch-$(TORCH)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
