@@ -43,3 +43,8 @@ def test_a_process_that_a_thread_keeps_after_its_work_ends_with_its_code_and_a_l
 
 def test_a_stop_that_a_library_swallows_comes_again() -> None:
     assert ran([sys.executable, "-c", SWALLOWED]).stdout == "2\n"
+
+
+def test_a_command_that_a_program_calls_does_not_end_the_program_later() -> None:
+    called = "from torusgd import cli; import sys, threading\nsys.argv = ['torusgd', '--version']\n"
+    ran([sys.executable, "-c", called + "try: cli.main()\nexcept SystemExit: assert threading.active_count() == 1"])
