@@ -46,9 +46,7 @@ def test_auto_takes_the_16_bit_type_of_the_tensor_cores(monkeypatch, capability,
     recipe = load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe
     resolved = runtime.resolve_auto(recipe, "cuda")
     assert (resolved.precision, resolved.memory_format) == (precision, "channels_last")
-
-
-def test_what_was_measured_on_a_gpu_with_this_torch_goes_before_its_capability(monkeypatch):
+    # What was measured on a GPU with this torch goes before.
     monkeypatch.setattr(runtime, "_FASTEST_ON_GPU", {("NVIDIA H200", "2.15.0"): "float16"})
     assert runtime.precision_of_gpu("NVIDIA H200", (9, 0), "2.15.0+cu132") == "float16"
     assert runtime.precision_of_gpu("NVIDIA H200", (9, 0), "2.16.0") == "bfloat16"

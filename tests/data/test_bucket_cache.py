@@ -45,13 +45,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_urls() -> None:
+def test_a_bucket_gives_the_same_batches_as_the_folder(local: Path) -> None:
     assert url_of(Path("s3://b/x y")) == "s3://b/x y"
     assert url_of(Path("https://host:8000/x")) == "https://host:8000/x"
     assert [url_of(each) for each in (None, Path("s3/x"), Path("c:/x"), Path("/s3:/x"))] == [None] * 4
-
-
-def test_a_bucket_gives_the_same_batches_as_the_folder(local: Path) -> None:
     data = folder_data(source="tar")
     pairs = [open_sources(data, path, 0) for path in (local, URL)]
     assert data_sha256(*pairs[0]) == data_sha256(*pairs[1])

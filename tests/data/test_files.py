@@ -217,18 +217,15 @@ def test_a_list_of_classes_gives_their_order_and_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", ["../outside\n", "cat\ncat\n", "/etc\n", ".\n", "..\n", "\n \n", "bird\n"])
 def test_a_wrong_list_of_classes_is_refused(tmp_path: Path, listed: str) -> None:
-    write_folder(tmp_path / "set")
+    root = write_folder(tmp_path / "set")
     write_folder(tmp_path / "outside")
-    (tmp_path / "set" / "classes.txt").write_text(listed)
-    with refused(f"a list of classes: {listed!r}", f"{tmp_path}/set/classes.txt: ", TMP=tmp_path):
-        open_folder(tmp_path / "set", 3, classes="classes.txt")
-
-
-@pytest.mark.parametrize("name", ["missing.txt", "binary", "train"])
-def test_a_missing_or_unreadable_list_of_classes_is_refused(tmp_path: Path, name: str) -> None:
-    (write_folder(tmp_path) / "binary").write_bytes(b"\xff\xfe\xfa")
-    with refused(f"a list of classes: {name}", TMP=tmp_path):
-        open_folder(tmp_path, 3, classes=name)
+    (root / "classes.txt").write_text(listed)
+    with refused(f"a list of classes: {listed!r}", f"{root}/classes.txt: ", TMP=tmp_path):
+        open_folder(root, 3, classes="classes.txt")
+    (root / "binary").write_bytes(b"\xff\xfe\xfa")
+    for name in ("missing.txt", "binary", "train"):
+        with refused(f"a list of classes: {name}", TMP=root):
+            open_folder(root, 3, classes=name)
 
 
 def test_wrong_layouts_are_refused(tmp_path: Path) -> None:

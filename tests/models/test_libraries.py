@@ -52,13 +52,10 @@ def build(name: str, channels: int = 1, **options: Any) -> nn.Module:
     return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
 
 
-def test_a_network_has_the_datas_classes_and_channels_and_its_options() -> None:
+def test_a_network_has_the_datas_classes_and_channels_its_options_and_the_weights_of_the_seed() -> None:
     network = build("timm:net.some_tag", width=4)
     assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
     assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 5]
-
-
-def test_its_weights_follow_from_the_seed() -> None:
     assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
 
 
@@ -89,9 +86,6 @@ def test_pretrained_weights_have_the_head_they_were_trained_with() -> None:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
     assert all((tensor == 1).all() for tensor in tensors.values())
-
-
-@pytest.mark.parametrize("name", ["bare", "net.unreachable"])
-def test_weights_that_are_not_to_be_had_are_refused(name: str) -> None:
-    with refused(f"timm's weights of {name}", "--init timm: "):
-        timm_pretrained(name, channels=1, options={})
+    for name in ("bare", "net.unreachable"):
+        with refused(f"timm's weights of {name}", "--init timm: "):
+            timm_pretrained(name, channels=1, options={})

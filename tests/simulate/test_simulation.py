@@ -28,32 +28,20 @@ def small(form: str, workers: int = 4, delays: str = "exponential", more: tuple[
 @pytest.mark.parametrize(
     ("form", "same"),
     [("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp"),
-     ("cutoff:4", "bsp")],
+     ("cutoff:4", "bsp"), ("{form: sampled, sample: 4, staleness: 2}", "ssp:2"),
+     ("{form: stale, staleness: 2}", "ssp:2"), ("{form: asynchronous}", "asp"),
+     ("{form: gossip, probability: 0.5}", "gossip:0.5"), ("{form: elastic, pull_every: 2}", "elastic:2"),
+     ("{form: backup, backups: 1, warmup: 2}", "cutoff:3"), ("{form: local, local_steps: 3}", "diloco:3")],
 )  # fmt: skip
-def test_limits_have_the_same_hash(form: str, same: str) -> None:
-    assert small(form).weights_sha256 == small(same).weights_sha256
-    assert [point.error for point in small(form).points] == [point.error for point in small(same).points]
-
-
-@pytest.mark.parametrize(
-    ("synchrony", "form"),
-    [
-        ("{form: sampled, sample: 4, staleness: 2}", "ssp:2"),
-        ("{form: stale, staleness: 2}", "ssp:2"),
-        ("{form: asynchronous}", "asp"),
-        ("{form: gossip, probability: 0.5}", "gossip:0.5"),
-        ("{form: elastic, pull_every: 2}", "elastic:2"),
-        ("{form: backup, backups: 1, warmup: 2}", "cutoff:3"),
-    ],
-)
-def test_a_recipe_says_what_is_simulated(synchrony: str, form: str) -> None:
-    more = ("virtual_workers=4", f"synchrony={synchrony}")
-    assert small("", more=more).weights_sha256 == small(form).weights_sha256
-
-
-def test_local_steps_of_a_recipe_take_their_part_of_the_images_of_a_virtual_worker() -> None:
-    more = ("stages=[{until: 2ep, images_per_worker: 12}]", "synchrony={form: local, local_steps: 3}")
-    assert small("", more=more).weights_sha256 == small("diloco:3").weights_sha256
+def test_limits_and_what_a_recipe_says_have_the_same_hash(form: str, same: str) -> None:
+    more: tuple[str, ...] = ()
+    if form.startswith("{"):
+        # Local steps of a recipe take their part of the images of a virtual worker.
+        images = 12 if "local" in form else 4
+        more = (f"stages=[{{until: 2ep, images_per_worker: {images}}}]", "virtual_workers=4", f"synchrony={form}")
+    found, expected = small("" if more else form, more=more), small(same)
+    assert found.weights_sha256 == expected.weights_sha256
+    assert [point.error for point in found.points] == [point.error for point in expected.points]
 
 
 def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> None:
