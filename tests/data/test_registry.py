@@ -24,6 +24,11 @@ def synthetic(**changes: Any) -> Data:
     return Data(**{"source": "synthetic", **values, **changes})
 
 
+def frames(**changes: Any) -> Data:
+    values = {"image_size": (11, 39), "train_images": 1500, "eval_images": 400, "classes": 50}
+    return grey("frames", **{**values, **changes})
+
+
 def opened(data: Data, seed: int = 0) -> tuple[ArraySource, ArraySource]:
     train, held_out = open_sources(data, None, seed)
     assert isinstance(train, ArraySource)
@@ -48,19 +53,25 @@ def test_digits_are_split_the_same_for_every_seed() -> None:
     assert sorted(map(bytes, ours)) == sorted(map(bytes, theirs.astype(np.uint8)))  # each digit once
 
 
-def test_synthetic_images_are_a_function_of_seed_split_and_index() -> None:
-    train, held_out = opened(synthetic(), 3)
-    assert (len(train), len(held_out), train.classes) == (40, 20, ("0", "1", "2", "3"))
-    assert train.shape == (16, 16, 3)
-    many = train.read_many(np.array([5, 39, 5]))
+@pytest.mark.parametrize("make", [synthetic, frames])
+def test_made_images_are_a_function_of_seed_split_and_index(make: Any) -> None:
+    data = make()
+    train, held_out = opened(data, 3)
+    assert (len(train), len(held_out)) == (data.train_images, data.eval_images)
+    assert train.classes == tuple(map(str, range(data.classes)))
+    assert train.shape == (*data.sizes.sides, data.channels)
+    many = train.read_many(np.array([5, len(train) - 1, 5]))
     assert np.array_equal(many[0], many[2])
-    assert np.array_equal(many[1], train.read(39))
-    assert not np.array_equal(train.read(5), train.read(9))  # of the same class
-    assert not np.array_equal(train.read(5), held_out.read(5))
-    other, _ = opened(synthetic(), 4)
-    assert not np.array_equal(train.read(5), other.read(5))
-    larger, _ = opened(synthetic(train_images=41), 3)
-    assert np.array_equal(larger.read(5), train.read(5))
+    assert np.array_equal(many[1], train.read(len(train) - 1))
+    for other in (train.read(9), held_out.read(5), opened(data, 4)[0].read(5)):
+        assert not np.array_equal(train.read(5), other)
+    larger, _ = opened(make(train_images=len(train) + 400), 3)
+    everything = np.arange(len(train))
+    assert np.array_equal(larger.read_many(everything), train.read_many(everything))
+    assert np.array_equal(larger.labels[: len(train)], train.labels)
+
+
+def test_synthetic_noise_and_size_are_read() -> None:
     assert opened(synthetic(resize=20, classes=2))[0].read(0).shape == (20, 20, 3), "the size before the centre crop"
     clean, half, noise = (opened(synthetic(options={"noise": value}))[0].read(0) for value in (0.0, 0.5, 1.0))
     assert len(np.unique(clean.reshape(-1, 3), axis=0)) <= 16  # 4 x 4 tiles of one colour each
@@ -82,29 +93,11 @@ def test_synthetic_images_can_be_learned() -> None:
     assert (guesses == held_out.labels).mean() > 0.8
 
 
-def frames(**changes: Any) -> Data:
-    values = {"image_size": (11, 39), "train_images": 1500, "eval_images": 400, "classes": 50}
-    return grey("frames", **{**values, **changes})
-
-
-def test_frames_are_windows_of_sequences_by_seed_split_and_index() -> None:
-    train, held_out = opened(frames(), 3)
-    assert (len(train), len(held_out), train.classes) == (1500, 400, tuple(map(str, range(50))))
-    assert train.shape == (11, 39, 1)
-    many = train.read_many(np.array([5, 1499, 6, 5]))
-    assert np.array_equal(many[0], many[3])
-    assert np.array_equal(many[1], train.read(1499))
+def test_a_state_is_held_and_then_left_for_the_right_in_windows_of_sequences() -> None:
+    train, _ = opened(frames(), 3)
     # The next sample is the same sequence, a frame later, unless a new one begins.
-    assert np.array_equal(many[0][1:], many[2][:-1])
+    assert np.array_equal(train.read(5)[1:], train.read(6)[:-1])
     assert not np.array_equal(train.read(SEQUENCE - 1)[1:], train.read(SEQUENCE)[:-1])
-    assert not np.array_equal(train.read(5), held_out.read(5))
-    assert not np.array_equal(train.read(5), opened(frames(), 4)[0].read(5))
-    larger, _ = opened(frames(train_images=1900), 3)
-    assert np.array_equal(larger.read_many(np.arange(1500)), train.read_many(np.arange(1500)))
-    assert np.array_equal(larger.labels[:1500], train.labels)
-
-
-def test_a_state_is_held_and_then_left_for_the_right() -> None:
     states = walk(np.arange(40), 300, classes=3 * 20, seed=0, split=0)
     assert states.shape == (40, 300)
     for row in states:
