@@ -54,11 +54,8 @@ def count(left: Callable[[], tuple[Tensor, Tensor]], right: Callable[[], tuple[T
 
 
 def counts(x: Tensor, scale: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The numbers other than 0 over some dimensions, and those of them whose integer is not 0: int64.
+    """The numbers other than 0 over `dims`, all but the shared index, and those whose integer is not 0: int64.
 
-    Args:
-        x: float32.
-        scale: 2**s, float32, of length 1 or of that of `x` in each dimension.
-        dims: All but those of the shared index.
+    `x` is float32, and `scale` 2**s, of length 1 or of that of `x` in each dimension.
     """
     return (x != 0).sum(dims), ((x * scale).abs() > 0.5).sum(dims)

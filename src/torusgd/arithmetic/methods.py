@@ -225,11 +225,9 @@ def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Oper
 
 
 def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
-    """Freivalds' check that A(Br) = (AB)r in integers modulo 2**64, with a keyed random r.
-
-    An error of one unit in one element is found unless r has a zero there, and any error with a probability of a half
-    at least (that of a multiple of 2**63) and nearly always of one.
-    """
+    """Freivalds' check that A(Br) = (AB)r in integers modulo 2**64, with a keyed random r."""
+    # An error of one unit in one element is found unless r has a zero there, and any error with a probability of a half
+    # at least (that of a multiple of 2**63) and nearly always of one.
     columns = product.shape[-1]
     draws = keyed_hash(_CHECK, columns, *a[0].shape, torch.arange(columns).numpy())
     r = torch.from_numpy(draws.view("int64")).to(product.device)

@@ -121,11 +121,9 @@ def mean(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 or float64 values, in their dtype.
-
-    torch's own is off for 16 % of float32 values and 1 % of float64 on x86. That of float64, off by a unit, still
-    rounds right for float32 values: a root is never as near to the middle of two of them.
-    """
+    """The correctly rounded square root of float32 or float64 values, in their dtype."""
+    # torch's own is off for 16 % of float32 values and 1 % of float64 on x86. That of float64, off by a unit, still
+    # rounds right for float32 values: a root is never as near to the middle of two of them.
     return x.double().sqrt_().float() if x.dtype == torch.float32 else _square_root64(x)
 
 

@@ -210,14 +210,11 @@ _MARGIN = 1.5
 
 
 def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
-    """The factor (1, 2, 4 or 8) by which a JPEG of that size can be decoded smaller for this region, and the latter.
-
-    Its edges are moved outwards to multiples of the factor, which are whole pixels in the smaller picture.
-    """
+    """The factor (1, 2, 4 or 8) by which a JPEG of that size can be decoded smaller for this region, and the latter."""
     # The smaller of the two directions decides, since both must leave pixels enough.
     most = min(region.height / region.rows, region.width / region.columns) / _MARGIN
     shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(most, 1))
-    # Outwards, so that no pixel of the box is lost.
+    # Edges move outwards, so that no pixel of the box is lost, to multiples of the factor: whole pixels of the result.
     top, left = region.top // shrink * shrink, region.left // shrink * shrink
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
@@ -227,10 +224,8 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
 def _upper_rows(
     data: bytes, header: _Header, channels: int, shrink: int, rows: int, buffer: Pixels | None
 ) -> Pixels | None:
-    """At least the upper `rows` of a JPEG, counted in full size; None if it must be decoded whole.
-
-    The last row may be blurred, since the decoder has no rows below it: request some more than you use.
-    """
+    """At least the upper `rows` of a JPEG, counted in full size; None if it must be decoded whole."""
+    # The last row may be blurred, since the decoder has no rows below it: callers request some more than they use.
     # simplejpeg always decodes a whole picture, so it gets a header with a smaller height. It decodes that many rows,
     # then complains of the data that are left over, which is the sign that the rows are complete.
     # A progressive file has all rows only at its end, so it is decoded whole. So is a file without its end marker: one

@@ -194,11 +194,9 @@ def _scaled_exactly(image: Pixels, rows: int, columns: int) -> Pixels:
 
 @lru_cache(maxsize=256)
 def _neighbours(length: int, out: int) -> tuple[Int64, Float32, Float32]:
-    """The pixels of a side [taps, out] that each pixel of the result is made of, their weights, and the sums of these.
-
-    Positions count in 1 / (2 * out) of a pixel, so that the weights, of a triangle as wide as a pixel of the result
-    or two of the image, are whole numbers.
-    """
+    """The pixels [taps, out] that each one of the result is made of, their weights, and the sums of these."""
+    # Positions count in 1 / (2 * out) of a pixel, so that the weights, of a triangle as wide as a pixel of the result
+    # or two of the image, are whole numbers.
     reach, centre = 2 * max(length, out), (2 * np.arange(out) + 1) * length
     place = (centre - reach - out) // (2 * out) + 1 + np.arange(reach // out + 1)[:, None]
     weight = (reach - abs((2 * place + 1) * out - centre)).clip(0) * ((place >= 0) & (place < length))

@@ -126,14 +126,12 @@ class _Made:
 
 
 class LoaderProcesses:
-    """Makes training batches by copies of a pipeline (`open_`) in other processes, one batch at a time in each.
-
-    Safe to use from several threads, each of which waits for its batch; `Loader` has as many.
-    """
+    """Makes training batches by copies of a pipeline (`open_`) in other processes; safe to use from several threads."""
 
     # The threads of one interpreter share its lock and can't use all cores. Each process opens the images for itself,
     # from the lists that its machine has already (`Once`), and makes one batch at a time, with the bits of `Pipeline`.
-    # Images go through memory that it shares with the rank, only a few numbers through a pipe.
+    # Images go through memory that it shares with the rank, only a few numbers through a pipe. Each thread of the
+    # caller waits for its batch; `Loader` has as many as there are processes.
     def __init__(self, pipeline: Pipeline, open_: Open, count: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")

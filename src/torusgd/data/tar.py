@@ -153,10 +153,7 @@ class RemoteShards(Shards):
 
 
 class RangeCache:
-    """Ranges of files, of these sizes in bytes, on a local disk, by number; several processes use one folder at a time.
-
-    No range is added once they have `most` bytes in all.
-    """
+    """Ranges of files, of these sizes, on a local disk, up to `most` bytes; several processes share a folder."""
 
     # Each file has a sparse copy here, in which a range has the offset that it has in the original.
     # A range is known by its number in the index, and verified by a CRC-32: so processes that write need no agreement,

@@ -64,14 +64,12 @@ class OrderedMaxPool(torch.autograd.Function):
 
 
 class Blur2d(nn.Module):
-    """A small low-pass filter for each channel, so that a stride after it skips less (Zhang, arXiv 1904.11486).
-
-    The kernel is [1 2 1] x [1 2 1] / 16 with a border of one zero, as in MosaicML's Composer and in FFCV's ResNets.
-    """
+    """A small low-pass filter for each channel, so that a stride after it skips less (Zhang, arXiv 1904.11486)."""
 
     def __init__(self, channels: int, stride: int = 1) -> None:
         super().__init__()
         self.stride = stride
+        # With a border of one zero, as in MosaicML's Composer and in FFCV's ResNets.
         row = torch.tensor([1.0, 2.0, 1.0])
         kernel = (torch.outer(row, row) / 16).expand(channels, 1, 3, 3).contiguous()
         # No part of the state: files of weights stay those of a network without a blur.

@@ -195,10 +195,7 @@ def stacked_bar(name: str, shares: Mapping[str, float]) -> dict[str, Any]:
 
 
 def sweep_charts(forecasts: Sequence[Mapping[str, Any]], knee: object) -> list[Chart]:
-    """Images a second, efficiency and time over numbers of devices; of what `torusgd plan --json` has under `sweep`.
-
-    A vertical line marks the knee.
-    """
+    """Images a second, efficiency (with the knee) and time by devices, from `sweep` of `torusgd plan --json`."""
 
     def points(key: str) -> list[tuple[float, float]]:
         return [(f["devices"], f[key]) for f in forecasts if is_number(f.get("devices")) and is_number(f.get(key))]
