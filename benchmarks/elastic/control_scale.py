@@ -10,7 +10,9 @@ store, its beats and a real `Follower`, but not a thread: a few processes take t
 Python threads would measure the two cores that they share and not the store. Training is left out.
 
 Measured: the time for all to meet, from one beat to the next, what a roll call takes, when a rank that was killed is
-named by all others (with a heartbeat limit of --limit s), and how long a failure takes to be known.
+named by all others (with a heartbeat limit of --limit s), and how long a failure takes to be known. With --group all
+ranks first make the group of a run, a tree of meshes over Gloo with a thread for each rank: how long that takes, and a
+sum of one number over all ranks, which is what agrees on a step.
 
 Needs: root, for a network of its own.
 """
@@ -23,16 +25,20 @@ import resource
 import signal
 import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torusgd.comm import store_keys as keys
 from torusgd.comm.base import LateRank
+from torusgd.comm.groups import Group, build
 from torusgd.ranks import liveness
 from torusgd.ranks.failures import Failure, FailureChannel, FailureKind
 from torusgd.ranks.liveness import BEAT_SECONDS, Beat, Follower, Heartbeat, Limits, Watch
@@ -41,6 +47,7 @@ from torusgd.ranks.rank import serve_store
 from ..record import sample
 
 WAIT = timedelta(seconds=300)
+_SUMS = 5
 
 
 def main() -> None:
@@ -50,6 +57,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8, help="that the ranks are spread over")
     parser.add_argument("--seconds", type=float, default=30.0, help="of beating before a rank is killed")
     parser.add_argument("--limit", type=float, default=25.0, help="seconds without a heartbeat")
+    parser.add_argument("--group", action="store_true", help="make the group of a run, too")
     arguments = parser.parse_args()
     _allow_files()
     store = serve_store()
@@ -68,11 +76,24 @@ def main() -> None:
     intervals = sorted(interval for each in found for interval in each["intervals"])
     sample(f"{arguments.ranks} ranks, roll call, ms", [1e3 * each for each in caller["looks"]])
     sample(f"{arguments.ranks} ranks, from one beat to the next, s", intervals)
+    if arguments.group:
+        sums = [max(each) for each in zip(*(host["sums"] for host in found), strict=True)]
+        sample(f"{arguments.ranks} ranks, until the group was made, s", [max(host["built"] for host in found)])
+        sample(f"{arguments.ranks} ranks, a sum of one number, ms", [1e3 * each for each in sums])
     print(
         json.dumps(
             {
                 "ranks": arguments.ranks,
                 "processes": arguments.processes,
+                **(
+                    {
+                        "seconds_until_the_group_was_made": round(max(host["built"] for host in found), 1),
+                        "sum_of_one_number_ms": [round(1e3 * each) for each in sums],
+                        "most_sockets_of_a_process": max(host["sockets"] for host in found),
+                    }
+                    if arguments.group
+                    else {}
+                ),
                 "seconds_until_all_had_met": round(max(each["met"] for each in found), 1),
                 "beat_interval_median_99_max": [
                     round(intervals[int(share * (len(intervals) - 1))], 2) for share in (0.5, 0.99, 1.0)
@@ -91,6 +112,31 @@ def main() -> None:
             indent=1,
         )
     )  # fmt: skip
+
+
+def _in_group(ranks: Sequence[int], size: int, port: int) -> dict[str, Any]:
+    """Makes the group of all ranks, with a thread for each of this process; what that and a few sums take."""
+    began, built, sums = time.monotonic(), list[float](), [list[float]() for _ in range(_SUMS)]
+
+    def be(rank: int) -> Group:
+        group = build(
+            PrefixStore("group", _connected(port)), range(size), rank,
+            device=torch.device("cpu"), timeout=WAIT.total_seconds(),
+        )  # fmt: skip
+        built.append(time.monotonic() - began)
+        for times in sums:
+            group.barrier()
+            begin, total = time.monotonic(), torch.ones(1, dtype=torch.int64)
+            group.all_reduce(total)
+            times.append(time.monotonic() - begin)
+            assert total.item() == size
+        return group
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        groups = list(pool.map(be, ranks))
+        sockets = sum(os.path.realpath(f"/dev/fd/{each}").startswith("/proc") for each in os.listdir("/dev/fd"))
+        list(pool.map(Group.close, groups))
+    return {"built": max(built), "sums": [max(times) for times in sums], "sockets": sockets}
 
 
 class _TimedWatch(Watch):
@@ -132,11 +178,16 @@ def _host(number: int, arguments: argparse.Namespace, port: int, answers: Any) -
     patch.object(liveness, "Watch", _TimedWatch).start()
     _meet(store, "started", many + 2)
     began = time.monotonic()
-    caller = Heartbeat(store, 0, limits, range(size)) if number == 0 else None
     mine = [size - 1] if number > many else range(number, size - 1, many) if number else []
+    answer: dict[str, Any] = {"number": number}
+    if arguments.group:
+        answer |= _in_group(mine or [0], size, port)
+        _meet(store, "grouped", many + 2)
+        began = time.monotonic()
+    caller = Heartbeat(store, 0, limits, range(size)) if number == 0 else None
     ranks = [_Rank(port, rank, limits) for rank in mine]
     _meet(store, "met", many + 2)
-    answer: dict[str, Any] = {"number": number, "met": time.monotonic() - began}
+    answer["met"] = time.monotonic() - began
     _turns(ranks, 5 * BEAT_SECONDS)
     first = _numbers(caller)
     _TimedWatch.looks.clear()
