@@ -52,9 +52,9 @@ class LayerPoint:
     transfer: float  # seconds of their bytes, summed
     hiding: float  # seconds of backward that are left when its weight gradient is complete
 
-    def late(self, slower: float = 1.0, longer: float = 1.0) -> float:
-        """Seconds by which the queue from here on ends after backward, with slower links and longer latencies."""
-        return longer * self.latency + slower * self.transfer - self.hiding
+    def late(self) -> float:
+        """Seconds by which the queue from here on ends after backward."""
+        return self.latency + self.transfer - self.hiding
 
 
 @dataclass(frozen=True)
