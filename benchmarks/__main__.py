@@ -38,7 +38,7 @@ def main(words: list[str]) -> None:
     known = commands()
     group, command = (*(word.replace("_", "-") for word in words[:2]), "", "")[:2]
     if (group, command) not in known:
-        wanted = [word for word in words[:2] if word not in ("-h", "--help")]
+        wanted = [word for word in (group, command) if word not in ("", "-h", "--help")]
         listed = {name: line for name, line in known.items() if not wanted or wanted[0] == name[0]}
         print(*[f"{' '.join(name):35} {line}" for name, line in (listed or known).items()], sep="\n")
         if wanted and (len(wanted) > 1 or not listed):

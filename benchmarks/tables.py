@@ -1,4 +1,4 @@
-"""Writes the tables of docs and notes from the files in benchmarks/results.
+"""Writes the tables of README, docs and notes from the files in benchmarks/results, and the planner's from its fit.
 
     python -m benchmarks.tables
 
@@ -6,6 +6,8 @@ A table stands between `<!-- benchmarks.tables: NAME -->` and `<!-- end of NAME 
 file NAME.json, whose newest run is shown.
 """
 
+import csv
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from .accuracy import proof
 from .record import RESULTS, runs
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notes").glob("*.md")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "notes").glob("*.md")]
 _NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", re.MULTILINE)
 _MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
@@ -115,12 +117,53 @@ def all_reduces() -> str:
     return "\n".join(found)
 
 
+def readme() -> str:
+    """The few figures of the README, each from the newest run of its file or from the planner's fit."""
+
+    def newest(name: str) -> dict[str, list[float]]:
+        return runs(RESULTS / f"{name}.json")[-1]["samples"]
+
+    fashion = newest("accuracy-fashion")
+    names = ("fashion-large", "fashion-plain-end")
+    top1 = [", ".join(f"{each:.2f}" for each in fashion[f"{name}, % top-1"]) for name in names]
+    steps = [f"{fashion[f'{name}, steps'][0]:,}" for name in names]
+    trained = "; ".join(f"{each} % in {count} steps" for each, count in zip(top1, steps, strict=True))
+    portable = newest("portable-speed")
+    slower = {
+        name.partition(", ")[0]: median(each) / median(portable[name.replace("portable", "float32")])
+        for name, each in portable.items()
+        if name.endswith(", portable, ms")
+    }
+    far = next(run for run in runs(RESULTS / "allreduce-allreduce.json")[::-1] if "far, plain" in str(run["samples"]))
+    auto = {name: median(each) for name, each in far["samples"].items() if name.endswith(" streams, auto, ms")}
+    gains = [median(far["samples"][name.replace(", auto,", ", native,")]) / each for name, each in auto.items()]
+    plan = ROOT / "src" / "torusgd" / "plan"
+    planned = json.loads((plan / "calibrated.json").read_text())["system_left_out"]
+    published = {row["id"]: float(row["value"]) for row in csv.DictReader((plan / "published.csv").open())}
+    errors = [abs(each / published[name] - 1) for name, each in planned.items()]
+    off = f"median error {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} % ({len(errors)} rows)"
+    hosts = "(4 KiB to 4 MiB, 16 emulated hosts, 5 ms, 1 Gb/s)"
+    rows = [
+        ("top-1 at a batch of 1,024 to 4,096; of 256", f"{trained} (Fashion-MNIST; chosen on these held-out images)",
+         "docs/benchmarks.md#fashion-mnist-large-batches-without-losing-accuracy"),
+        ("`--allreduce auto` against Gloo's own", f"{min(gains):.1f} to {max(gains):.1f} times as quick {hosts}",
+         "docs/benchmarks.md#all-reduce-over-emulated-hosts"),
+        ("portable arithmetic",
+         f"{min(slower.values()):.1f} to {max(slower.values()):.1f} times float32's step ({', '.join(slower)})",
+         "docs/methods/portable-arithmetic.md"),
+        ("the planner, on published systems of which the fit had seen no row", off, "docs/published.md"),
+    ]  # fmt: skip
+    lines = [f"| {what} | {figure} | [more]({page}) |" for what, figure, page in rows]
+    return "\n".join(["| what | figure | |", "| --- | --- | --- |", *lines])
+
+
 WRITERS: dict[str, Callable[[], str]] = {
     "all-reduces": all_reduces,
     "commands": listed,
     "proof": proof.table,
     "proof-choices": proof.choices,
     "proof-noise": proof.noise,
+    "readme": readme,
     "step-records": partial(pooled, "step-records"),
 }
 """tables that are not the newest run of a file"""

@@ -43,6 +43,11 @@ def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatc
     main([*command.split(), "--help"])
 
 
+def test_a_group_is_listed_by_either_name(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["slow_ranks", "--help"])
+    assert "slow-ranks shares" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

@@ -85,6 +85,13 @@ def test_another_program_is_named_in_the_first_line(plan, words: tuple[str, ...]
     assert " ".join(out.split()).startswith(found["title"])
 
 
+def test_one_device_is_not_compared_with_itself(plan) -> None:
+    out, found = plan("digits", "--cluster", "hgx-h100", "--devices", 1)
+    assert found["efficiency"] == pytest.approx(1.0)
+    assert "times one device" not in out
+    assert "a device" in out
+
+
 def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
     out, found = plan("resnet50-90ep", "--cluster", "abci", "--devices", 2048)
     assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out

@@ -95,9 +95,12 @@ class PortableMode(TorchDispatchMode):
         if func not in PASSING and any(x.is_floating_point() or x.is_complex() for x in _tensors(given)):
             where = _module()
             place = f" in {type(where).__name__}" if where is not None else ""
+            if torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
+                remedy = "use torch.no_grad() in place of torch.inference_mode()"
+            else:
+                remedy = "use another layer, or precision: float32"
             raise UserError(
-                f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; "
-                "use another layer, or precision: float32"
+                f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; {remedy}"
             )
         return result
 

@@ -85,13 +85,11 @@ def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], co
         column.justify = "right"
     for number, (name, top1, row) in enumerate(zip(names, accuracies, counts, strict=True)):
         accuracy = "-" if top1 is None else f"{top1:.1%}"
-        table.add_row(Text(f"{number} {name}"), accuracy, *("" if count == 0 else str(count) for count in row))
+        said = Text(name if name == str(number) else f"{number} {name}")
+        table.add_row(said, accuracy, *("" if count == 0 else str(count) for count in row))
     return table
 
 
 def describe(result: "Evaluation") -> str:
     excluded = f", {result.excluded} undecodable left out" if result.excluded else ""
-    return (
-        f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}  on {result.images} held-out images"
-        f"{excluded}"
-    )
+    return f"{result}  on {result.images} held-out images{excluded}"

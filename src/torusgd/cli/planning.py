@@ -291,9 +291,12 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     found.rows[-1].style = "dim"
     console.print(found)
     run = forecast.run
+    beside_one = (
+        f", {forecast.speedup:,.1f} times one device with the same global batch; efficiency {forecast.efficiency:.1%} "
+        "of one device with as many images each (weak scaling)"
+    )
     console.print(
-        f"{forecast.images_per_second:,.0f} images/s, {forecast.speedup:,.1f} times one device with the same global "
-        f"batch; efficiency {forecast.efficiency:.1%} of one device with as many images each (weak scaling); about "
+        f"{forecast.images_per_second:,.0f} images/s{beside_one if forecast.devices > 1 else ''}; about "
         f"{byte_size(forecast.memory)} a device"
     )
     console.print(

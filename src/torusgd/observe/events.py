@@ -101,8 +101,7 @@ class Telemetry:
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         self._write(evaluation_event(step, evaluation, seconds, polished))
         epoch = self._schedule_epoch(step)
-        self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
-                 f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+        self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  {evaluation}  {seconds:.1f} s")
 
     def complete(self, event: Mapping[str, Any]) -> None:
         """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""

@@ -38,6 +38,12 @@ class Evaluation:
     loss: float  # mean cross-entropy, without label smoothing
     images: int
     excluded: int
+    classes: int  # of the data
+
+    def __str__(self) -> str:
+        # Of five classes and fewer top-5 is always 100 %.
+        top5 = f"  top-5 {self.top5:.2%}" if self.classes > 5 else ""
+        return f"top-1 {self.top1:.2%}{top5}  loss {self.loss:.4f}"
 
     def as_summary(self) -> dict[str, float | int]:
         figures = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
@@ -99,7 +105,7 @@ def evaluate(
         return None
     assert seen + excluded == total, "every held-out image is counted once"
     mean = float(decode(message[6:].reshape(FULL.rows, 1))) / max(seen, 1)
-    return Evaluation(top1 / max(seen, 1), top5 / max(seen, 1), mean, seen, excluded)
+    return Evaluation(top1 / max(seen, 1), top5 / max(seen, 1), mean, seen, excluded, len(pipeline.source.classes))
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
