@@ -1,9 +1,8 @@
 """Training in virtual time: P virtual workers in one process, with real gradients and keyed delays.
 
 Stale and sampled barriers, gossip and elastic averaging have no other. Forms of relaxed synchrony are loops over
-virtual time, each with plain SGD, and generators of moments: the weights after an update, the virtual time, and how
-many gradients went in so far. Batches are numbered as a synchronous run
-shares out its stream: the k-th gradient of worker i of P is of batch k P + i.
+virtual time, each with plain SGD, and generators of moments. Batches are numbered as a synchronous run shares out its
+stream: the k-th gradient of worker i of P is of batch k P + i.
 
 | form | source |
 | --- | --- |

@@ -29,8 +29,7 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and of the batch the mean and the inverse deviation of each channel (none in evaluation).
 
-    A training pass moves the running statistics to old * (1 - momentum) + new * momentum, of which the variance is the
-    sum of squares divided by one less than the count, in place.
+    A training pass moves the running statistics, in place.
     """
     dims = (0, *range(2, x.dim()))
     if not training:
@@ -53,6 +52,7 @@ def batch_norm(
     middle = center.flatten()
     deviation = inverse_std(quotient(total, count), eps)
     if running_mean is not None and running_var is not None:
+        # To old * (1 - momentum) + new * momentum, with the variance over one less than the count.
         _move(running_mean, middle, momentum)
         _move(running_var, quotient(total, max(count - 1, 0)), momentum)
     return _affine(x, center, deviation, weight, bias), middle, deviation

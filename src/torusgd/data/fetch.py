@@ -57,9 +57,8 @@ _MOST_DEVKIT = 1 << 27  # bytes of the development kit, unpacked; it has 8 milli
 def fetch(name: str, out: Path | None = None) -> Path:
     """The folder with a data set's files, each checked by its SHA-256; the log names their origin.
 
-    Tried in turn: `out` (by default data/NAME in the current folder); the folder of Debian's package; that package,
-    unpacked without root; the authors' site. Files appear in `out` only when all of them are there and right. RunError
-    if every origin failed.
+    `out` is data/NAME by default; files appear there only when all of them are there and right. Else they come from
+    Debian's package, installed or unpacked without root, or from the authors' site. RunError if every origin failed.
     """
     if name not in DATA_SETS:
         raise UserError(f"data fetch: no data set {name!r}; there are {', '.join(DATA_SETS)}")

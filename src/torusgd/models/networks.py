@@ -310,16 +310,13 @@ _BLURRED_FROM = 16
 
 
 def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
-    """Puts a blur before each strided convolution of 16 input channels or more, and with `pool` into the max pooling.
-
-    With `pool` the maximum is taken at every pixel and the blur has the stride (MosaicML). Names of parameters stay.
-    """
+    """Puts a blur before each strided convolution of 16 input channels or more, with `pool` also into max pooling."""
     # Lists, since the loop replaces children of the modules that it walks over.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
                 setattr(module, name, _BlurredConv2d(child))
-    if pool:
+    if pool:  # the maximum is taken at every pixel, and the blur has the stride (MosaicML)
         blurred = Blur2d(model.conv1.out_channels, stride=2)
         model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), blurred)
 
@@ -340,10 +337,7 @@ class _BlurredConv2d(nn.Conv2d):
 def init_residual(
     model: nn.Module, *, zero_gamma: bool, fan_in: bool = False, uniform_gamma: bool = False, rare: bool = False
 ) -> None:
-    """Draws the weights anew: He's normal rule (arXiv 1502.01852) for convolutions, N(0, 0.01) for linear layers.
-
-    With `zero_gamma` each residual block begins as its shortcut: the gamma of its last batch norm is zero.
-    """
+    """Draws the weights anew: He's normal rule (arXiv 1502.01852) for convolutions, N(0, 0.01) for linear layers."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             # The variance is 2 over the inputs of an output (Fujitsu's MLPerf v0.6 code), or over the outputs of an
@@ -356,7 +350,7 @@ def init_residual(
             nn.init.constant_(module.bias, -logarithm(module.out_features) if rare else 0.0)
         elif isinstance(module, nn.BatchNorm2d) and uniform_gamma:
             nn.init.uniform_(module.weight)  # MosaicML's
-    # After the loop above, which may have drawn these gammas.
+    # So each residual block begins as its shortcut. After the loop above, which may have drawn these gammas.
     for module in model.modules() if zero_gamma else ():
         if isinstance(module, BasicBlock | Bottleneck):
             last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
