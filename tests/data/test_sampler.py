@@ -200,23 +200,21 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
         getattr(sampler, "batch_size", None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"length": 0}, "length"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": 2, "world_size": 3}, "3 micro-batches of a batch of 2"),
-        ({"micro_batches": 2, "world_size": 3}, "one a rank at least"),
-        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
-        ({"micro_batches": 0}, "0 micro-batches"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        list(StreamSampler(**{"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}))
+WRONG: dict[str, dict[str, int]] = {
+    "length": {"length": 0},
+    "batch_size": {"batch_size": 0},
+    "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
+    "one a rank at least": {"micro_batches": 2, "world_size": 3},
+    "rank 2 of 2": {"rank": 2, "world_size": 2},
+    "0 micro-batches": {"micro_batches": 0},
+}
 
 
-def test_a_state_of_another_stream_or_an_older_one_is_refused() -> None:
+def test_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
+    for match, arguments in WRONG.items():
+        given: dict[str, Any] = {"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}
+        with pytest.raises(ValueError, match=match):
+            list(StreamSampler(**given))
     sampler = StreamSampler(LENGTH, 6)
     old = sampler.state_dict()
     sampler.step(2)

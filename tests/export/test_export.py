@@ -94,7 +94,9 @@ def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path
     assert open_model(tmp_path / "hub" / "model.safetensors").recipe == open_model(run).recipe
 
 
-def test_a_card_says_how_to_train_the_same_elsewhere(run: Path) -> None:
+def test_a_card_says_how_to_train_the_same_elsewhere_and_no_text_of_a_stranger_breaks_it(
+    run: Path, tmp_path: Path
+) -> None:
     record = read_run(run)
     for status, command in (
         ({}, "torusgd train recipe.yaml\n"),
@@ -104,20 +106,17 @@ def test_a_card_says_how_to_train_the_same_elsewhere(run: Path) -> None:
         ({"data": "hf:a/b <script>"}, "torusgd train recipe.yaml --data PATH\n"),
     ):  # fmt: skip
         assert f"    {command}" in card(replace(record, status=status), None)
+    folder = copied(run, tmp_path / "<b>|\n---", conditions={"cpu": "a|b\n# <script>"})
+    text = card(read_run(folder), None)
+    assert "<" not in text.split("---\n", 2)[2]
+    assert "\n# &lt;script" not in text
+    assert yaml.safe_load(text.partition("\n\n# ")[0].strip().strip("-"))["model-index"][0]["name"] == folder.name
 
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     found = hub.ModelCard(card(read_run(run), "apache-2.0"))
     assert found.data.eval_results[0].metric_type == "accuracy"
-
-
-def test_text_of_a_stranger_breaks_no_card(run: Path, tmp_path: Path) -> None:
-    folder = copied(run, tmp_path / "<b>|\n---", conditions={"cpu": "a|b\n# <script>"})
-    text = card(read_run(folder), None)
-    assert "<" not in text.split("---\n", 2)[2]
-    assert "\n# &lt;script" not in text
-    assert yaml.safe_load(text.partition("\n\n# ")[0].strip().strip("-"))["model-index"][0]["name"] == folder.name
 
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path, mistake: Any) -> None:
