@@ -441,8 +441,6 @@ def connected(
     group._set_default_backend(ProcessGroup.BackendType.GLOO if is_mesh else ProcessGroup.BackendType.NCCL)
     if is_mesh:
         gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
-        # As torch's own `new_group` does: its debug modes compare these numbers among ranks.
-        gloo._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     if nccl:
         options = c10d.ProcessGroupNCCL.Options()
@@ -450,7 +448,6 @@ def connected(
         if split is not None:
             options.split_from, options.split_color = split
         backend = c10d.ProcessGroupNCCL(PrefixStore(keys.NCCL, store), group_rank, size, options)
-        backend._set_sequence_number_for_group()
         group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
         # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.
         backend.eager_connect_single_device(device)
