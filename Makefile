@@ -68,7 +68,9 @@ clean: ## remove .venv and caches, and leave runs/
 
 .venv/installed-demo: WHAT = -e '.[digits]'
 .venv/installed-dev: WHAT = -e '.[digits,images,tensorboard]' --group dev
-.venv/installed-all: WHAT = -e '.[all,triton]' --group dev --group extras
+# torchvision of PyPI is built for PyPI's torch: its operators are missing beside a torch for CPUs alone (2.13.0+cpu).
+.venv/installed-all: WHAT = -e '.[all,triton]' --group dev --group extras \
+	$(shell sed -n 's/^\(torch\|torchvision\)==/\1===/p' constraints.txt)
 .venv/installed-docs: WHAT = -e . --group docs
 .venv/installed-dist: WHAT = --group dist
 .venv/installed-demo .venv/installed-dev .venv/installed-all .venv/installed-docs .venv/installed-dist: .venv/made pyproject.toml constraints.txt
