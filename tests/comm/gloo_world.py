@@ -122,6 +122,15 @@ def _run(target: Callable[..., None], size: int, arguments: tuple[Any, ...], exp
     return [results[rank] for rank in sorted(results)]
 
 
+def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """The sentence of the error that a call ends with, which ranks compare; of none an empty one."""
+    try:
+        function(*arguments, **keywords)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
 def write_profile(folder: Path, ranks: int) -> Path:
     """The file of a profile by which `auto` chooses on these ranks, each of which would else measure for seconds."""
     link = Link(latency=1e-4, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)

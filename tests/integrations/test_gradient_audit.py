@@ -2,15 +2,14 @@
 
 import os
 
-import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import error_of, run_ranks
 
-from torusgd.errors import CorruptionError, UserError
 from torusgd.integrations.gradient_audit import GradientAudit
 
 
-def _audited(wrong: int, fraction: float) -> str:
+def _audited(wrong: int, *fractions: float) -> list[tuple[int, str]]:
+    """For each fraction the steps that were checked, and the error."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
@@ -23,46 +22,38 @@ def _audited(wrong: int, fraction: float) -> str:
             found[0][0, 0] = torch.nextafter(found[0][0, 0], torch.tensor(9.0))
         return (*found, None, torch.eye(2).to_sparse())
 
-    audit = GradientAudit(compute, fraction=fraction)
-    checked = 0
-    for step in range(20):
-        try:
-            checked += audit.step(step * size + rank)
-        except CorruptionError as error:
-            return str(error)
-    return str(checked)
+    def steps(audit: GradientAudit, checked: list[bool]) -> None:
+        for step in range(20):
+            checked.append(audit.step(step * size + rank))
+
+    found = []
+    for fraction in fractions:
+        checked: list[bool] = []
+        error = error_of(steps, GradientAudit(compute, fraction=fraction), checked)
+        found.append((sum(checked), error))
+    return found
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_right_ranks_pass_and_a_fraction_of_the_steps_is_checked(size: int) -> None:
-    assert run_ranks(size, _audited, -1, 1.0) == ["20"] * size
-    few = run_ranks(size, _audited, -1, 0.3)
-    assert len(set(few)) == 1
-    assert 0 < int(few[0]) < 20
-    assert run_ranks(size, _audited, -1, 0.0) == ["0"] * size
+def test_right_ranks_pass_and_a_fraction_of_the_steps_is_checked() -> None:
+    for size in (1, 3):
+        (first, *others) = run_ranks(size, _audited, -1, 1.0, 0.3, 0.0)
+        assert others == [first] * (size - 1)
+        (every, _), (few, _), (none, _) = first
+        assert every == 20 > few > none == 0
+        assert {error for _, error in first} == {""}
 
 
-def test_one_bit_of_one_gradient_names_its_rank() -> None:
-    said = run_ranks(3, _audited, 1, 1.0)
-    assert len(set(said)) == 1
-    assert "rank 1 on " in said[0]
-    assert "rank 0" not in said[0]
-    assert "rank 2" not in said[0]
-
-
-def test_of_two_ranks_both_are_named() -> None:
-    assert "rank 0 on " in (said := run_ranks(2, _audited, 1, 1.0)[0])
-    assert "rank 1 on " in said
+def test_one_bit_of_one_gradient_names_its_rank_and_of_two_ranks_both() -> None:
+    for size, named in ((3, {1}), (2, {0, 1})):
+        ((_, said),), *others = run_ranks(size, _audited, 1, 1.0)
+        assert {error for [(_, error)] in others} == {said}
+        assert {rank for rank in range(size) if f"rank {rank} on " in said} == named
 
 
 def _under_other_conditions() -> str:
     if os.environ["RANK"] == "1":
         torch.set_num_threads(2)
-    try:
-        GradientAudit(lambda key: [])
-    except UserError as error:
-        return str(error)
-    return ""
+    return error_of(GradientAudit, lambda key: [])
 
 
 def test_other_conditions_are_refused_on_every_rank() -> None:

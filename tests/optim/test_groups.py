@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,36 +42,38 @@ def test_kinds() -> None:
         assert {name for name, found in kinds.items() if found == kind} == expected
 
 
-def test_lars_excludes_norm_and_bias_by_default() -> None:
-    model = Net()
+def test_the_settings_of_lars_reach_its_groups() -> None:
     settings = recipe.Optimizer(name="lars", weight_decay=1e-4, trust=0.02, eps=1e-6, variant="mxnet", momentum=0.8)
-    optimizer = build_optimizer(settings, model, lr=13.0)
+    optimizer = build_optimizer(settings, Net(), lr=13.0)
     assert isinstance(optimizer, Lars)
-    assert names(model, optimizer) == [WEIGHTS, BIASES | NORMS]
     first, second = optimizer.param_groups
     assert (first["trust"], first["weight_decay"], first["eps"], first["variant"]) == (0.02, 1e-4, 1e-6, "mxnet")
     assert (first["lr"], first["peak_lr"], first["momentum"]) == (13.0, 13.0, 0.8)
     assert (second["trust"], second["weight_decay"]) == (None, 0.0)
 
 
-def test_each_rule_is_its_own() -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind", "expected"),
+    [
+        ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
+        (
+            {"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
+            {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES},
+        ),
+        ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
+    ],
+)  # fmt: skip
+def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(
+    settings: dict[str, Any], kind: type, expected: dict[tuple[bool, bool], set[str]]
+) -> None:
     model = Net()
-    settings = recipe.Optimizer(name="lars", weight_decay=1e-4, no_decay=("bias",), no_trust=("norm",))
-    optimizer = build_optimizer(settings, model, lr=1.0)
-    found = {
-        (group["weight_decay"] > 0, group["trust"] is not None): members
+    optimizer = build_optimizer(recipe.Optimizer(weight_decay=1e-4, **settings), model, lr=1.0)
+    assert isinstance(optimizer, kind)
+    assert {group.get("nesterov", False) for group in optimizer.param_groups} == {"nesterov" in settings}
+    assert expected == {
+        (group["weight_decay"] > 0, group.get("trust") is not None): members
         for group, members in zip(optimizer.param_groups, names(model, optimizer), strict=True)
     }
-    assert found == {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES}
-
-
-def test_sgd_with_everything_decayed_is_one_group() -> None:
-    model = Net()
-    settings = recipe.Optimizer(name="sgd", weight_decay=1e-4, no_decay=(), nesterov=True)
-    optimizer = build_optimizer(settings, model, lr=0.1)
-    assert isinstance(optimizer, Sgd)
-    assert names(model, optimizer) == [WEIGHTS | BIASES | NORMS]
-    assert optimizer.param_groups[0]["nesterov"] is True
 
 
 def test_frozen_parameters_are_left_out() -> None:

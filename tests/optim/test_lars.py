@@ -1,7 +1,5 @@
 import copy
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from tests.messages import refused
 from torch import Tensor, nn
 
-from torusgd.optim import BLOCK, VARIANTS, AdamW, Lars, Sgd, lars, layer_norms, layer_rates
+from torusgd.optim import BLOCK, VARIANTS, AdamW, Lars, Sgd, lars, layer_rates
 
 PATHS = {"fused": None, "foreach": True, "plain": False}
 
@@ -109,46 +107,6 @@ def test_three_steps_follow_the_published_formula(
         v = optimizer.state[param]["momentum_buffer"].flatten().double().tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@settings(deadline=None, max_examples=15)
-@given(size=st.integers(1, 5 * BLOCK), cuts=st.lists(st.integers(1, 5), max_size=3), seed=st.integers(0, 2**31))
-def test_shards_at_block_edges_end_with_the_bits_of_the_whole(
-    variant: str, size: int, cuts: list[int], seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    param, grad, buffer = (torch.randn(size, generator=generator) for _ in range(3))
-    edges = sorted({0, size, *(min(cut * BLOCK, size) for cut in cuts)})
-    shards = [
-        [tensor[start:stop].clone() for tensor in (param, grad, buffer)] for start, stop in itertools.pairwise(edges)
-    ]
-    seen: list[Tensor] = []
-
-    def whole_norms(tensors: Sequence[Tensor]) -> Tensor:
-        seen.append(layer_norms(tensors))
-        return seen[-1]
-
-    hyper: dict[str, Any] = {"lr": 3.0, "momentum": 0.9, "weight_decay": 1e-3, "trust": 0.02}
-    hyper |= {"variant": variant, "peak_lr": 13.0}
-    lars([param], [grad], [buffer], norms=whole_norms, **hyper)
-    for shard in shards:
-        lars(*([tensor] for tensor in shard), norms=lambda _: seen[0], **hyper)
-    assert torch.equal(torch.cat([shard[0] for shard in shards]), param)
-    assert torch.equal(torch.cat([shard[2] for shard in shards]), buffer)
-
-
-@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 3, 3, 3)])
-@pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format])
-def test_a_memory_format_changes_nothing(shape: tuple[int, ...], grad_format: torch.memory_format) -> None:
-    generator = torch.Generator().manual_seed(0)
-    param, grad, buffer = (torch.randn(shape, generator=generator) for _ in range(3))
-    other = [tensor.clone(memory_format=torch.channels_last) for tensor in (param, grad, buffer)]
-    other[1] = grad.contiguous(memory_format=grad_format)
-    for tensors in ((param, grad, buffer), other):
-        lars(*([tensor] for tensor in tensors), lr=2.0, weight_decay=1e-3, trust=0.02)
-    assert torch.equal(other[0], param)
-    assert torch.equal(other[2], buffer)
-
-
 def model_and_groups(seed: int = 0) -> tuple[nn.Module, list[dict[str, object]]]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -219,7 +177,7 @@ def test_a_run_resumed_from_its_state_ends_with_the_same_bits(resumed_at: int) -
     assert torch.equal(weights(again), weights(model))
 
 
-def test_without_trust_it_is_sgd_and_takes_its_state() -> None:
+def test_without_trust_it_is_sgd_and_each_takes_the_others_state() -> None:
     model, _groups = model_and_groups()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, sgd, range(3))
@@ -232,17 +190,9 @@ def test_without_trust_it_is_sgd_and_takes_its_state() -> None:
     train(model, sgd, range(3, 6))
     train(again, optimizer, range(3, 6))
     torch.testing.assert_close(weights(again), weights(model))
-
-
-def test_sgd_takes_its_momentum() -> None:
-    model, groups = model_and_groups()
-    optimizer = Lars(groups, lr=1.0)
-    train(model, optimizer, range(2))
-    sgd = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.1, momentum=0.9)
     sgd.load_state_dict({**sgd.state_dict(), "state": copy.deepcopy(optimizer.state_dict()["state"])})
-    for param in model.parameters():
-        assert torch.equal(sgd.state[param]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
-    train(model, sgd, range(2, 3))
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(sgd.state[theirs]["momentum_buffer"], optimizer.state[mine]["momentum_buffer"])
 
 
 def test_a_parameter_without_gradient_stays() -> None:
@@ -261,18 +211,13 @@ def test_an_empty_shard_is_no_error() -> None:
     lars([], [], [], lr=1.0)
 
 
-def test_one_nan_in_the_gradient_reaches_the_whole_layer() -> None:
+def test_a_nan_in_the_gradient_reaches_the_whole_layer_and_an_infinite_one_has_the_rate_0() -> None:
     param = nn.Parameter(torch.ones(20))
     param.grad = torch.ones(20)
     param.grad[3] = math.nan
     Lars([param], lr=1.0, trust_one_dimensional=True).step()
     assert param.isnan().all()
-
-
-def test_rates_of_a_layer_that_is_not_finite() -> None:
-    rates = layer_rates(torch.ones(2).double(), torch.tensor([math.nan, math.inf]).double(), lr=1.0)
-    assert math.isnan(rates[0])
-    assert rates[1] == 0
+    assert layer_rates(torch.ones(1).double(), torch.tensor([math.inf]).double(), lr=1.0) == 0
 
 
 def test_closure_and_schedulers_of_torch_work() -> None:

@@ -14,7 +14,8 @@ block edges ends with the same bits.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -179,16 +180,14 @@ def lars(
         weights, gradients = norms([*params, *measured]).tensor_split(2)
         values = {"lr": lr, "weight_decay": weight_decay, "trust": trust, "eps": eps}
         rates = layer_rates(weights, gradients, variant=variant, peak_lr=peak_lr, **values)
-    update: Callable[[_Update], None]
     # Without momentum torch's fused kernel ignores the buffer, and the dampening with it.
-    if foreach is None and on_cpu and momentum > 0:
-        update = _fused
-    elif foreach is False or (foreach is None and on_cpu):
-        update = _single
+    is_fused = foreach is None and on_cpu and momentum > 0
+    update = partial(_fused if is_fused else _foreach, momentum, weight_decay, row.rate_in_buffer)
+    if foreach is False:  # a layer at a time
+        for i, (param, grad, buffer) in enumerate(zip(params, grads, momentum_buffers, strict=True)):
+            update(lr if rates is None else rates[i : i + 1], [param], [grad], [buffer])
     else:
-        update = _foreach
-    each = lr if rates is None else rates
-    update(_Update(params, grads, momentum_buffers, each, momentum, weight_decay, row.rate_in_buffer))
+        update(lr if rates is None else rates, params, grads, momentum_buffers)
 
 
 def layer_rates(
@@ -229,33 +228,11 @@ def denominator_decay(row: Variant, weight_decay: float, peak_lr: float) -> floa
     return {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * peak_lr}[row.decay]
 
 
-class _Update(NamedTuple):
-    params: list[Tensor]
-    grads: list[Tensor]
-    buffers: list[Tensor]
-    rates: Tensor | float
-    momentum: float
-    weight_decay: float
-    rate_in_buffer: bool
-
-
-def _single(update: _Update) -> None:
-    """The formula as it stands in the papers, a layer at a time."""
-    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
-    for i, (param, grad, buffer) in enumerate(zip(params, grads, buffers, strict=True)):
-        rate = rates[i].to(param.dtype) if isinstance(rates, Tensor) else rates
-        step = grad.add(param, alpha=weight_decay)
-        if rate_in_buffer:
-            param.sub_(buffer.mul_(momentum).add_(step.mul_(rate)))
-        else:
-            param.sub_(buffer.mul_(momentum).add_(step).mul(rate))
-
-
-def _foreach(update: _Update) -> None:
-    """The same in few kernel launches; the rates stay on the device, so that the host needn't wait for them."""
-    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
+def _foreach(momentum: float, decay: float, rate_in_buffer: bool, rates: Tensor | float, *layers: list[Tensor]) -> None:
+    # The formula in few kernel launches; the rates stay on the device, so that the host needn't wait for them.
+    params, grads, buffers = layers
     by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
-    steps = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    steps = list(torch._foreach_add(grads, params, alpha=decay))
     if rate_in_buffer:
         torch._foreach_mul_(steps, by_layer)
     torch._foreach_mul_(buffers, momentum)
@@ -263,22 +240,15 @@ def _foreach(update: _Update) -> None:
     torch._foreach_sub_(params, buffers if rate_in_buffer else list(torch._foreach_mul(buffers, by_layer)))
 
 
-def _fused(update: _Update) -> None:
-    """SGD's fused kernel, a layer at a time, as each has a rate of its own."""
-    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
-
-    def step(layers: slice, rate: float) -> None:
-        # The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr`
-        # it is the form with the rate outside; with it as 1 - dampening, and lr = 1, that with the rate in the buffer.
+def _fused(momentum: float, decay: float, rate_in_buffer: bool, rates: Tensor | float, *layers: list[Tensor]) -> None:
+    # SGD's fused kernel, a layer at a time if each has a rate of its own.
+    # The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr` it
+    # is the form with the rate outside; with it as 1 - dampening, and lr = 1, that with the rate in the buffer.
+    each = [(slice(i, i + 1), rate) for i, rate in enumerate(rates.tolist())] if isinstance(rates, Tensor) else None
+    for run, rate in each or [(slice(None), rates)]:
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)
-        values: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        momentum_step(params[layers], grads[layers], buffers[layers], lr=lr, **values)
-
-    if isinstance(rates, Tensor):
-        for i, rate in enumerate(rates.tolist()):
-            step(slice(i, i + 1), rate)
-    else:
-        step(slice(None), rates)
+        part = [tensors[run] for tensors in layers]
+        momentum_step(*part, lr=lr, momentum=momentum, dampening=dampening, weight_decay=decay)
 
 
 def _check(group: Mapping[str, Any]) -> None:
