@@ -70,3 +70,18 @@ def test_a_run_is_played_once_and_other_weights_are_found(tmp_path: Path) -> Non
     drawn.write_text("".join(json.dumps(each) + "\n" for each in runs))
     assert subprocess.run(words, timeout=120, check=False).returncode == 1
     assert [row["verdict"][:5] for row in campaign.read(results)] == ["same", "refus", "WRONG"]
+
+
+def test_the_table_is_that_of_the_runs_that_were_played() -> None:
+    root = Path(__file__).parents[2]
+    played = campaign.read(root / "benchmarks" / "results" / "campaign.jsonl.gz")
+    assert campaign.table(played) in (root / "notes" / "reliability.md").read_text()
+    assert all(row["verdict"] in campaign.GOOD for row in played)
+    ends = {verdict: sum(row["verdict"] == verdict for row in played) for verdict in campaign.GOOD}
+    told = (
+        f"{len(played)} were played on 2026-11-25, {sum(row['event'] != 'none' for row in played)} of them struck",
+        f"{ends['refused']} were refused in the table's own line, {ends['same']} had the same weights, and "
+        f"{ends['ends well']} ended well",
+    )
+    text = (root / "docs" / "reliability.md").read_text()
+    assert all(each in text for each in told), told

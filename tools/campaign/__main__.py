@@ -3,11 +3,13 @@
     python -m tools.campaign RESULTS.jsonl [--seed 0] [--runs 1500]  # goes on where it was stopped
     python -m tools.campaign RESULTS.jsonl --table                   # the table of notes/reliability.md
 
-Each run is a line of JSON, by its seed and index. Processes that play runs are begun anew after a hang, and every 100.
-`--processes 2` plays two at a time, and `--seconds 150` begins none after that: the same command goes on with the rest.
+Each run is a line of JSON, by its seed and index; benchmarks/results/campaign.jsonl.gz has those that were played, and
+goes on once it is unpacked. Processes that play runs are begun anew after a hang, and every 100. `--processes 2` plays
+two at a time, and `--seconds 150` begins none after that: the same command goes on with the rest.
 """
 
 import argparse
+import gzip
 import json
 import math
 import subprocess
@@ -20,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .draw import EVENTS, Draw, draws, pairs, refused
+from .draw import EVENTS, PLAIN, Draw, draws, pairs, recipe_changes, refused
 from .play import LIMIT, Player
 
 GOOD = ("same", "refused", "ends well")
@@ -86,7 +88,7 @@ def left(arguments: argparse.Namespace, runs: list[Draw], part: int) -> list[Dra
 
 def play(arguments: argparse.Namespace, runs: list[Draw]) -> None:
     """Plays some of the runs in this process."""
-    plain = {row["recipe"]: row["plain"] for row in read(arguments.results) if "plain" in row}
+    plain = {json.dumps(recipe_changes(row["row"])): row["plain"] for row in read(arguments.results) if "plain" in row}
     player = Player(arguments.play, dict(plain))
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
@@ -98,7 +100,7 @@ def play(arguments: argparse.Namespace, runs: list[Draw]) -> None:
         row = begun | player.play(draw)
         for recipe in set(player.plain) - set(plain):
             plain[recipe] = player.plain[recipe]
-            row |= {"recipe": recipe, "plain": plain[recipe]}
+            row["plain"] = plain[recipe]
         add(arguments.results, row)
 
 
@@ -113,12 +115,16 @@ def _lost(folder: Path, code: int) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The runs of a file, which may be packed by gzip; a line has of its row what is not as in the plain run."""
+    data = path.read_bytes() if path.exists() else b""
+    found = [json.loads(line) for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()]
+    return [each | {"row": PLAIN | each["row"]} for each in found]
 
 
-def add(path: Path, row: dict[str, Any]) -> None:
+def add(path: Path, run: dict[str, Any]) -> None:
+    changed = {axis: value for axis, value in run["row"].items() if value != PLAIN[axis]}
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(run | {"row": changed}) + "\n")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
