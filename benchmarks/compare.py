@@ -40,7 +40,7 @@ def compared(found: list[dict[str, Any]]) -> list[str]:
     heading = f"{after['command']}: {before['commit']} of {before['date']}, {after['commit']} of {after['date']}"
     notes = [f"on {run['processor']}" for run in (before, after) if before["processor"] != after["processor"]]
     cores = os.cpu_count() or 1
-    notes += [f"a load of {max(run['load']):.1f}" for run in (before, after) if max(run["load"]) > cores]
+    notes += [f"a load of {max(run['load']):.1f}" for run in (before, after) if max(run["load"], default=0) > cores]
     lines = [heading + "".join(f"; {note}" for note in notes)]
     for name, values in after["samples"].items():
         old = before["samples"].get(name)
