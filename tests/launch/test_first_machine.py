@@ -18,6 +18,7 @@ from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import FailureKind
 from torusgd.ranks.liveness import Heartbeat, Limits
+from torusgd.ranks.rank import LastingFunction
 from torusgd.ranks.supervisor import Quorum, RankEntry, RankFailed, Supervisor
 from torusgd.signals import StopFlag
 
@@ -25,28 +26,20 @@ ELSEWHERE = 1
 """the rank on the other machine; rank 0 is lost, and later ones join"""
 
 
-class Losing:
-    """Ranks at work, of which rank 0 is lost as soon as a file is there.
-
-    Args:
-        cue: That file; a rank that joins makes it before it asks for the state, which nobody sends it.
-        prepares: What else a rank that joins does first.
+class Losing(LastingFunction):
+    """Ranks at work, of which rank 0 is lost as soon as the file `cue` is there; a rank that joins makes it, before it
+    asks for the state, which nobody sends it, and after what else it `prepares`.
     """
 
     def __init__(self, cue: Path, prepares: Callable[[], object] = tuple) -> None:
         self._cue, self._prepares = cue, prepares
 
     def prepare(self, heartbeat: Heartbeat) -> None:
-        """See `LastingFunction`."""
         self._prepares()
         self._cue.touch()
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `LastingFunction`."""
         raise AssertionError("nobody sends the state")
-
-    def close(self) -> None:
-        """See `LastingFunction`."""
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         me = world.ranks[world.rank]
@@ -57,19 +50,12 @@ class Losing:
         return [me, os.getpid(), *world.ranks]
 
 
-class Handing:
+class Handing(LastingFunction):
     """Rank 0 sends the state to one that joins, and is lost as soon as that one could take part."""
 
-    def prepare(self, heartbeat: Heartbeat) -> None:
-        """See `LastingFunction`."""
-
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `LastingFunction`."""
         source.broadcast_text("")
         caught_up()
-
-    def close(self) -> None:
-        """See `LastingFunction`."""
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         if world.ranks == (0,):
@@ -91,39 +77,29 @@ def refuse() -> None:
     raise UserError("--data nowhere: there is nothing")
 
 
-@pytest.fixture
-def lines() -> list[str]:
-    return []
+def supervise(ranks: int, lines: list[str]) -> Supervisor:
+    return Supervisor(ranks, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append)
 
 
 @pytest.fixture
-def supervisor(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Supervisor:
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankEntry, "is_remote", property(lambda self: self.number == ELSEWHERE))
-    return Supervisor(2, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append)
 
 
-def test_a_rank_that_was_about_to_join_takes_the_place_though_it_is_not_ready(
-    tmp_path: Path, supervisor: Supervisor, lines: list[str]
-) -> None:
-    with supervisor:
-        results = supervisor.run(Losing(tmp_path / "cue"), quorum=Quorum(fewest=1), requested=lambda: 3)
+@pytest.mark.parametrize("requested", [3, None], ids=["about to join, and not ready", "new"])
+def test_another_rank_takes_the_place(requested: int | None, tmp_path: Path, elsewhere: None) -> None:
+    lines: list[str] = []
+    if requested is None:
+        (tmp_path / "cue").touch()
+    with supervise(2, lines) as supervisor:
+        results = supervisor.run(Losing(tmp_path / "cue"), quorum=Quorum(fewest=1), requested=lambda: requested)
     assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
     assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
 
 
-def test_a_new_rank_takes_the_place_where_none_was_about_to_join(
-    tmp_path: Path, supervisor: Supervisor, lines: list[str]
-) -> None:
-    cue = tmp_path / "cue"
-    cue.touch()
-    with supervisor:
-        results = supervisor.run(Losing(cue), quorum=Quorum(fewest=1))
-    assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
-    assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
-
-
-def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left(lines: list[str]) -> None:
-    with Supervisor(1, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append) as supervisor:
+def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left() -> None:
+    lines: list[str] = []
+    with supervise(1, lines) as supervisor:
         assert supervisor.run(Handing(), quorum=Quorum(fewest=1, most=2), requested=lambda: 2) == [[1]]
     assert lines[-1].startswith("rank 0 was ended by SIGKILL; ")
     assert lines[-1].endswith("rank 1 goes on")
@@ -137,10 +113,9 @@ def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left(line
     ],
 )
 def test_no_rank_after_another_is_started_in_vain(
-    tmp_path: Path, supervisor: Supervisor, prepares: Callable[[], None], kind: FailureKind, text: str
+    tmp_path: Path, elsewhere: None, prepares: Callable[[], None], kind: FailureKind, text: str
 ) -> None:
-    cue = tmp_path / "cue"
-    cue.touch()
-    with supervisor, pytest.raises(RankFailed) as caught:
-        supervisor.run(Losing(cue, prepares), quorum=Quorum(fewest=1))
+    (tmp_path / "cue").touch()
+    with supervise(2, []) as supervisor, pytest.raises(RankFailed) as caught:
+        supervisor.run(Losing(tmp_path / "cue", prepares), quorum=Quorum(fewest=1))
     assert (caught.value.failure.kind, caught.value.failure.text) == (kind, text)

@@ -9,8 +9,8 @@ import re
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -35,26 +35,14 @@ from torusgd.signals import STOP_SIGNALS
 HERE = socket.gethostname()
 
 
-class Agent:
+def join(port: int, token: bytes, workers: int, data: Path | None = None) -> Future[int]:
     """`torusgd join` in a thread."""
+    return ThreadPoolExecutor(1).submit(join_run, ("127.0.0.1", port), token, data, workers)
 
-    def __init__(self, port: int, token: bytes, workers: int, data: Path | None = None) -> None:
-        self.outcome: Any = None
-        self._arguments = (("127.0.0.1", port), token, data, workers)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self.outcome = join_run(*self._arguments)
-        except (UserError, RunError) as error:
-            self.outcome = error
-
-    def end(self) -> Any:
-        """Its exit code, or its error."""
-        self._thread.join(240)
-        assert not self._thread.is_alive()
-        return self.outcome
+def end(agent: Future[int]) -> Any:
+    """Its exit code, or its error."""
+    return agent.exception(240) or agent.result()
 
 
 class Gated(Driven):
@@ -80,6 +68,13 @@ class Gated(Driven):
         """Where it listens."""
         return int(self.line("join by torusgd join").split("127.0.0.1:")[1].split()[0])
 
+    def token(self) -> bytes:
+        """That of the run, once it listens."""
+        return read_token(self.until(lambda: self.port and self.job.out / TOKEN))
+
+    def wait_for_ranks(self, *ranks: str) -> None:
+        self.until(lambda: set(self.shares()) == set(ranks))
+
 
 def gate_of(job: Job) -> Path:
     return job.out.parent / "gate"
@@ -104,40 +99,35 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
 
     def drive(run: Gated) -> None:
         silent = socket.create_connection(("127.0.0.1", run.port))  # says nothing as long as the run lasts
-        token = read_token(job.out / TOKEN)
         with socket.create_connection(("127.0.0.1", run.port)) as garbage:
             garbage.sendall(b"GET / HTTP/1.0\r\n\r\n")
             ended["told"] = b"".join(iter(lambda: garbage.recv(4096), b""))
-        ended["wrong token"] = Agent(run.port, b"w" * 64, 1).end()
-        ended["other data"] = Agent(run.port, token, 1, other).end()
-        first = Agent(run.port, token, 2)
-        run.until(lambda: set(run.shares()) >= {"0", "2", "3"})
+        ended["wrong token"] = end(join(run.port, b"w" * 64, 1))
+        ended["other data"] = end(join(run.port, run.token(), 1, other))
+        first = join(run.port, run.token(), 2)
+        run.wait_for_ranks("0", "2", "3")
         run.channels[-1]._connection.shutdown(socket.SHUT_RDWR)
-        ended["cut off"] = first.end()
-        run.until(lambda: set(run.shares()) == {"0"})
-        second = Agent(run.port, token, 1)
-        run.until(lambda: set(run.shares()) == {"0", "4"})
-        pid = started[-1].pid
-        assert pid is not None
+        ended["cut off"] = end(first)
+        run.wait_for_ranks("0")
+        second = join(run.port, run.token(), 1)
+        run.wait_for_ranks("0", "4")
         for stop in STOP_SIGNALS:  # which reach all processes of a terminal, or of a job that is cancelled
-            os.kill(pid, stop)
+            os.kill(started[-1].pid or 0, stop)
         gate_of(job).unlink()
-        ended["second"] = second.end()
+        ended["second"] = end(second)
         silent.close()
-        ended["lines"] = run.lines
 
-    told = Gated(job, drive, monkeypatch).result.summary
+    run = Gated(job, drive, monkeypatch)
+    told = run.result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [2, 3], 0)
     assert set(json.loads(ended["told"])) == {"torusgd", "nonce"}
     assert "doesn't take this machine" in str(ended["wrong token"])
-    assert isinstance(ended["wrong token"], UserError)
-    assert isinstance(ended["other data"], UserError)
     assert "another data set: data_sha256 is" in str(ended["other data"])
-    assert isinstance(ended["cut off"], RunError)
+    assert [type(ended[each]) for each in ("wrong token", "other data", "cut off")] == [UserError, UserError, RunError]
     assert ended["second"] == 0
-    assert ended["lines"][1].startswith("refused 127.0.0.1, which wanted to join: ")
-    lines = [line for line in ended["lines"][1:] if not line.startswith("refused")]
+    assert run.lines[1].startswith("refused 127.0.0.1, which wanted to join: ")
+    lines = [line for line in run.lines[1:] if not line.startswith("refused")]
     assert lines[0].startswith("rank 1 does not join: another data set")
     assert lines[1] == "ranks 2, 3 join; ranks 0, 2, 3 go on"
     assert lines[2].startswith(f"rank 2 on {HERE} was lost with its machine: ")
@@ -151,28 +141,27 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
     seen = dict[str, Any]()
 
     def drive(run: Gated) -> None:
-        token = read_token(run.until(lambda: run.port and job.out / TOKEN))
         run.until(lambda: run.status().get("phase") == "wait for ranks")  # before the first step: one core here
-        first = Agent(run.port, token, 2)
-        run.until(lambda: set(run.shares()) == {"0", "1"})  # no more than the most
+        first = join(run.port, run.token(), 2)
+        run.wait_for_ranks("0", "1")  # no more than the most
         run.channels[-1]._connection.shutdown(socket.SHUT_RDWR)
-        first.end()
+        end(first)
         run.until(lambda: run.status().get("phase") == "wait for ranks")
         seen["checkpoints"] = len(list((job.out / "checkpoints").glob("step-*")))
-        second = Agent(run.port, token, 1)
-        run.until(lambda: set(run.shares()) == {"0", "2"})
+        second = join(run.port, run.token(), 1)
+        run.wait_for_ranks("0", "2")
         gate_of(job).unlink()
-        seen["second"] = second.end()
-        seen["lines"] = run.lines
+        seen["second"] = end(second)
 
     options = RuntimeOptions(workers_range=(2, 2), checkpoint_minutes=10)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    told = Gated(replace(job, options=options), drive, monkeypatch).result.summary
+    run = Gated(replace(job, options=options), drive, monkeypatch)
+    told = run.result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [1], 0)
     assert (seen["checkpoints"], seen["second"]) == (1, 0)
     waits = "rank 0 waits for 1 more, of 2 that the run wants at least"
-    assert [line.partition("; ")[2] or line for line in seen["lines"] if "join by" not in line] == [
+    assert [line.partition("; ")[2] or line for line in run.lines if "join by" not in line] == [
         waits, "ranks 0, 1 go on", waits, "ranks 0, 2 go on",
     ]  # fmt: skip
 
@@ -189,14 +178,14 @@ def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on
     monkeypatch.setattr(node_agent, "pass_on", noted)
 
     def drive(run: Gated) -> None:
-        agent = Agent(run.port, read_token(job.out / TOKEN), 1)
-        run.until(lambda: set(run.shares()) == {"0", "1"})
+        agent = join(run.port, run.token(), 1)
+        run.wait_for_ranks("0", "1")
         for link in links:
             with suppress(OSError):  # it has ended already, with what it was for
                 link.shutdown(socket.SHUT_RDWR)
         run.line("; rank 0 goes on")
         gate_of(job).unlink()
-        agent.end()
+        end(agent)
 
     assert results(Gated(job, drive, monkeypatch).result.summary) == undisturbed
 
@@ -206,29 +195,23 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
     job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
-    ended = dict[str, Any]()
-
-    def lose_rank_0(run: Gated, again: str) -> None:
-        reached = last_step(job.out)
-        run.started[-1].kill()
-        run.until(lambda: set(run.shares()) == {again, "1"})
-        run.until(lambda: last_step(job.out) > reached)
 
     def drive(run: Gated) -> None:
-        token = read_token(run.until(lambda: run.port and job.out / TOKEN))
-        first = Agent(run.port, token, 1)
-        run.until(lambda: set(run.shares()) == {"0", "1"})
-        lose_rank_0(run, again="2")
-        lose_rank_0(run, again="3")
+        agent = join(run.port, run.token(), 1)
+        run.wait_for_ranks("0", "1")
+        for again in ("2", "3"):
+            reached = last_step(job.out)
+            run.started[-1].kill()
+            run.wait_for_ranks(again, "1")
+            run.until(lambda: last_step(job.out) > reached)  # noqa: B023
         gate_of(job).unlink()
-        ended["first"] = first.end()
-        ended["lines"] = [line for line in run.lines if "takes its place" in line]
+        assert end(agent) == 0
 
-    told = Gated(job, drive, monkeypatch).result.summary
+    run = Gated(job, drive, monkeypatch)
+    told = run.result.summary
     assert results(told) == undisturbed
     assert (told["world_size"], told["lost_ranks"], told["restarts"], told["resumed_from"]) == (2, [0, 2], 0, 0)
-    assert ended["first"] == 0
-    assert ended["lines"] == [
+    assert [line for line in run.lines if "takes its place" in line] == [
         "rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on",
         "rank 2 was ended by SIGKILL; rank 3 takes its place on this machine; ranks 3, 1 go on",
     ]

@@ -40,32 +40,6 @@ RESTARTS = ["--update", "sharded"]
 LINE = "; the same command goes on from "
 
 
-@pytest.fixture(scope="module")
-def frozen(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> "Frozen":
-    return Frozen(recipe, tmp_path_factory.mktemp("frozen"))
-
-
-class Frozen:
-    """A run that is suspended, started a second time meanwhile, and goes on with a rank that is frozen at step 6.
-
-    It waits much and computes little, so it runs beside the others.
-    """
-
-    def __init__(self, recipe: Path, folder: Path) -> None:
-        self.out = folder / "out"
-        impatient = folder / "impatient.yaml"
-        impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 5, "))
-        self.process = torusgd(folder, self.out, impatient, "--workers", "2", *pauses(0.01))
-        wait_for_step(self.out, 6, self.process)
-        os.killpg(self.process.pid, signal.SIGSTOP)  # as Ctrl-Z
-        self.second = torusgd(folder, self.out, impatient, "--workers", "2", *pauses(0.01))
-        self.second.end()
-        time.sleep(6)  # longer than a heartbeat may be late
-        self.victim = self.process.rank(self.out, 1)
-        os.killpg(self.process.pid, signal.SIGCONT)
-        os.kill(self.victim, signal.SIGSTOP)
-
-
 def test_progress_refills_the_budget_of_restarts_and_pauses_grow_without_it() -> None:
     lost, disk = (Failure(kind, 0, "a", "why") for kind in (FailureKind.RANK_LOST, FailureKind.DISK_ERROR))
     restarts = Restarts()
@@ -230,20 +204,27 @@ def test_a_defect_on_one_rank_is_told_once_and_not_tried_again(tmp_path: Path, r
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, undisturbed: dict[str, Any]) -> None:
-    assert frozen.second.end() == 2
-    assert f"in use by process {frozen.process.pid} on " in frozen.second.err
-    assert frozen.second.err.count("\n") == 1
-    assert frozen.process.end() == 0, frozen.process.output
-    (line,) = frozen.process.err.splitlines()  # nobody was blamed for the time of the suspension
-    assert re.fullmatch(
-        r"torusgd: rank 1 on \S+ in \w+ of step \d+: no heartbeat for 5 s, frozen or lost; "
-        r"rank 0 goes on",
-        line,
-    )
-    assert not is_alive(frozen.victim)
-    assert results(summary(frozen.out)) == undisturbed
-    assert_told_once(frozen.out, STEPS)
+def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """A run is suspended, started a second time meanwhile, and goes on with a rank that is frozen at step 6."""
+    out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
+    impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 5, "))
+    process = torusgd(tmp_path, out, impatient, "--workers", "2", *pauses(0.01))
+    wait_for_step(out, 6, process)
+    os.killpg(process.pid, signal.SIGSTOP)  # as Ctrl-Z
+    second = torusgd(tmp_path, out, impatient, "--workers", "2", *pauses(0.01))
+    assert second.end() == 2
+    assert f"in use by process {process.pid} on " in second.err
+    assert second.err.count("\n") == 1
+    time.sleep(6)  # longer than a heartbeat may be late
+    victim = process.rank(out, 1)
+    os.killpg(process.pid, signal.SIGCONT)
+    os.kill(victim, signal.SIGSTOP)
+    assert process.end() == 0, process.output
+    late = r"torusgd: rank 1 on \S+ in \w+ of step \d+: no heartbeat for 5 s, frozen or lost; rank 0 goes on\n"
+    assert re.fullmatch(late, process.err), "nobody was blamed for the time of the suspension"
+    assert not is_alive(victim)
+    assert results(summary(out)) == undisturbed
+    assert_told_once(out, STEPS)
 
 
 @pytest.mark.slow

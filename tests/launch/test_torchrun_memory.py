@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,24 +120,16 @@ def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
     assert first.copies() == []
 
 
-def agreed(store: HashStore, size: int, seconds: float = 240) -> list[Any]:
+def agreed(store: HashStore, size: int) -> list[list[str]]:
     """What each rank of an attempt, as a thread, has written under the agreed prefix."""
-    found = dict[int, Any]()
 
-    def be(rank: int) -> None:
-        try:
-            part = agree_on_prefix(store, rank, size, seconds)
-            part.set(str(rank), "here")
-            found[rank] = sorted(str(each) for each in range(size) if part.get(str(each)) == b"here")
-        except RunError as error:
-            found[rank] = str(error)
+    def be(rank: int) -> list[str]:
+        part = agree_on_prefix(store, rank, size, 240)
+        part.set(str(rank), "here")
+        return sorted(str(each) for each in range(size) if part.get(str(each)) == b"here")
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(size)]
+    with ThreadPoolExecutor(size) as ranks:
+        return [*ranks.map(be, range(size))]
 
 
 def test_each_attempt_meets_apart_from_what_earlier_ones_left_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

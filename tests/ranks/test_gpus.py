@@ -32,15 +32,20 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers
 
+FOUR_GPUS: dict[str, Any] = {
+    "device_count": lambda: 4,
+    "set_device": lambda device: None,
+    "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+}
+
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*LOCAL_RANK, *WATCHDOG):
         monkeypatch.setenv(name, "")  # so that it is put back, be it set by what is tested
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d.index}"))
+    for name, fake in FOUR_GPUS.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     return monkeypatch
 
 
@@ -128,12 +133,7 @@ def join_on_the_same_gpu() -> tuple[int, list[str]]:
         raise Ended(code)
 
     os.environ.pop("LOCAL_RANK", None)
-    fakes: dict[str, Any] = {
-        "device_count": lambda: 4,
-        "set_device": lambda device: None,
-        "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
-    }
-    with patch.multiple(torch.cuda, **fakes), patch.object(torchrun, "_print", said.append), patch("os._exit", end):
+    with patch.multiple(torch.cuda, **FOUR_GPUS), patch.object(torchrun, "_print", said.append), patch("os._exit", end):
         try:
             torchrun.run_joined(lambda *_: None, "cuda", Limits(beat=30, start=30))
         except Ended as ended:

@@ -2,9 +2,8 @@
 
 import json
 import socket
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.messages import refused
@@ -27,36 +26,29 @@ from torusgd.ranks.join import (
 KEY = b"k" * 64
 
 
-class Pair:
-    """Both sides of a handshake: the listening one in a thread."""
+def listener() -> tuple[socket.socket, Future[str]]:
+    """The other side of a handshake, and what the listening one finds, in a thread."""
+    here, there = socket.socketpair()
 
-    def __init__(self) -> None:
-        self.here, self.there = socket.socketpair()
-        self.outcome: Any = None
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
+    def listen() -> str:
         try:
-            self.outcome = prove_to_client(self.there, KEY)
-        except Refused as error:
-            self.outcome = error
-            hang_up(self.there)
+            return prove_to_client(there, KEY)
+        except Refused:
+            hang_up(there)
+            raise
 
-    def end(self) -> Any:
-        self._thread.join(240)
-        return self.outcome
+    return here, ThreadPoolExecutor(1).submit(listen)
 
 
 def test_both_sides_prove_that_they_know_the_token() -> None:
     for purpose in (NODE, STORE):
-        pair = Pair()
-        prove_to_listener(pair.here, KEY, purpose)
-        assert pair.end() == purpose
-    pair = Pair()
+        here, found = listener()
+        prove_to_listener(here, KEY, purpose)
+        assert found.result() == purpose
+    here, found = listener()
     with pytest.raises(Refused):
-        prove_to_listener(pair.here, b"x" * 64, NODE)
-    assert str(pair.end()) == "a wrong token"
+        prove_to_listener(here, b"x" * 64, NODE)
+    assert str(found.exception()) == "a wrong token"
 
 
 def test_a_listener_that_does_not_know_the_token_gets_nothing_of_a_machine() -> None:
@@ -68,22 +60,20 @@ def test_a_listener_that_does_not_know_the_token_gets_nothing_of_a_machine() -> 
 
 
 def test_what_was_overheard_serves_no_second_time() -> None:
-    pair = Pair()
-    heard = list[bytes]()
+    link, found = listener()
     here, mine = socket.socketpair()
-    client = threading.Thread(target=prove_to_listener, args=(here, KEY, NODE), daemon=True)
-    client.start()
-    mine.sendall(pair.here.recv(4096))
-    heard.append(mine.recv(4096))
-    pair.here.sendall(heard[0])
-    mine.sendall(pair.here.recv(4096))
-    client.join(240)
-    assert pair.end() == NODE
-    again = Pair()
-    again.here.recv(4096)
-    again.here.sendall(heard[0])
-    assert again.here.recv(4096) == b""
-    assert str(again.end()) == "a wrong token"
+    client = ThreadPoolExecutor(1).submit(prove_to_listener, here, KEY, NODE)
+    mine.sendall(link.recv(4096))
+    heard = mine.recv(4096)
+    link.sendall(heard)
+    mine.sendall(link.recv(4096))
+    client.result(240)
+    assert found.result() == NODE
+    again, found = listener()
+    again.recv(4096)
+    again.sendall(heard)
+    assert again.recv(4096) == b""
+    assert str(found.exception()) == "a wrong token"
 
 
 @pytest.mark.parametrize(
@@ -98,14 +88,15 @@ def test_what_was_overheard_serves_no_second_time() -> None:
     ],
 )
 def test_garbage_in_place_of_a_proof_is_refused(said: bytes) -> None:
-    pair = Pair()
-    pair.here.sendall(said)
-    assert isinstance(pair.end(), Refused)
+    here, found = listener()
+    here.sendall(said)
+    assert isinstance(found.exception(240), Refused)
 
 
 def test_who_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "HANDSHAKE_SECONDS", 0.2)
-    assert isinstance(Pair().end(), Refused)
+    _here, found = listener()
+    assert isinstance(found.exception(240), Refused)
 
 
 def test_a_channel_ends_with_silence_with_what_is_no_message_and_with_its_connection() -> None:

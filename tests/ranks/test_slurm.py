@@ -1,6 +1,5 @@
 """Slurm's variables, its signal ahead of the end, and its queue; tests/launch/slurm_cluster.py has a real one."""
 
-import doctest
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from tests.commands import command, ran
 from tests.messages import refused
 from tests.run.runs import TINY, sets, train
 
-from torusgd import signals
 from torusgd.errors import RunError, write_exit
 from torusgd.ranks import slurm
 from torusgd.run.saving import RunResult
@@ -22,11 +20,6 @@ STEP = {
     "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_JOB_ID": "123456", "SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "2,1",
 }  # fmt: skip
-
-
-def test_docstrings() -> None:
-    for module in (slurm, signals):
-        assert doctest.testmod(module).failed == 0
 
 
 def test_a_task_of_a_step_becomes_a_rank() -> None:

@@ -81,7 +81,6 @@ def limits_of(job: Job) -> Limits:
 
 
 def last_checkpoint(folder: RunDir) -> str:
-    """From where the same command goes on."""
     try:
         last = next(iter(list_checkpoints(folder.checkpoints)), None)
     except OSError:
@@ -114,7 +113,6 @@ class Restarts:
 
 
 def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None) -> RunResult:
-    """Runs the ranks, here and on machines that join, until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         if entrance is None:

@@ -86,7 +86,6 @@ class Range:
 
 
 def ranges_of(claims: Claims) -> list[Range]:
-    """All ranges of a run, by its records."""
     return [Range(*pair) for pair in pairwise(sorted(claims.states))]
 
 
@@ -203,7 +202,6 @@ class Verifier:
         return True
 
     def _starts(self, barrier: int) -> list[int]:
-        """Steps from which can be begun, ascending."""
         steps = {step for step in self._checkpoints.steps() if step not in self._bad}
         if not self.claims.begin.init_sha256 or self.job.init is not None:
             steps |= {0} if self.claims.begin.step == 0 and 0 not in self._bad else set()
@@ -291,7 +289,6 @@ class Verifier:
         return replace(self.job, out=folder, max_steps=max(stop, 1), expected=expected, replay=claims.journal)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
-        """Makes the folder of a run that goes on from a state."""
         job.out.mkdir(parents=True)
         folder = RunDir(job.out)
         folder.recipe.write_text(dump_recipe(job.recipe))

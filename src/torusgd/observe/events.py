@@ -209,7 +209,6 @@ def clock(seconds: float) -> str:
 
 
 def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
-    """Drops what a resumed run does again: steps, polish, evaluations, and a last line that was cut off."""
     if not path.exists():
         return
     # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.

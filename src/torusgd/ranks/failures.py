@@ -25,8 +25,6 @@ MOST_CAUSES = 16
 
 
 class FailureKind(Enum):
-    """Why a rank ended."""
-
     USER_ERROR = "user error"  # the input is wrong; a new start would not help
     RUN_ERROR = "run error"  # the run can't go on, though the input was right
     DISK_ERROR = "disk error"

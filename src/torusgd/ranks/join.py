@@ -248,7 +248,6 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def as_text(address: tuple[str, int]) -> str:
-    """What `parse_address` reads."""
     return f"{address[0]}:{address[1]}"
 
 

@@ -236,7 +236,6 @@ class Unchanged:
         self._seconds = 0.0
 
     def seconds(self, value: object) -> float:
-        """Seconds since the value became what it is."""
         now = time.monotonic()
         # Not more than two beats from one question to the next: a process that was suspended itself (Ctrl-Z, a laptop's
         # lid) blames nobody for the time that it did not look.

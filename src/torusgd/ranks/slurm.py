@@ -47,7 +47,6 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def restarts(environment: MutableMapping[str, str] = os.environ) -> int:
-    """How often Slurm has queued this job again."""
     return _number(environment, "SLURM_RESTART_COUNT", "0")
 
 

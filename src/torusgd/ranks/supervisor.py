@@ -75,8 +75,6 @@ class RankEntry:
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank's process has ended."""
-
     rank: int
     code: int  # minus the signal's number if a signal ended it
     how: str
@@ -193,7 +191,6 @@ class Supervisor:
         self._generations.announce(range(self.size), waits=self.size < self._quorum.wanted)
 
     def _start(self, part: Part, function: RankFunction) -> int:
-        """Starts the process of another rank on this machine; its number."""
         number = len(self._table)
         local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.is_remote})
         interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
@@ -234,7 +231,6 @@ class Supervisor:
         self._generations.announce(members, lost, planned, waits=len(members) < self._quorum.wanted)
 
     def _next(self) -> str:
-        """What the members do now, for people."""
         members, wanted = self._members, self._quorum.wanted
         if len(members) >= wanted:
             return f"{ranks_do(members, 'go')} on"

@@ -34,8 +34,6 @@ _OBJECT = re.compile(r"\.lease-(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Holder:
-    """What a holder's object says."""
-
     token: str
     who: str  # for people
     beats: int = 0  # signs of life so far
@@ -43,7 +41,6 @@ class Holder:
 
 
 def object_name(number: int) -> str:
-    """Of the holder with that number."""
     return f".lease-{number:08d}.json"
 
 

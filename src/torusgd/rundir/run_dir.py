@@ -110,7 +110,6 @@ class RunDir:
         return None
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary; None if there is none, or none that can be read."""
         with suppress(OSError, ValueError):
             summary = parse_json(read_text(self.summary))
             return summary if isinstance(summary, dict) else None

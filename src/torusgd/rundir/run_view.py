@@ -87,20 +87,16 @@ class RunRequests:
 
 
 def stop_is_requested(folder: Path) -> bool:
-    """Whether somebody has requested a stop since the run began."""
     return (folder / STOP).exists()
 
 
 def forget_requests(folder: Path) -> None:
-    """Removes the requests to an earlier run in this folder."""
     for name in REQUESTS:
         (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run's status, as its folder has it at a time."""
-
     state: str
     """running, finished, stopped, or gone: not finished, and no process is at work on it"""
     reported: dict[str, Any]

@@ -99,7 +99,6 @@ class DriftWatch(StepWatch):
             self._compare(message.cpu(), steps, members)
 
     def _section(self) -> Tensor:
-        """int64: the fingerprints of all ranks, of which this rank fills in its own."""
         self._wait_weights()
         rows = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
         rows[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
@@ -279,7 +278,6 @@ class Audit(StepWatch):
             raise CorruptionError(f"{what}, and ranks were lost before {purpose}{_REMEDY}") from error
 
     def _blame(self, step: int, check: Check, first: int, second: int, recompute: Callable[[int], IntegerHash]) -> None:
-        """Has a third rank compute the virtual worker, and raises what it finds."""
         pair, size = [check.owner, check.auditor], self._world.size
         what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
         third = next((index for index in range(size) if index not in pair), None)

@@ -201,7 +201,6 @@ class StepWindow:
         self._is_closed = True
 
     def seconds(self) -> float:
-        """Since this rank has begun the step."""
         return time.perf_counter() - self._began
 
     def pause(self, longest: float) -> float:
@@ -212,8 +211,6 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Passed:
-    """What the passes of one virtual worker gave."""
-
     step: int
     worker: int
     loss: Tensor

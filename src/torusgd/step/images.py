@@ -62,7 +62,6 @@ class ImageReader:
             yield from self._reads(index, membership)
 
     def _reads(self, index: int, membership: Membership) -> list[Share]:
-        """What this rank reads for a step: its own virtual workers, then those that watchers compute."""
         workers = chain(membership.mine, *(watcher.reads_too(index, membership) for watcher in self._watchers))
         return [share for worker in workers for share in _shares(self._schedule[index], worker)]
 

@@ -36,14 +36,12 @@ class LostPairsWatch(StepWatch):
         return step % EVERY in (0, 1)
 
     def before_worker(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
-        """Begins to count, or ends it."""
         self._inside.close()
         if step % EVERY == 0 and worker == _WORKER:
             self._pairs = self._inside.enter_context(counting())
         return None
 
     def after_passes(self, view: StepView) -> None:
-        """Ends the count."""
         self._inside.close()
 
     def before_send(self, view: StepView) -> Tensor:
@@ -58,5 +56,4 @@ class LostPairsWatch(StepWatch):
         return {"lost_pairs": words[0] / words[1]}
 
     def close(self) -> None:
-        """Ends a count that an error has left."""
         self._inside.close()

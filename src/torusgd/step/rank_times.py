@@ -58,7 +58,6 @@ class _Notes(StepWatch):
         return self._size > 1 and step % self._every == 0
 
     def _section(self, seconds: Sequence[float]) -> Tensor:
-        """This rank's notes at its index among all."""
         notes = torch.zeros(self._size, self._fields, dtype=torch.int64)
         notes[self._index] = torch.tensor([int(each / _UNIT) for each in seconds])
         return notes.reshape(-1)

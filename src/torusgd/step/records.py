@@ -67,8 +67,6 @@ class ConditionsLine(_Line):
 
 
 class StateLine(_Line):
-    """The state after a step, and what the step took."""
-
     record: Literal["state"] = "state"
     tensors: dict[str, str] = {}
     images: str | None = None
@@ -79,15 +77,11 @@ class StateLine(_Line):
 
 
 class EvaluationLine(_Line):
-    """What an evaluation found."""
-
     record: Literal["evaluation"] = "evaluation"
     figures: dict[str, Figure]
 
 
 class ResultLine(_Line):
-    """What the run left."""
-
     record: Literal["result"] = "result"
     weights_sha256: str
     figures: dict[str, Figure]
@@ -167,7 +161,6 @@ def _stays(line: Line, step: int, evaluated: int) -> bool:
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, Figure]:
-    """An evaluation's figures as records have them."""
     return {name: float(value) for name, value in evaluation.as_summary().items()}
 
 
@@ -228,7 +221,6 @@ class RecordWatch(StepWatch):
         """hash over the virtual workers of the last recorded step, and what it took this rank"""
 
     def is_recorded(self, step: int) -> bool:
-        """Whether the state after the step of this number is recorded."""
         return self._is_fixed(step + 1) or self._announced == step + 1
 
     def due(self, step: int) -> bool:
@@ -281,5 +273,4 @@ def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
 
 
 def states_of(lines: Sequence[Line]) -> dict[int, StateLine]:
-    """The records of states, by the steps done."""
     return {line.step: line for line in lines if isinstance(line, StateLine)}

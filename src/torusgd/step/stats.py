@@ -225,7 +225,6 @@ class StepClock:
         return self.loader.wait_seconds - self._before[0]
 
     def begin_work(self, mark: Mark) -> None:
-        """This rank's first virtual worker of a step begins."""
         self._work_began, self._waited_before = mark, self.monitor.waited
 
     def end_work(self, mark: Mark, workers: int) -> None:
@@ -234,7 +233,6 @@ class StepClock:
         self.speed = lambda: (mark() - begin() - waited) / workers
 
     def passes_done(self) -> None:
-        """The step's last backward pass on this rank has ended."""
         self._passed = time.perf_counter() - self.monitor.waited
 
     def stop(self) -> StepTimes:

@@ -45,7 +45,6 @@ T = TypeVar("T")
 
 
 def _given(found: Iterable[T | None]) -> T | None:
-    """What one of the watchers gives."""
     given = [each for each in found if each is not None]
     assert len(given) < 2, "two watchers want the same gradients"
     return given[0] if given else None
@@ -279,7 +278,6 @@ class TrainStep:
         return self.control.read()
 
     def _send(self, view: StepView, name: str, words: list[int]) -> Work:
-        """The control vector on its way, with the sections of the watchers and one of the step itself."""
         sections = {watcher.name: watcher.before_send(view) for watcher in self.watchers if watcher.name}
         sections[name] = torch.tensor(words, dtype=torch.int64)
         return self.control.send(self.allreduce, {name: each for name, each in sections.items() if each.numel()})
