@@ -26,7 +26,17 @@ ELSEWHERE = 1
 """the rank on the other machine; rank 0 is lost, and later ones join"""
 
 
-class Losing(LastingFunction):
+class Lasting(LastingFunction):
+    """Holds nothing."""
+
+    def prepare(self, heartbeat: Heartbeat) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Losing(Lasting):
     """Ranks at work, of which rank 0 is lost as soon as the file `cue` is there; a rank that joins makes it, before it
     asks for the state, which nobody sends it, and after what else it `prepares`.
     """
@@ -50,7 +60,7 @@ class Losing(LastingFunction):
         return [me, os.getpid(), *world.ranks]
 
 
-class Handing(LastingFunction):
+class Handing(Lasting):
     """Rank 0 sends the state to one that joins, and is lost as soon as that one could take part."""
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
