@@ -21,6 +21,8 @@ from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
+    last_step,
+    pauses,
     results,
     summary,
     torusgd,
@@ -212,6 +214,24 @@ def test_10_seeded_changes(tmp_path: Path, recipe: Path, undisturbed: dict[str, 
     assert results(told) == undisturbed
     assert_told_once(out, STEPS)
     print(f"seed {seed}: {told['lost_ranks']} lost, {told['restarts']} restarts; {process.err}")
+
+
+@pytest.mark.slow
+def test_20_seeded_kills_at_random_moments(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
+    draw, kills = random.Random(20261122), 0
+    while kills < 20:
+        out = tmp_path / f"out-{kills}"
+        process = torusgd(tmp_path / str(kills), out, recipe, "--workers", "4", *pauses(0.01, 0.02))
+        lost = 0
+        for moment in sorted(draw.sample(range(1, 27), 3)):
+            until(lambda: last_step(out) >= moment, f"step {moment}", process)  # noqa: B023
+            time.sleep(draw.uniform(0, 0.15))
+            ranks = process.ranks()
+            victims = draw.sample(ranks, min(draw.choice((1, 1, 2)), len(ranks) - 1))
+            kill(*victims)
+            kills, lost = kills + 1, lost + len(victims)
+        assert process.end() == 0, process.output
+        assert_went_on(out, undisturbed, lost)
 
 
 class Dying:
