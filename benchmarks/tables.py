@@ -6,8 +6,6 @@ A table stands between `<!-- benchmarks.tables: NAME -->` and `<!-- end of NAME 
 file NAME.json, whose newest run is shown.
 """
 
-import csv
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+
+from torusgd.plan.published import error_sizes, read_rows, system_left_out
 
 from .__main__ import docstrings
 from .accuracy import proof
@@ -137,11 +137,8 @@ def readme() -> str:
     far = next(run for run in runs(RESULTS / "allreduce-allreduce.json")[::-1] if "far, plain" in str(run["samples"]))
     auto = {name: median(each) for name, each in far["samples"].items() if name.endswith(" streams, auto, ms")}
     gains = [median(far["samples"][name.replace(", auto,", ", native,")]) / each for name, each in auto.items()]
-    plan = ROOT / "src" / "torusgd" / "plan"
-    planned = json.loads((plan / "calibrated.json").read_text())["system_left_out"]
-    published = {row["id"]: float(row["value"]) for row in csv.DictReader((plan / "published.csv").open())}
-    errors = [abs(each / published[name] - 1) for name, each in planned.items()]
-    off = f"median error {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} % ({len(errors)} rows)"
+    published = read_rows()
+    off = f"{error_sizes(published, system_left_out)} ({len(published)} rows)"
     hosts = "(4 KiB to 4 MiB, 16 emulated hosts, 5 ms, 1 Gb/s)"
     rows = [
         ("top-1 at a batch of 1,024 to 4,096; of 256", f"{trained} (Fashion-MNIST; chosen on these held-out images)",

@@ -32,9 +32,8 @@ def train(folder: Path, workers: str, killed: int) -> None:
     with log.open("a") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as run:
         while killed and run.poll() is None:
             if step_of(folder) >= KILL_AFTER:
-                ranks = children(children(run.pid)[-1])[
-                    -killed:
-                ]  # the newest child is the process that ranks fork from
+                server = children(run.pid)[-1]  # the newest child is the process that ranks fork from
+                ranks = children(server)[-killed:]
                 with log.open("a") as shown:
                     shown.write(f"$ kill -9 {' '.join(map(str, ranks))}\n")
                 for rank in ranks:

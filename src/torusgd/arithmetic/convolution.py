@@ -76,7 +76,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
     count(lambda: counts(x, scale, (0, 2, 3)), lambda: _of_inputs(weight, weights, shape.groups))
-    if weight.shape[:2] == (shape.groups, 1):
+    if _is_depthwise(weight.shape, shape):
         padded = pad(x.mul(scale).round_(), shape.around).double()
         kernels = weights.double().flatten(1)[..., None, None]
         first, *others = shape.taps()
@@ -104,7 +104,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
     count(lambda: counts(gradient, scale, (0, 2, 3)), lambda: _of_outputs(weight, weights))
-    if weight.shape[:2] == (shape.groups, 1):
+    if _is_depthwise(weight.shape, shape):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
         inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
         padded = torch.zeros(len(gradient), inputs, height, width, dtype=torch.float64, device=gradient.device)
@@ -179,7 +179,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
     gradient_scale, gradient_units = scales(amax_over(gradient, (0, 2, 3)))
     scale, image_units = scales(amax_over(x, (0, 2, 3)))
     count(lambda: counts(gradient, gradient_scale, (1, 2, 3)), lambda: counts(x, scale, (1, 2, 3)))
-    if size[:2] == (groups, 1):
+    if _is_depthwise(size, shape):
         padded = pad(x.mul(scale).round_(), shape.around).double()
         whole = gradient.mul(gradient_scale).round_().double()
         sums = [(shape.at(padded, tap, output) * whole).sum((0, 2, 3)) for tap in shape.taps()]
@@ -301,6 +301,11 @@ def _of_inputs(weight: Tensor, integers: Tensor, groups: int) -> tuple[Tensor, T
 def _of_outputs(weight: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
     """Those of each output channel."""
     return (weight != 0).sum((1, 2, 3)), (integers.flatten(0, 1) != 0).sum((1, 2, 3))
+
+
+def _is_depthwise(size: Sequence[int], shape: Geometry) -> bool:
+    """By the size of the weights."""
+    return tuple(size[:2]) == (shape.groups, 1)
 
 
 def _format(x: Tensor, weight: Tensor) -> torch.memory_format:

@@ -211,11 +211,7 @@ def ready_events(device: torch.device, buckets: int) -> ReadyEvents | None:
     """Events for a GPU's graphs; None if such an event is unknown, or was not waited for when it was tried."""
     try:
         return ReadyEvents(device, buckets) if _are_waited_for(device) else None
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # no GPU, no capture, events that are never external
+    except (RuntimeError, TypeError, ValueError):  # no GPU, no capture, events that are never external
         return None
 
 

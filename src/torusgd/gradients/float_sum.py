@@ -56,8 +56,7 @@ class FloatGradientSum(GradientSum):
     def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
         flat = gradient.reshape(-1)
         if self._is_scaled:
-            low, high = torch.aminmax(flat)
-            self._maxima[slot] = torch.maximum(-low, high)
+            self._maxima[slot] = _magnitude(flat)
         if self._filled[slot]:
             self._views[slot].add_(flat)
         else:
@@ -163,5 +162,9 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(tensors), ord=torch.inf)).float()
     # On a CPU a norm takes ten times as long.
-    ends = (torch.aminmax(tensor if tensor.numel() else tensor.new_zeros(1)) for tensor in tensors)
-    return torch.stack([torch.maximum(-low, high) for low, high in ends]).float()
+    return torch.stack([_magnitude(each if each.numel() else each.new_zeros(1)) for each in tensors]).float()
+
+
+def _magnitude(tensor: Tensor) -> Tensor:
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(-low, high)

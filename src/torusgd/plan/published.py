@@ -231,14 +231,15 @@ def summary(rows: Sequence[Row]) -> str:
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
     return (
         f"{len(parameters)} parameters for {len(known)} rows. Leave-one-out, {len(counted)} rows of systems with two "
-        f"rows or more ({len(shared)} of the parameters): {_sizes(counted, left_out)}. "
+        f"rows or more ({len(shared)} of the parameters): {error_sizes(counted, left_out)}. "
         f"The same rows, each predicted without any row of its system (cluster and program): "
-        f"{_sizes(counted, system_left_out)}. "
-        f"All {len(known)} rows so: {_sizes(known, system_left_out)}. "
+        f"{error_sizes(counted, system_left_out)}. "
+        f"All {len(known)} rows so: {error_sizes(known, system_left_out)}. "
         f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted above."
     )
 
 
-def _sizes(rows: Sequence[Row], predicted: Callable[[Row], float | None]) -> str:
+def error_sizes(rows: Sequence[Row], predicted: Callable[[Row], float | None]) -> str:
+    """The median and the worst error of predictions of rows, in words."""
     errors = sorted(100 * abs((predicted(row) or 0.0) / row.value - 1) for row in rows)
     return f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %"
