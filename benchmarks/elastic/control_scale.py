@@ -1,6 +1,6 @@
 """The control path at the size of a cluster: thousands of ranks' heartbeats, roll call and failures through one store.
 
-    unshare --net sh -c 'ip link set lo up && python -m benchmarks elastic control-scale --ranks 3456 --processes 8'
+    unshare --net sh -c 'ip link set lo up && python -m benchmarks elastic control-scale --processes 10 --group'
 
 For each connection torch asks the resolver for the name of its other end. Where thousands ask at once some answers are
 lost, and each of these costs 5 s. In a network of its own (as root) there is no resolver to wait for.
@@ -11,8 +11,8 @@ Python threads would measure the two cores that they share and not the store. Tr
 
 Measured: the time for all to meet, from one beat to the next, what a roll call takes, when a rank that was killed is
 named by all others (with a heartbeat limit of --limit s), and how long a failure takes to be known. With --group all
-ranks first make the group of a run, a tree of meshes over Gloo with a thread for each rank: how long that takes, and a
-sum of one number over all ranks, which is what agrees on a step.
+ranks first make the group of a run, a tree of meshes over Gloo with a Python thread for each rank and one of Gloo's for
+each process: how long that takes, and a sum of one number over all ranks, which is what agrees on a step.
 
 Needs: root, for a network of its own.
 """
@@ -24,6 +24,7 @@ import os
 import resource
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,10 @@ from unittest.mock import patch
 
 import torch
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from torusgd.comm import groups
 from torusgd.comm import store_keys as keys
 from torusgd.comm.base import LateRank
 from torusgd.comm.groups import Group, build
@@ -117,6 +120,7 @@ def main() -> None:
 def _in_group(ranks: Sequence[int], size: int, port: int) -> dict[str, Any]:
     """Makes the group of all ranks, with a thread for each of this process; what that and a few sums take."""
     began, built, sums = time.monotonic(), list[float](), [list[float]() for _ in range(_SUMS)]
+    _share_polling()
 
     def be(rank: int) -> Group:
         group = build(
@@ -133,10 +137,27 @@ def _in_group(ranks: Sequence[int], size: int, port: int) -> dict[str, Any]:
         return group
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        groups = list(pool.map(be, ranks))
+        made = list(pool.map(be, ranks))
         sockets = sum(os.path.realpath(f"/dev/fd/{each}").startswith("/proc") for each in os.listdir("/dev/fd"))
-        list(pool.map(Group.close, groups))
+        list(pool.map(Group.close, made))
     return {"built": max(built), "sums": [max(times) for times in sums], "sockets": sockets}
+
+
+def _share_polling() -> None:
+    """Lets all ranks of this process share one thread of Gloo, and its Python threads ask for the lock seldom.
+
+    A rank's thread of Gloo looks at its sockets 100 times a second, and a Python thread that waits for the lock asks
+    for it 200 times a second. For the hundreds of ranks of one process that alone would take more than its cores have.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads = [ProcessGroupGloo.create_default_device()], 2
+
+    def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+        options._timeout = timeout
+        return ProcessGroupGloo(store, rank, size, options)
+
+    patch.object(groups, "ProcessGroupGloo", gloo).start()
+    sys.setswitchinterval(1.0)
 
 
 class _TimedWatch(Watch):
