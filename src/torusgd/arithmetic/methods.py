@@ -37,6 +37,7 @@ MOST_TERMS = 1 << 25  # of a sum: LARGEST**2 times as many is below 2**53
 _SLICE = 256
 _CHECK = 22  # first word of the draws of a check; those of `rng` end at 20
 _ROUNDS = 7  # of the methods' times
+_RUN = 1 << 17  # elements of a trial at a time
 
 Operand = tuple[Tensor, ...]  # a matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]
 
@@ -211,35 +212,50 @@ _EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0
 def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Operand:
     """Operands in the layout of `like` that bring sums to their largest."""
     shape, device = like[0].shape, like[0].device
-    index = torch.arange(shape.numel()).view(shape)
-    if kind == "largest":
-        values = torch.full(shape, float(LARGEST))
-    elif kind == "alternating":
-        values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
-    else:
-        draws = keyed_hash(_CHECK, number, index.numpy()) % len(_EXTREMES)
-        values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
-    operand = method.prepare(values.to(device))
-    pairs = zip(operand, like, strict=True)
-    return tuple(torch.empty_strided(x.shape, y.stride(), dtype=y.dtype, device=device).copy_(x) for x, y in pairs)
+    operand = tuple(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=device) for x in like)
+    width = shape[1:].numel()
+    for part in _row_runs(like[0]):
+        index = torch.arange(part.start * width, part.stop * width).view(-1, *shape[1:])
+        if kind == "largest":
+            values = torch.full(index.shape, float(LARGEST))
+        elif kind == "alternating":
+            values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
+        else:
+            draws = keyed_hash(_CHECK, number, index.numpy()) % len(_EXTREMES)
+            values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
+        for slice_of, found in zip(operand, method.prepare(values.to(device)), strict=True):
+            slice_of[part].copy_(found)
+    return operand
+
+
+def _row_runs(x: Tensor) -> list[slice]:
+    """Runs of the first dimension: a trial makes int64 values of a run at a time, for all would take 50 MiB."""
+    step = max(1, _RUN * len(x) // x.numel())
+    return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
 
 
 def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
     """Freivalds' check that A(Br) = (AB)r in integers modulo 2**64, with a keyed random r."""
     # An error of one unit in one element is found unless r has a zero there, and any error with a probability of a half
     # at least (that of a multiple of 2**63) and nearly always of one.
+    if product.dim() == 3:
+        matrices = zip(zip(*a, strict=True), zip(*b, strict=True), product, strict=True)
+        return all(is_product(*each) for each in matrices)
     columns = product.shape[-1]
     draws = keyed_hash(_CHECK, columns, *a[0].shape, torch.arange(columns).numpy())
     r = torch.from_numpy(draws.view("int64")).to(product.device)
-    expected = (_integers(a) * (_integers(b) * r).sum(-1).unsqueeze(-2)).sum(-1)
-    whole = product.to(torch.int64)
-    return bool((whole == product).all()) and bool(((whole * r).sum(-1) == expected).all())
+    factors = torch.cat([(_integers(b, part) * r).sum(-1) for part in _row_runs(b[0])])
+    for part in _row_runs(a[0]):
+        rows, expected = product[part], (_integers(a, part) * factors).sum(-1)
+        whole = rows.to(torch.int64)
+        if not (bool((whole == rows).all()) and bool(((whole * r).sum(-1) == expected).all())):
+            return False
+    return True
 
 
-def _integers(operand: Operand) -> Tensor:
-    if len(operand) == 1:
-        return operand[0].to(torch.int64)
-    return operand[0].to(torch.int64) * _SLICE + operand[1].to(torch.int64)
+def _integers(operand: Operand, rows: slice) -> Tensor:
+    first, *others = (each[rows].to(torch.int64) for each in operand)
+    return first.mul_(_SLICE).add_(others[0]) if others else first
 
 
 @cache
