@@ -198,14 +198,16 @@ def test_a_threshold_that_nobody_keeps_takes_all(tmp_path: Path) -> None:
 
 
 def test_the_command_compares_a_replay_with_its_run(
-    live: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]]
+    live: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay that is done already, so that the command starts no ranks."""
-    run, out = tmp_path / "run", tmp_path / "replay"
+    run, out = tmp_path / "run", tmp_path / "run-replay"
     shutil.copytree(live / "count", run)
     train(out, LIVE["count"], replay=run)
     words = ("replay", run, "--out", out, "--workers", "1")
     assert run_cli(*words)[0] == 0
+    monkeypatch.chdir(run)
+    assert run_cli("replay", ".", "--workers", "1")[0] == 0, "beside the folder, whose name `.` has not"
     (run / "summary.json").write_text(json.dumps(summary(run) | {"weights_sha256": "0" * 64}))
     assert run_cli(*words)[0] == 1
     lines = (run / "journal.txt").read_text().splitlines(keepends=True)

@@ -181,7 +181,8 @@ def replay(
     if not original.recipe.is_file():
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
     recipe, status = read_run_recipe(original.recipe), original.read_summary() or {}
-    folder = out or run.with_name(f"{run.name}-replay")
+    named = run.resolve() if run.name in ("", "..") else run
+    folder = out or named.with_name(f"{named.name}-replay")
     if folder.resolve() == run.resolve():
         raise UserError(f"--out {folder}: is the run itself; choose another folder")
     options = runtime.over()
