@@ -4,8 +4,8 @@
 """
 
 from .draws import beta
-from .lost_pairs import counting
 from .methods import METHODS, fastest_method
 from .mode import VERSION, is_portable, operators_of, portable
+from .scales import counting
 
 __all__ = ["METHODS", "VERSION", "beta", "counting", "fastest_method", "is_portable", "operators_of", "portable"]

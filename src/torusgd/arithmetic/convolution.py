@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UserError
-from .lost_pairs import count, counts
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
-from .scales import amax_over, scales
+from .scales import amax_over, count, counts, scales
 
 # Bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache.
 _CHUNK = 1 << 21

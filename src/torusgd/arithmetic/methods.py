@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ..errors import RunError, UserError
 from ..rng import keyed_hash
-from .lost_pairs import count, counts
-from .scales import LARGEST, amax_over, scales
+from .scales import LARGEST, amax_over, count, counts, scales
 
 MOST_TERMS = 1 << 25  # of a sum: LARGEST**2 times as many is below 2**53
 _SLICE = 256

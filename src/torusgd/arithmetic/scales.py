@@ -1,4 +1,4 @@
-"""Powers of two that bring float32 values to integers, made of their bits.
+"""Powers of two that bring float32 values to integers, made of their bits; and the pairs of values that they lose.
 
 The scale of a set of values is 2**s with the largest integer s for which round(amax * 2**s) <= LARGEST, at most 127.
 `torch.pow`, `ldexp` and `frexp` take no part: they are off by one unit on some devices, and bits are not.
@@ -6,7 +6,16 @@ The scale of a set of values is 2**s with the largest integer s for which round(
 >>> scale, inverse = scales(torch.tensor([1.0, 1.9843, 1.9845, 0.0]))
 >>> scale, inverse[3].item() == 2.0**-127
 (tensor([8.1920e+03, 8.1920e+03, 4.0960e+03, 1.7014e+38]), True)
+
+A value below half a unit of its scale has the integer 0. A pair of two numbers other than 0, which a product
+multiplies, is lost where one of the two integers is 0. Pairs are counted by the index that both operands share, a row
+of `counts`, edges and strides of convolutions aside.
 """
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,3 +65,51 @@ def grid_unit(offset: Tensor) -> Tensor:
     """2**(e - 22), the distance between multiples of the grid of an offset: float64, NaN where that is."""
     power = (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double()
     return power.mul_(2.0**-23).add_(offset - offset)
+
+
+@dataclass
+class Pairs:
+    """Those of the products so far."""
+
+    lost: int = 0
+    all: int = 0
+
+
+_counted: ContextVar[Pairs | None] = ContextVar("_counted", default=None)
+
+
+@contextmanager
+def counting() -> Iterator[Pairs]:
+    """Counts the pairs of this thread's products inside of it.
+
+    >>> import torch
+    >>> from .mode import portable
+    >>> with portable(), counting() as pairs:
+    ...     _ = torch.tensor([[1.0, 1e-5]]) @ torch.tensor([[1.0], [1.0]])
+    >>> pairs
+    Pairs(lost=1, all=2)
+    """
+    token = _counted.set(pairs := Pairs())
+    try:
+        yield pairs
+    finally:
+        _counted.reset(token)
+
+
+def count(left: Callable[[], tuple[Tensor, Tensor]], right: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Adds a product's pairs where they are counted. `left` and `right`: see `counts`; for one shared index each."""
+    pairs = _counted.get()
+    if pairs is None:
+        return
+    (a, a_kept), (b, b_kept) = left(), right()
+    whole, kept = int((a * b).sum()), int((a_kept * b_kept).sum())
+    pairs.lost += whole - kept
+    pairs.all += whole
+
+
+def counts(x: Tensor, scale: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The numbers other than 0 over `dims`, all but the shared index, and those whose integer is not 0: int64.
+
+    `x` is float32, and `scale` 2**s, of length 1 or of that of `x` in each dimension.
+    """
+    return (x != 0).sum(dims), ((x * scale).abs() > 0.5).sum(dims)

@@ -1,6 +1,6 @@
 """Counts, in portable arithmetic, the pairs of factors that multiply to nothing, of one virtual worker now and then.
 
-`arithmetic.lost_pairs` says which these are. Their share stands in the event of the step after, as `lost_pairs`.
+`arithmetic.scales` says which these are. Their share stands in the event of the step after, as `lost_pairs`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import counting
-from ..arithmetic.lost_pairs import Pairs
+from ..arithmetic.scales import Pairs
 from ..gradients.integer_hash import IntegerHash
 from .control_vector import NO_WORDS, ControlVector
 from .membership import Membership
