@@ -314,6 +314,7 @@ def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost()
         ({"allreduce": "halving-doubling"}, 3, ("halving-doubling", None), ""),
         ({"allreduce": "auto", "streams": 2}, 3, ("native", None), "allreduce auto gives way to native"),
         ({"allreduce": "auto"}, 1, ("auto", None), ""),
+        ({"allreduce": "torus", "grid": "2x2"}, 1, ("torus", None), ""),
     ],
 )
 def test_options_that_do_not_fit_fewer_ranks_give_way_with_a_line(

@@ -94,7 +94,9 @@ def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
     'grid 2x2 does not fit 3 ranks: allreduce torus goes on without it'
     """
     name, native = options.allreduce, {"allreduce": "native", "grid": None, "streams": 1}
-    if name == "native" or ranks == 1:
+    if ranks == 1:  # nothing is summed, and no grid but 1 x 1 would be taken
+        return options.model_copy(update={"grid": None}), ""
+    if name == "native":
         return options, ""
     if name == "auto":
         line = f"allreduce auto gives way to native: it was measured with other ranks than these {ranks}"
