@@ -68,7 +68,8 @@ def test_mistakes_are_one_line(name: str, options: Options) -> None:
 
 
 def test_torchvision_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
+    for name in ("torchvision", "torchvision.models"):  # another test may have imported the second already
+        monkeypatch.setitem(sys.modules, name, None)
     with refused(
         "torchvision is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")
     ):
