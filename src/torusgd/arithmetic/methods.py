@@ -30,13 +30,13 @@ from torch import Tensor
 
 from ..errors import RunError, UserError
 from ..rng import keyed_hash
+from .reductions import blocks
 from .scales import LARGEST, amax_over, count, counts, scales
 
 MOST_TERMS = 1 << 25  # of a sum: LARGEST**2 times as many is below 2**53
 _SLICE = 256
 _CHECK = 22  # first word of the draws of a check; those of `rng` end at 20
 _ROUNDS = 7  # of the methods' times
-_RUN = 1 << 17  # elements of a trial at a time
 
 Operand = tuple[Tensor, ...]  # a matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]
 
@@ -213,7 +213,8 @@ def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Oper
     shape, device = like[0].shape, like[0].device
     operand = tuple(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=device) for x in like)
     width = shape[1:].numel()
-    for part in _row_runs(like[0]):
+    # int64 values of a block at a time: of all windows of a convolution they would take 50 MiB.
+    for part in blocks(like[0]):
         index = torch.arange(part.start * width, part.stop * width).view(-1, *shape[1:])
         if kind == "largest":
             values = torch.full(index.shape, float(LARGEST))
@@ -227,12 +228,6 @@ def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Oper
     return operand
 
 
-def _row_runs(x: Tensor) -> list[slice]:
-    """Runs of the first dimension: a trial makes int64 values of a run at a time, for all would take 50 MiB."""
-    step = max(1, _RUN * len(x) // x.numel())
-    return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
-
-
 def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
     """Freivalds' check that A(Br) = (AB)r in integers modulo 2**64, with a keyed random r."""
     # An error of one unit in one element is found unless r has a zero there, and any error with a probability of a half
@@ -243,8 +238,8 @@ def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
     columns = product.shape[-1]
     draws = keyed_hash(_CHECK, columns, *a[0].shape, torch.arange(columns).numpy())
     r = torch.from_numpy(draws.view("int64")).to(product.device)
-    factors = torch.cat([(_integers(b, part) * r).sum(-1) for part in _row_runs(b[0])])
-    for part in _row_runs(a[0]):
+    factors = torch.cat([(_integers(b, part) * r).sum(-1) for part in blocks(b[0])])
+    for part in blocks(a[0]):
         rows, expected = product[part], (_integers(a, part) * factors).sum(-1)
         whole = rows.to(torch.int64)
         if not (bool((whole == rows).all()) and bool(((whole * r).sum(-1) == expected).all())):
