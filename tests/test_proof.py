@@ -149,6 +149,28 @@ def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others
     ]
 
 
+def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = rates(TINY, 0.5, 1.0)
+    claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(), "nobody", seeds=2)
+    monkeypatch.setattr(proof, "CLAIMS", (claim,))
+    at: set[tuple[Arm, int]] = set()
+    while task := proof.next_task(proof.Known(), at):
+        at.add(task[1:3])
+    assert at == {(slow, 0), (fast, 0), (TINY, 0), (TINY, 1)}, "not yet the other seed of a choice"
+    machine = TINY.key(0)[2:]
+    told = [
+        {**dict(zip(KEY, (arm.sha256, 0, *machine), strict=True)), "validation": top1, "core_seconds": 1.0}
+        for arm, top1 in ((slow, 0.8), (fast, 0.9))
+    ]
+    (files / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1)}) == ("x", fast, 0, True)
+    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == ("x", fast, 1, True)
+    monkeypatch.setattr(proof, "BUDGET", 0.0)
+    assert proof.next_task(proof.Known(), set()) is None
+
+
 @pytest.mark.timeout(180)
 def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One training, stopped before it began, then trained to its end and looked at."""

@@ -19,6 +19,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
@@ -125,25 +127,45 @@ def show_plan(known: Known) -> None:
         print(f"  {technique:55} {len(to_do):3} trainings, {hours:6.2f} core-hours{' (beyond)' * (hours > BUDGET)}")
 
 
-def run(data: Path, out: Path, minutes: float) -> None:
-    """Goes on with the first training that is left, and with the next ones, until the time is up."""
+def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
+    """Goes on with the first trainings that are left, `jobs` at a time and each on one core, until the time is up."""
     end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        known = Known()
-        if known.core_hours() >= BUDGET:
-            print(f"{known.core_hours():.2f} core-hours are spent: what is left stays {OPEN}")
-            return
-        to_do = left(known)
-        if not to_do:
-            print("all is done")
-            return
-        technique, arm, seed, is_final = to_do[0]
-        is_trained = arm.key(seed) in known.validation
-        print(f"{technique}: {' '.join(arm.words(seed))}", flush=True)
-        if is_trained and is_final and has_weights(arm, seed, out):
-            look(arm, seed, data, out)
-        elif not go_on(arm, seed, data, out, (end - time.monotonic()) / 60, has_line=is_trained):
-            return
+    flying: dict[Future[bool], tuple[Arm, int]] = {}
+    # A process for each job, since the processor time of a training is that of the process's children.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        while True:
+            task = None if time.monotonic() >= end or len(flying) == jobs else next_task(Known(), set(flying.values()))
+            if task is not None:
+                technique, arm, seed, is_final = task
+                print(f"{technique}: {' '.join(arm.words(seed))}", flush=True)
+                flying[pool.submit(_go_on, arm, seed, is_final, data, out, end)] = arm, seed
+                continue
+            if not flying:
+                break
+            for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                del flying[future]
+                if not future.result():
+                    end = -math.inf
+    show_plan(Known())
+
+
+def next_task(known: Known, flying: set[tuple[Arm, int]]) -> tuple[str, Arm, int, bool] | None:
+    """The first training that is left, within the budget, which no job is at."""
+    if known.core_hours() >= BUDGET:
+        return None
+    for technique, arm, seed, is_final in left(known):
+        if (arm, seed) not in flying and (is_final or seed == 0):  # else it stands for a choice that is not yet made
+            return technique, arm, seed, is_final
+    return None
+
+
+def _go_on(arm: Arm, seed: int, is_final: bool, data: Path, out: Path, end: float) -> bool:
+    """Trains, or looks at the held-out images; whether that came to its end before `end`, by the system's clock."""
+    is_trained = arm.key(seed) in Known().validation
+    if not (is_trained and is_final and has_weights(arm, seed, out)):
+        return go_on(arm, seed, data, out, (end - time.monotonic()) / 60, has_line=is_trained)
+    look(arm, seed, data, out)
+    return True
 
 
 def rows(known: Known) -> Iterator[str]:
@@ -265,6 +287,7 @@ def main(
     data: Annotated[Path, Option(help="folder of Fashion-MNIST")] = Path("data/fashion-mnist"),
     out: Annotated[Path, Option(help="where trainings go on")] = Path("runs/proof"),
     minutes: Annotated[float, Option("--run", help="go on with the plan for so many minutes")] = 0.0,
+    jobs: Annotated[int, Option(help="trainings at a time, each on a core")] = 1,
     messages_only: Annotated[bool, Option("--messages", help="only the table that is computed")] = False,
 ) -> None:
     """Shows the plan, and goes on with it."""
@@ -273,7 +296,7 @@ def main(
         return
     show_plan(Known())
     if minutes:
-        run(data, out, minutes)
+        run(data, out, minutes, jobs)
 
 
 if __name__ == "__main__":
