@@ -125,7 +125,7 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
         )
     )
     pairs = proof.Known().pairs(TINY, fast)
-    assert pairs == {(("a", "t", "p"), 0): (90.0, 88.0)}
+    assert pairs == {(("a", "t"), 0): (90.0, 88.0)}
     (row,) = proof.rows(proof.Known())
     assert row.endswith("| +2.00 |  | at least +0.5 | 1 | a | not resolved: 1 of 2 pairs |")
     assert "| off | 1 | 90.00 | taken |" in proof.choices()
