@@ -78,18 +78,20 @@ def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand
 
 
 def _sum(lowest: Tensor, *others: Tensor) -> Tensor:
-    """lowest + ... + the last one * 2**16, of which each is 2**8 or 2**16 times the one before: float64."""
-    factors = (_SLICE, _SLICE * _SLICE)[-len(others) :]
-    result = torch.empty(lowest.shape, dtype=torch.float64, device=lowest.device)
-    total, step = result.view(-1), _BLOCK if lowest.device.type == "cpu" else max(1, lowest.numel())
-    flats = [x.reshape(-1) for x in (lowest, *others)]
-    for begin in range(0, len(total), step):
-        part = slice(begin, begin + step)
-        block = total[part].copy_(flats[0][part])
-        # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
-        for factor, other in zip(factors, flats[1:], strict=True):
-            block.add_(other[part].double(), alpha=factor)
+    """lowest + ... + the last one * 2**16, each worth 2**8 or 2**16 times the one before: float64, over `lowest`."""
+    if lowest.device.type != "cpu" or lowest.numel() <= _BLOCK:
+        return _add(lowest.double(), others)
+    result = torch.empty(lowest.shape, dtype=torch.float64)
+    for total, first, *more in zip(*(x.reshape(-1).split(_BLOCK) for x in (result, lowest, *others)), strict=True):
+        _add(total.copy_(first), more)
     return result
+
+
+def _add(total: Tensor, others: Sequence[Tensor]) -> Tensor:
+    # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
+    for factor, other in zip((_SLICE, _SLICE * _SLICE)[-len(others) :], others, strict=True):
+        total.add_(other.double(), alpha=factor)
+    return total
 
 
 _INT_TERMS = (1 << 17) - 1  # of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the middle two
@@ -101,18 +103,16 @@ _FLOAT_TERMS = 1024  # of float32 sums: 128 * 128 times as many is 2**24
 def _int_product(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 3:
         return torch.stack([_int_product(left, right) for left, right in zip(a, b, strict=True)])
+    rows, columns = a.shape[0], b.shape[1]
     if a.is_cuda:  # torch wants more than 16 rows there, and the other sizes in eights
-        rows, terms, columns = max(a.shape[0], 17), a.shape[1], b.shape[1]
-        a = torch.nn.functional.pad(a, (0, -terms % 8, 0, rows - a.shape[0]))
-        b = torch.nn.functional.pad(b, (0, -columns % 8, 0, -terms % 8))
-    else:
-        rows, columns = a.shape[0], b.shape[1]
+        a = torch.nn.functional.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
+        b = torch.nn.functional.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
     if a.shape[1] <= _INT_TERMS:
         total = torch._int_mm(a, b)
     else:
         pieces = zip(a.split(_INT_TERMS, 1), b.split(_INT_TERMS), strict=True)
         total = torch.stack([torch._int_mm(left, right).double() for left, right in pieces]).sum(0)
-    return total[:rows, :columns]
+    return total[:rows, :columns] if a.is_cuda else total
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
