@@ -48,29 +48,26 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
     assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        *("stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]"),
-        *("data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf"),
-        *("virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan"),
-    ],
-)
-def test_a_recipe_holds_no_number_that_nothing_can_be_made_of(item: str) -> None:
-    key = item.partition("=")[0]
-    about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
-    with refused(f"no number: {item}", f"recipe digits: {about}"):
-        load_recipe("digits", [item])
+NO_NUMBERS = (
+    "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
+    "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
+    "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
+)  # fmt: skip
 
 
-def test_a_tiny_interval_is_refused_and_not_counted_out() -> None:
-    schedule = Schedule(load_recipe("digits").recipe, 1437)
+def test_a_recipe_holds_no_number_that_nothing_can_be_made_of() -> None:
+    for item in NO_NUMBERS:
+        key = item.partition("=")[0]
+        about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
+        with refused(f"no number: {item}", f"recipe digits: {about}"):
+            load_recipe("digits", [item])
+
+
+def test_a_tiny_interval_is_refused_and_not_counted_out_and_written_as_it_can_be_read() -> None:
+    schedule, tiny = Schedule(load_recipe("digits").recipe, 1437), Duration.parse("0.0000001ep")
     with refused("an interval that is too short", "an interval of 0.0000001ep"):
-        schedule.boundaries(Duration.parse("0.0000001ep"))
-
-
-def test_a_tiny_duration_is_written_as_it_can_be_read() -> None:
-    assert Duration.parse(str(Duration.parse("0.0000001ep"))) == Duration.parse("0.0000001ep")
+        schedule.boundaries(tiny)
+    assert Duration.parse(str(tiny)) == tiny
 
 
 def test_texts_have_an_end(tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_texts_have_an_end(tmp_path: Path) -> None:
         parse_json("[" * 100_000)
 
 
-def test_an_archive_of_weights_is_no_larger_inside_than_it_is(tmp_path: Path) -> None:
+def test_archives_of_weights_and_compressed_data_may_not_swell(tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     torch.save({"fc.weight": torch.ones(1000), "fc.bias": torch.ones(3)}, path)
     check_archive(path)
@@ -98,9 +95,7 @@ def test_an_archive_of_weights_is_no_larger_inside_than_it_is(tmp_path: Path) ->
             archive.writestr(name, bytes(1 << 22) if name == storage else data)
     with refused("weights that swell", f"{path}:", TMP=tmp_path, STORED=path.stat().st_size):
         load_weights(path)
-
-
-def test_compressed_data_may_not_swell_beyond_what_images_do() -> None:
+    # Compressed images neither.
     check_swelling(size=1 << 28, stored=1000)
     check_swelling(size=1 << 33, stored=1 << 30)
     with refused("data that swell", kind=ValueError):

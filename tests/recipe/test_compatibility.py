@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 from tests.messages import assert_sentence, refused
 
-from torusgd.recipe.compatibility import (
-    BY_SPEED,
-    CUDA_GRAPHS,
-    RECIPE_RULES,
-    RUN_RULES,
-    Rule,
-    Setup,
-    check,
-    fixed_ranks,
-    obstacle,
-    refusals,
-)
+from torusgd.recipe import compatibility
+from torusgd.recipe.compatibility import RECIPE_RULES, RUN_RULES, Rule, Setup, check, fixed_ranks, obstacle
 from torusgd.recipe.load import load_recipe
 
 Run = Callable[..., tuple[int, str, str]]
@@ -123,24 +113,19 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("audit with one rank", ["--audit", 0.5, "--workers", 1]),
-        (
-            "grid with allreduce other than torus or hierarchical",
-            ["--grid", "1x2", "--allreduce", "ring", "--workers", 2],
-        ),
-        ("workers with fewer virtual_workers", ["--workers", 1000]),
-        ("work_stealing: true with update: sharded", ["--work-stealing", "--update", "sharded", "--workers", 2]),
-        ("--workers MIN:MAX with update: sharded", ["--update", "sharded", "--workers", "1:4"]),
-        ("--listen with update: sharded", ["--update", "sharded", "--listen", "127.0.0.1:0"]),
-        ("--delays with a run without late work that clocks leave out", ["--delays", "lognormal", "--workers", 2]),
-        ("data.decoder: nvjpeg with device: cpu", ["--set", "data.decoder=nvjpeg"]),
+        ("audit with one rank", "--audit 0.5 --workers 1"),
+        ("grid with allreduce other than torus or hierarchical", "--grid 1x2 --allreduce ring --workers 2"),
+        ("workers with fewer virtual_workers", "--workers 1000"),
+        ("work_stealing: true with update: sharded", "--work-stealing --update sharded --workers 2"),
+        ("--workers MIN:MAX with update: sharded", "--update sharded --workers 1:4"),
+        ("--listen with update: sharded", "--update sharded --listen 127.0.0.1:0"),
+        ("--delays with a run without late work that clocks leave out", "--delays lognormal --workers 2"),
+        ("data.decoder: nvjpeg with device: cpu", "--set data.decoder=nvjpeg"),
     ],
 )
-def test_train_refuses_it_before_ranks_are_started(
-    run_cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, name: str, words: list[object]
-) -> None:
+def test_train_refuses_it_before_ranks_are_started(run_cli: Run, monkeypatch, tmp_path, name: str, words: str) -> None:
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
-    code, _, error = run_cli("train", "digits", "--out", tmp_path / "run", "--device", "cpu", *words)
+    code, _, error = run_cli("train", "digits", "--out", tmp_path / "run", "--device", "cpu", *words.split())
     assert code == 2
     assert_sentence(name, "", error.removeprefix("torusgd: ").rstrip("\n"))
 
@@ -158,16 +143,15 @@ def test_a_plan_notes_what_a_run_refuses(plan) -> None:
     assert [note for note in found["notes"] if note.startswith("torusgd train refuses this: work_stealing = true")]
 
 
-def test_what_goes_together_is_not_refused() -> None:
-    setup = setup_of(["runtime.audit=0.1", "runtime.workers_range=[2, 4]"], {"ranks": 2})
-    assert not refusals(setup)
+def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_part_is_there() -> None:
+    setup, inexact = (
+        setup_of(["runtime.audit=0.1", "runtime.workers_range=[2, 4]"], {"ranks": 2}),
+        setup_of([INEXACT], {}),
+    )
+    assert not compatibility.refusals(setup)
     check(setup)
-    assert not obstacle(BY_SPEED, setup)
-    assert not fixed_ranks(setup)
-
-
-def test_an_obstacle_is_found_before_the_part_is_there() -> None:
-    inexact = setup_of([INEXACT], {})
-    assert obstacle(BY_SPEED, inexact)
+    for found in (obstacle(compatibility.BY_SPEED, setup), fixed_ranks(setup)):
+        assert not found
+    assert obstacle(compatibility.BY_SPEED, inexact)
     assert fixed_ranks(inexact)
-    assert obstacle(CUDA_GRAPHS, replace(inexact, device="cuda"))
+    assert obstacle(compatibility.CUDA_GRAPHS, replace(inexact, device="cuda"))

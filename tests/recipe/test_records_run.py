@@ -31,7 +31,7 @@ ALIKE = {"sony-224s", "sony-85k", "sony-119k", "fujitsu-74s", "you-resnet50-14mi
 FLOAT32 = ("precision=float32", "loss_scale={}")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in RECORDS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECORDS])
 def test_three_steps(name: str, tmp_path: Path) -> None:
     three_steps(tmp_path, name, *FURTHER.get(name, PICTURES), *FLOAT32)
 
