@@ -34,18 +34,17 @@ def always(region: Region) -> Callable[[int, int], Region]:
     return lambda height, width: region
 
 
+PHOTO = photo(61, 83)
 PICTURES = {
-    "420": encoded(photo(61, 83), quality=90, subsampling="4:2:0"),
-    "444": encoded(photo(61, 83), quality=90, subsampling="4:4:4"),
-    "progressive": encoded(photo(61, 83), progressive=True),
-    "grey jpeg": encoded(photo(61, 83).convert("L")),
-    "exif": encoded(photo(61, 83), exif=TURNED),
-    "rgb jpeg": encoded(photo(61, 83), keep_rgb=True),
+    "420": encoded(PHOTO, quality=90, subsampling="4:2:0"),
+    "444": encoded(PHOTO, quality=90, subsampling="4:4:4"),
+    "progressive": encoded(PHOTO, progressive=True),
+    "grey jpeg": encoded(PHOTO.convert("L")),
+    "exif": encoded(PHOTO, exif=TURNED),
+    "rgb jpeg": encoded(PHOTO, keep_rgb=True),
     "one pixel": encoded(photo(1, 1)),
-    "png": encoded(photo(61, 83), "PNG"),
-    "grey png": encoded(photo(61, 83).convert("L"), "PNG"),
-    "palette": encoded(photo(61, 83).convert("P"), "PNG"),
-    "alpha": encoded(photo(61, 83).convert("RGBA"), "PNG"),
+    "png": encoded(PHOTO, "PNG"),
+    **{f"png {mode}": encoded(PHOTO.convert(mode), "PNG") for mode in ("L", "P", "RGBA")},
 }
 
 
@@ -60,7 +59,7 @@ def test_pixels_are_those_of_pillow(name: str) -> None:
 
 
 def test_cmyk_is_close_to_what_pillow_makes_of_it_and_16_bits_keep_the_upper_byte() -> None:
-    data = encoded(photo(61, 83).convert("CMYK"), quality=95)
+    data = encoded(PHOTO.convert("CMYK"), quality=95)
     assert psnr(decode(data, 3), by_pillow(data)) > 40
     assert psnr(decode(data, 1)[..., 0], by_pillow(data, "L")) > 40
     values = (np.arange(100 * 90).reshape(100, 90) * 7).astype(np.uint16)
@@ -112,14 +111,11 @@ def test_what_can_not_be_decoded_is_refused(name: str) -> None:
             read(BAD[name], 3)
 
 
-def test_every_cut_of_a_file_is_found_out_or_harmless() -> None:
+def test_every_cut_of_a_file_is_found_out_and_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
     for data in (JPEG, PNG):
         for end in range(0, len(data) - 16, 97):
             with pytest.raises(Undecodable):
                 decode(data[:end], 3)
-
-
-def test_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
     frame = JPEG.index(b"\xff\xc0")
     for data in (JPEG + b"more" * 50, JPEG[:frame] + b"\x00\x00\x00" + JPEG[frame:]):
         assert np.array_equal(decode(data, 3), by_pillow(JPEG))
@@ -127,7 +123,7 @@ def test_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
 
 def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
     """The last scan of a progressive JPEG comes many times over."""
-    data = encoded(photo(61, 83), progressive=True)
+    data = PICTURES["progressive"]
     for times, height, width in ((1000, 61, 83), (1, 8000, 8000), (40, 7000, 7000)):
         longer = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * times + data[-2:]
         bomb = longer.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", height, width))
@@ -139,28 +135,25 @@ def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
 @pytest.mark.parametrize("name", ["420", "444", "grey jpeg", "progressive", "exif", "restarts"])
 def test_a_region_is_the_same_as_cut_from_the_whole_picture(name: str) -> None:
     """However the decoder saves work below the box, not one bit differs."""
-    data = PICTURES.get(name) or encoded(photo(61, 83), restart_marker_blocks=2)
-    whole = decode(data, 3)
-    random = np.random.default_rng(0)
+    data = PICTURES.get(name) or encoded(PHOTO, restart_marker_blocks=2)
+    whole, random = decode(data, 3), np.random.default_rng(0)
     for _ in range(40):
-        top, left = random.integers(0, 60), random.integers(0, 82)
-        height, width = random.integers(1, 62 - top), random.integers(1, 84 - left)
-        region = Region(int(top), int(left), int(height), int(width), 40, 40)
+        top, left = map(int, random.integers((60, 82)))
+        height, width = map(int, random.integers(1, (62 - top, 84 - left)))
+        region = Region(top, left, height, width, 40, 40)
         assert np.array_equal(decode_region(data, 3, always(region)), render(whole, region))
 
 
 @pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2", "4:4:4"])
 def test_a_smaller_decode_loses_less_than_jpeg_does(subsampling: str) -> None:
-    picture = photo(700, 900, seed=3)
+    picture, shrinks = photo(700, 900, seed=3), set()
     data = encoded(picture, quality=90, subsampling=subsampling)
     full = decode(data, 3)
     assert psnr(full, picture) < 40
-    shrinks = set()
     for region in (Region(5, 7, 601, 699, 64, 64), Region(11, 30, 350, 333, 64, 64), Region(0, 0, 700, 900, 64, 82)):
         shrink, taken = fit(region, 700, 900)
         shrinks.add(shrink)
-        expected = by_pillow_region(full, taken)
-        assert psnr(decode_region(data, 3, always(region)), expected) > 43
+        assert psnr(decode_region(data, 3, always(region)), by_pillow_region(full, taken)) > 43
     assert shrinks == {2, 4}
 
 
@@ -172,9 +165,9 @@ def by_pillow_region(pixels: np.ndarray, region: Region) -> np.ndarray:
 def test_fit_keeps_enough_pixels_and_the_box_inside() -> None:
     random = np.random.default_rng(1)
     for _ in range(300):
-        height, width = (int(side) for side in random.integers(1, 3000, 2))
-        tall, wide = int(random.integers(1, height + 1)), int(random.integers(1, width + 1))
-        top, left = int(random.integers(0, height - tall + 1)), int(random.integers(0, width - wide + 1))
+        height, width = map(int, random.integers(1, 3000, 2))
+        tall, wide = map(int, random.integers(1, (height + 1, width + 1)))
+        top, left = map(int, random.integers((height - tall + 1, width - wide + 1)))
         shrink, taken = fit(Region(top, left, tall, wide, 64, 64), height, width)
         assert taken.top <= top < top + tall <= taken.top + taken.height <= height
         assert taken.left <= left < left + wide <= taken.left + taken.width <= width
@@ -208,9 +201,7 @@ def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
     assert shard.left == (100_000 - 4) // 2
 
 
-def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     assert decoders.other_decoders(True) == decoders.other_decoders(False) == ()
     root, right = write_folder(tmp_path / "set", train=1, val=1), decode
     decoders.other_decoders.cache_clear()
@@ -221,11 +212,11 @@ def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(
         return pixels
 
     monkeypatch.setattr(decoders, "decode", off)
-    train, held_out = open_folder(root, 3)
-    pipeline = Pipeline(train, folder_data(pixels="portable"), 0)
+    sources = open_folder(root, 3)
+    pipeline = Pipeline(sources[0], folder_data(pixels="portable"), 0)
     with refused("a JPEG decoder with other pixels"):
         pipeline.training_batch(np.arange(2), np.zeros(2, np.int64), augment=True)
     with refused("a JPEG decoder with other pixels"):
-        pack(train, held_out, tmp_path / "out", Packing(None, None, 5), print)
+        pack(*sources, tmp_path / "out", Packing(None, None, 5), print)
     require_specified(PNG)
     decoders.other_decoders.cache_clear()

@@ -16,26 +16,23 @@ FILES = {"a.gz": gzip.compress(b"first"), "b.gz": gzip.compress(b"second")}
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[str]:
-    """A web server with the files."""
-    (tmp_path / "site").mkdir()
-    for name, content in FILES.items():
-        (tmp_path / "site" / name).write_bytes(content)
-
-    with file_server(tmp_path / "site") as url:
-        yield url
-
-
-@pytest.fixture
-def toy(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> DataSet:
-    """A data set that no Debian package ships."""
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataSet]:
+    """A data set that no Debian package ships, on a web server at work."""
+    write_files(tmp_path / "site")
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-    toy = DataSet("torusgd-no-such-package", tmp_path / "installed", site, digests)
-    monkeypatch.setitem(DATA_SETS, "toy", toy)
     put_apt_get(tmp_path, "echo 'E: Unable to locate package' >&2; exit 100")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    return toy
+    with file_server(tmp_path / "site") as site:
+        toy = DataSet("torusgd-no-such-package", tmp_path / "installed", site, digests)
+        monkeypatch.setitem(DATA_SETS, "toy", toy)
+        yield toy
+
+
+def write_files(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
 
 
 def put_apt_get(root: Path, script: str) -> None:
@@ -45,27 +42,19 @@ def put_apt_get(root: Path, script: str) -> None:
     (root / "bin" / "apt-get").chmod(0o755)
 
 
-def test_only_encrypted_sites_are_named() -> None:
-    assert all(wanted.site.startswith("https://") for wanted in DATA_SETS.values())
-
-
-def test_the_site_is_the_last_way(toy: DataSet, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_site_is_the_last_way_and_encrypted(toy: DataSet, caplog: pytest.LogCaptureFixture) -> None:
+    assert all(wanted.site.startswith("https://") for wanted in DATA_SETS.values() if wanted is not toy)
     with caplog.at_level(logging.INFO):
-        assert fetch("toy") == Path("data/toy")
-        assert fetch("toy") == Path("data/toy")
-    assert caplog.messages == [
-        f"toy: downloaded from {toy.site}, SHA-256 as expected",
-        "toy: already complete in data/toy",
-    ]
+        assert fetch("toy") == fetch("toy") == Path("data/toy")
+    done = f"toy: downloaded from {toy.site}, SHA-256 as expected"
+    assert caplog.messages == [done, "toy: already complete in data/toy"]
     Path("data/toy/a.gz").write_bytes(b"damaged")
     assert not wrong_files(fetch("toy"), toy)
     assert sorted(os.listdir("data/toy")) == ["a.gz", "b.gz"]
 
 
 def test_installed_files_are_used_where_they_are_or_copied(toy: DataSet, tmp_path: Path) -> None:
-    toy.installed.mkdir()
-    for name, content in FILES.items():
-        (toy.installed / name).write_bytes(content)
+    write_files(toy.installed)
     assert fetch("toy") == toy.installed
     assert fetch("toy", tmp_path / "copy") == tmp_path / "copy"
     assert not wrong_files(tmp_path / "copy", toy)
@@ -91,10 +80,7 @@ def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> N
     if not Path("/usr/bin/dpkg-deb").exists():
         pytest.skip("no dpkg-deb on this machine")
     tree = tmp_path / "tree"
-    content = tree / toy.installed.relative_to("/")
-    content.mkdir(parents=True)
-    for name, data in FILES.items():
-        (content / name).write_bytes(data)
+    write_files(tree / toy.installed.relative_to("/"))
     (tree / "DEBIAN").mkdir()
     (tree / "DEBIAN" / "control").write_text(
         f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"

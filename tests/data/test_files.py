@@ -1,7 +1,8 @@
-"""Sources that read files: IDX, arrays, and a folder a class. The files are untrusted."""
+"""Sources that read files, and what is said of them: IDX, arrays, a folder a class. The files are untrusted."""
 
 import gzip
 import os
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -18,12 +19,10 @@ from torusgd.data.pictures import open_folder
 from torusgd.data.registry import describe, undecodable
 from torusgd.recipe.data_schema import Data
 
+COUNTS = {"train": 9, "t10k": 4}
 RANDOM = np.random.default_rng(0)
-IMAGES = {
-    "train": RANDOM.integers(0, 256, (9, 6, 5), dtype=np.uint8),
-    "t10k": RANDOM.integers(0, 256, (4, 6, 5), dtype=np.uint8),
-}
-LABELS = {"train": np.arange(9, dtype=np.uint8) % 3, "t10k": np.arange(4, dtype=np.uint8) % 3}
+IMAGES = {split: RANDOM.integers(0, 256, (count, 6, 5), dtype=np.uint8) for split, count in COUNTS.items()}
+LABELS = {split: np.arange(count, dtype=np.uint8) % 3 for split, count in COUNTS.items()}
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -31,10 +30,9 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def write_idx(root: Path, zipped: bool, separator: str = "-") -> Path:
-    for stem in ("train", "t10k"):
-        for part, array in (("images", IMAGES[stem]), ("labels", LABELS[stem])):
-            name = f"{stem}-{part}{separator}idx{array.ndim}-ubyte"
-            content = idx(array)
+    for part, arrays in (("images", IMAGES), ("labels", LABELS)):
+        for stem, array in arrays.items():
+            name, content = f"{stem}-{part}{separator}idx{array.ndim}-ubyte", idx(array)
             (root / (name + ".gz" if zipped else name)).write_bytes(gzip.compress(content) if zipped else content)
     return root
 
@@ -74,7 +72,7 @@ def test_a_wrong_idx_file_is_refused(tmp_path: Path, name: str, zipped: bool) ->
         read_idx(file, dims=3)
 
 
-def test_a_damaged_gzip_file_and_one_that_swells_are_refused(tmp_path: Path) -> None:
+def test_damaged_gzip_files_one_that_swells_and_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     file, content = tmp_path / "images.gz", gzip.compress(GOOD)
     damages = {"cut short": content[:-20], "zeros": content[:30] + b"\0\0\0\0" + content[34:], "not packed": GOOD}
     for damage, damaged in damages.items():
@@ -87,9 +85,7 @@ def test_a_damaged_gzip_file_and_one_that_swells_are_refused(tmp_path: Path) -> 
         read_idx(file, dims=3)
     assert tracemalloc.get_traced_memory()[1] < 5_000_000
     tracemalloc.stop()
-
-
-def test_idx_mistakes(tmp_path: Path) -> None:
+    file.unlink()
     with refused("an empty folder for mnist", TMP=tmp_path):
         open_mnist(tmp_path)
     write_idx(tmp_path, zipped=False)
@@ -99,12 +95,8 @@ def test_idx_mistakes(tmp_path: Path) -> None:
 
 
 def arrays(**changes: Any) -> dict[str, Any]:
-    good = {
-        "train_images": IMAGES["train"],
-        "train_labels": LABELS["train"],
-        "eval_images": IMAGES["t10k"],
-        "eval_labels": LABELS["t10k"],
-    }
+    good = {"train_images": IMAGES["train"], "train_labels": LABELS["train"]}
+    good |= {"eval_images": IMAGES["t10k"], "eval_labels": LABELS["t10k"]}
     return {name: array for name, array in {**good, **changes}.items() if array is not None}
 
 
@@ -113,12 +105,15 @@ def test_arrays(tmp_path: Path, kind: str) -> None:
     colour, held_out_colour = (np.stack([IMAGES[stem]] * 3, axis=-1) for stem in ("train", "t10k"))
     path = write_arrays(tmp_path, kind, arrays(train_images=colour, eval_images=held_out_colour))
     train, held_out = open_sources(Data(source="numpy", image_size=5), path, 0)
-    assert train.classes == ("0", "1", "2")
+    assert (train.classes, len(train), len(held_out)) == (("0", "1", "2"), 9, 4)
     assert np.array_equal(train.read(8), colour[8])
-    assert (len(train), len(held_out)) == (9, 4)
     assert np.array_equal(held_out.labels, LABELS["t10k"])
     assert "data.source numpy" in describe(path)[0]
     assert list(undecodable(path)) == []
+    base: Any = train.images if kind == "npy" else None  # mapped, not read
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap) == (kind == "npy")
 
 
 def write_arrays(root: Path, kind: str, contents: dict[str, Any]) -> Path:
@@ -128,13 +123,6 @@ def write_arrays(root: Path, kind: str, contents: dict[str, Any]) -> Path:
     for name, array in contents.items():
         np.save(root / f"{name}.npy", array)
     return root
-
-
-def test_npy_files_are_mapped_not_read(tmp_path: Path) -> None:
-    base: Any = open_numpy(write_arrays(tmp_path, "npy", arrays()))[0].images
-    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
-        base = base.base
-    assert isinstance(base, np.memmap)
 
 
 class Trap:
@@ -190,29 +178,22 @@ def test_files_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
         open_numpy(tmp_path)
 
 
-def test_a_folder_lists_classes_and_files_by_name(tmp_path: Path) -> None:
+def test_a_folder_lists_classes_and_files_by_name_and_classes_as_a_list_orders_them(tmp_path: Path) -> None:
     root = write_folder(tmp_path, train=3, val=2, classes=("wolf", "ape", "cow"))
     (root / "train" / "ape" / "zz.PNG").write_bytes(encoded(photo(9, 9), "PNG"))
-    (root / "train" / "ape" / "notes.txt").write_text("not a picture")
-    (root / "train" / "ape" / ".hidden.jpg").write_text("not a picture")
+    for name in ("notes.txt", ".hidden.jpg"):
+        (root / "train" / "ape" / name).write_text("not a picture")
     (root / "train" / ".cache").mkdir()
     train, val = open_folder(root, channels=3)
     assert train.classes == val.classes == ("ape", "cow", "wolf")
     assert train.labels.tolist() == [0] * 4 + [1] * 3 + [2] * 3
     assert [Path(train.where(index)).name for index in range(4)] == ["000.jpg", "001.jpg", "002.jpg", "zz.PNG"]
-    assert train.read(3).shape == (9, 9, 3)
-    assert train.size(3) == (9, 9)
     grey, _ = open_folder(root, channels=1)
-    assert grey.read(3).shape == (9, 9, 1)
-
-
-def test_a_list_of_classes_gives_their_order_and_names(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, classes=("n01", "n02", "n03"))
-    (root / "classes.txt").write_text("n03\ttabby cat\n\nn01\n")
+    assert (train.read(3).shape, train.size(3), grey.read(3).shape) == ((9, 9, 3), (9, 9), (9, 9, 1))
+    (root / "classes.txt").write_text("wolf\ttabby cat\n\nape\n")
     train, val = open_folder(root, 3, classes="classes.txt")
-    assert train.classes == val.classes == ("tabby cat", "n01")
-    assert len(train) == 12
-    assert "n03" in train.where(0)
+    assert train.classes == val.classes == ("tabby cat", "ape")
+    assert (len(train), Path(train.where(0)).parent.name) == (7, "wolf")
 
 
 @pytest.mark.parametrize("listed", ["../outside\n", "cat\ncat\n", "/etc\n", ".\n", "..\n", "\n \n", "bird\n"])
@@ -268,13 +249,44 @@ def test_bad_pictures_are_corrupt_and_missing_ones_are_io_errors(tmp_path: Path)
     with open(folder / "004.jpg", "r+b") as file:
         file.truncate(1 << 40)  # sparse: it takes no room
     for index, what in {0: "text", 1: "nothing", 2: "half a picture", 4: "a terabyte"}.items():
-        with refused(
-            f"a .jpg of {what}", f"image {index}: {folder}/{index:03}.jpg", CorruptImage, TMP=tmp_path
-        ) as error:
+        about = f"image {index}: {folder}/{index:03}.jpg"
+        with refused(f"a .jpg of {what}", about, CorruptImage, TMP=tmp_path) as error:
             train.read(index)
-        assert isinstance(error.value, CorruptImage)
-        assert error.value.index == index
+        assert getattr(error.value, "index", None) == index
     assert train.read(3).shape == (9, 9, 3)
     (folder / "003.jpg").unlink()
     with pytest.raises(FileNotFoundError):
         train.read(3)
+
+
+def test_a_folder_idx_files_and_arrays_of_many_classes_are_described(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "folder", train=5, val=2)
+    (root / "train" / "cat" / "wide.png").write_bytes(encoded(photo(20, 90), "PNG"))
+    (root / "train" / "cat" / "torn.jpg").write_text("torn")
+    words = ("data.source folder, 3 channels", "12 for training, 4 held out", "2: cat, dog", "5 to 7 training images")
+    *lines, sizes = describe(root)
+    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
+    assert re.fullmatch(r"sizes     (\d+ x \d+ \(1\), ){5}and 6 other sizes \(width x height, of 12 .*", sizes)
+    assert list(undecodable(root)) == [f"{root}/train/cat/torn.jpg: neither JPEG nor PNG"]
+    words = ("data.source mnist, 1 channel", "9 for training, 4 held out", "", "3 training images")
+    (tmp_path / "idx").mkdir()
+    *lines, sizes = describe(write_idx(tmp_path / "idx", zipped=True))
+    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
+    assert sizes.startswith("sizes     5 x 6 (9) ")
+    images, labels = np.zeros((300, 2, 2), np.uint8), np.arange(300)
+    contents = {"train_images": images, "train_labels": labels, "eval_images": images, "eval_labels": labels}
+    lines = describe(write_arrays(tmp_path, "npz", contents))
+    assert lines[2].endswith("300: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...")
+
+
+def test_what_a_recipe_makes_and_what_is_no_data_set(tmp_path: Path) -> None:
+    lines = describe(Path("intel-cddnn-16"))
+    assert lines[0] == "intel-cddnn-16: data.source frames, 1 channel"
+    assert lines[1] == "images    4000000 for training, 40000 held out"
+    assert int(lines[3].split()[2]) > 50
+    assert lines[4].startswith("sizes     39 x 11 (200) ")
+    with refused("a recipe whose source needs a path", "data.source: "):
+        describe(Path("sony-224s"))
+    for path in (tmp_path, tmp_path / "missing"):
+        with refused("a folder without a data set", PATH=path):
+            describe(path)

@@ -23,9 +23,7 @@ def test_lists_with_and_without_a_head(tmp_path: Path, head: str) -> None:
             swapped = [",".join(["7", *line.split(",")[::-1]]) for line in lines]
             (root / f"{split}.csv").write_text("\n".join([head, "", *swapped]))
     train, held_out = open_sources(folder_data(source="csv"), root, 0)
-    assert train.classes == ("cat", "dog")
-    assert train.labels.tolist() == [0] * 6 + [1] * 6
-    assert len(held_out) == 8
+    assert (train.classes, train.labels.tolist(), len(held_out)) == (("cat", "dog"), [0] * 6 + [1] * 6, 8)
     assert train.read(7).shape[2] == 3
     assert "data.source csv" in describe(root)[0]
 
@@ -37,8 +35,7 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
     (root / "names").write_text("dog\ncat\n")
     data = folder_data(source="csv", options={"train": "my.tsv", "eval": "held out.csv", "classes": "names"})
     train, held_out = open_sources(data, root, 0)
-    assert train.classes == ("dog", "cat")
-    assert (train.labels.tolist(), held_out.labels.tolist()) == ([1, 0], [1])
+    assert (train.classes, train.labels.tolist(), held_out.labels.tolist()) == (("dog", "cat"), [1, 0], [1])
     train.read(0)
     assert open_csv(root, 3, train="my.tsv", eval="held out.csv")[0].classes == ("0", "1")
 
@@ -56,7 +53,7 @@ WRONG = {
 def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
     root = write_lists(write_folder(tmp_path / "a set"))
     (root / "classes").write_text("cat\ndog\n")
-    listed = root / "train.csv"
+    listed, held_out = root / "train.csv", root / "val.csv"
     whole = listed.read_text()
     for name, text in WRONG.items():
         listed.write_text(text)
@@ -65,22 +62,20 @@ def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
     listed.write_text("a\n")
     mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run", TMP=tmp_path)
     listed.write_text(whole)
-    (root / "val.csv").write_bytes(b"\xff\xfe\xfa")
+    held_out.write_bytes(b"\xff\xfe\xfa")
     with refused("a list of pictures in bytes", TMP=root):
         open_csv(root, 3)
-    (root / "val.csv").unlink()
+    held_out.unlink()
     with refused("no list of pictures", TMP=root):
         open_csv(root, 3)
-    (root / "val.csv").write_text("gone.jpg,cat\n")
-    train, held_out = open_csv(root, 3)
+    held_out.write_text("gone.jpg,cat\n")
     with refused("a listed picture that is gone", TMP=root):
-        data_sha256(train, held_out)
+        data_sha256(*open_csv(root, 3))
     os.mkfifo(root / "pipe")
     listed.write_text("pipe,cat\n/dev/zero,dog\n")
-    train, _ = open_csv(root, 3)
     for index in range(2):
         with pytest.raises(CorruptImage):
-            train.read(index)
+            open_csv(root, 3)[0].read(index)
 
 
 def test_several_folders_at_once(tmp_path: Path) -> None:
@@ -89,13 +84,13 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
     (tmp_path / "sets" / "two").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "sets" / "notes").mkdir()
     train, held_out = open_folders(tmp_path / "sets", 3)
-    assert train.classes == ("cat", "dog", "emu")
     assert train.labels.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
-    assert held_out.labels.tolist() == [0, 1, 1, 2]
+    assert (train.classes, held_out.labels.tolist()) == (("cat", "dog", "emu"), [0, 1, 1, 2])
     assert train.encoded(4) == (tmp_path / "elsewhere" / "train" / "dog" / "000.jpg").read_bytes()
     assert "data.source folders" in describe(tmp_path / "sets")[0]
-    (tmp_path / "elsewhere" / "val" / "yak").mkdir()
-    (tmp_path / "elsewhere" / "val" / "yak" / "1.jpg").write_bytes(encoded(photo(9, 9)))
+    yak = tmp_path / "elsewhere" / "val" / "yak"
+    yak.mkdir()
+    (yak / "1.jpg").write_bytes(encoded(photo(9, 9)))
     with refused("a held-out class without training images", TMP=tmp_path):
         open_folders(tmp_path / "sets", 3)
     with refused("no set of folders", TMP=tmp_path):

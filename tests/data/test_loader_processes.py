@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.comm.gloo_world import start_forkserver
 from tests.data.pictures import folder_data, write_folder
@@ -54,11 +53,9 @@ def processes(tmp_path: Path) -> Iterator[Any]:
 
 def equal(one: Batch, other: Batch) -> bool:
     def parts(batch: Batch) -> list[Any]:
-        positions = torch.from_numpy(batch.positions)
         joined = None if batch.message is None else in_message(batch.message, batch.images.shape)[1]
-        tensors = (batch.images, batch.targets, positions, batch.partners, batch.shares, batch.table, joined)
-        found = [None if each is None else (each.dtype, each.tolist()) for each in tensors]
-        return [*found, batch.replaced]
+        arrays: Any = (batch.positions, batch.images, batch.targets, batch.partners, batch.shares, batch.table, joined)
+        return [batch.replaced, *(each if each is None else (each.dtype, each.tolist()) for each in arrays)]
 
     return parts(one) == parts(other)
 
@@ -77,9 +74,8 @@ def test_batches_have_the_bits_of_threads_and_outlive_the_next(processes: Any) -
 def test_bytes_mixed_images_and_larger_ones(processes: Any) -> None:
     bytewise, its = processes(BytePipeline)
     assert its.training_batch(*FIRST, True).table is bytewise.table
-    assert equal(its.training_batch(*FIRST, True), bytewise.training_batch(*FIRST, True))
-    larger = ImageSizes((40, 40), 44)
-    assert equal(its.training_batch(*FIRST, True, larger), bytewise.training_batch(*FIRST, True, larger))
+    for sizes in (None, ImageSizes((40, 40), 44)):
+        assert equal(its.training_batch(*FIRST, True, sizes), bytewise.training_batch(*FIRST, True, sizes))
     mixing, its = processes(augment=Augment(mixup=0.5, erase=0.5))
     assert its.training_batch(*FIRST, True).partners is not None
     assert equal(its.training_batch(*FIRST, True), mixing.training_batch(*FIRST, True))
@@ -95,33 +91,28 @@ def test_what_is_wrong_reaches_the_rank(tmp_path: Path, processes: Any, caplog: 
         its.training_batch(np.array([10**6]), np.zeros(1, dtype=np.int64), True)
     with caplog.at_level(logging.WARNING):
         assert its.training_batch(np.arange(12), np.zeros(12, dtype=np.int64), True).replaced == 1, "it goes on"
-    assert [line for line in caplog.messages if "replaced in epoch 0" in line]
-
-
-def test_a_process_whose_rank_has_ended_ends_without_a_word() -> None:
+    assert "replaced in epoch 0" in caplog.text
+    # One whose rank has ended ends without a word.
     context = multiprocessing.get_context("forkserver")
-    _, its = context.Pipe()
-    process = context.Process(target=loader._serve, args=(its, "/proc/self/fd/9999", None))
+    process = context.Process(target=loader._serve, args=(context.Pipe()[1], "/proc/self/fd/9999", None))
     process.start()
     process.join(60)
     assert process.exitcode == 0
 
 
-def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
-    processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(processes, tmp_path, monkeypatch):
     before = set(active_children())
     _, its = processes()
     its.training_batch(*FIRST, True)
     (process,) = set(active_children()) - before
-    os.kill(process.pid or 0, signal.SIGTERM)  # held back: the rank may want another batch before it stops
-    assert len(its.training_batch(*FIRST, True).images) == 6
+    os.kill(process.pid, signal.SIGTERM)  # held back: the rank may want another batch before it stops
     wanted = its.training_batch(*FIRST, True).images
-    os.kill(process.pid or 0, signal.SIGKILL)
+    assert len(wanted) == 6
+    os.kill(process.pid, signal.SIGKILL)
     assert its.training_batch(*FIRST, True).images.equal(wanted)
     (process,) = set(active_children()) - before
     monkeypatch.setattr(loader, "FROZEN_SECONDS", 0.1)
-    os.kill(process.pid or 0, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     assert its.training_batch(*FIRST, True).images.equal(wanted)
     assert process.exitcode == -signal.SIGKILL
     # One that ends at each batch, as for want of memory, is not replaced for ever.

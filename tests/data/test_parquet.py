@@ -22,8 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyar
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
 def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
     train, held_out = open_sources(folder_data(source="parquet"), write(tmp_path), 0)
-    assert train.classes == ("cat", "dog")
-    assert train.labels.tolist() == [number % 2 for number in range(12)]
+    assert (train.classes, train.labels.tolist()) == (("cat", "dog"), [number % 2 for number in range(12)])
     assert isinstance(train, parquet.TableImages)
     assert [train.encoded(index) for index in (11, 0, 5, 6, 3)] == [picture(number) for number in (11, 0, 5, 6, 3)]
     assert held_out.read(5).shape[2] == 3
@@ -58,16 +57,16 @@ def write_one(root: Path, made: Any) -> Path:
 
 def test_columns_are_found_or_given(tmp_path: Path) -> None:
     root = write_one(tmp_path / "a", table(range(4), "pixels", "fine", coarse=[0, 0, 1, 1], depth=[b"a"] * 4))
-    with refused("a table with several columns of bytes", TMP=tmp_path):
-        open_tables(root, 3)
-    with refused("a table with several columns of numbers", TMP=tmp_path):
-        open_tables(root, 3, image="pixels")
     assert open_tables(root, 3, image="pixels", label="fine")[0].classes == ("cat", "dog")
     assert open_tables(root, 3, image="pixels", label="coarse")[0].classes == ("0", "1")
-    with refused("a column of bytes as labels", TMP=tmp_path):
-        open_tables(root, 3, image="pixels", label="pixels")
-    with refused("a column with a typing error", TMP=tmp_path):
-        open_tables(root, 3, image="pixels", label="fin")
+    for name, columns in {
+        "a table with several columns of bytes": {},
+        "a table with several columns of numbers": {"image": "pixels"},
+        "a column of bytes as labels": {"image": "pixels", "label": "pixels"},
+        "a column with a typing error": {"image": "pixels", "label": "fin"},
+    }.items():
+        with refused(name, TMP=tmp_path):
+            open_tables(root, 3, **columns)
     only = write_one(tmp_path / "b", table(range(4), "pixels", "kind"))
     assert len(open_tables(only, 3)[0]) == 4
 
@@ -87,10 +86,9 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
         train.read(0)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_damaged_tables_are_refused(tmp_path: Path, suffix: str) -> None:
-    (write_parquet if suffix == ".parquet" else write_arrow)(tmp_path)
-    (file,) = (file for file in tmp_path.rglob(f"*-00000-of-00001{suffix}") if "validation" not in str(file))
+@pytest.mark.parametrize(("suffix", "write"), [(".parquet", write_parquet), (".arrow", write_arrow)])
+def test_damaged_tables_are_refused(tmp_path: Path, suffix: str, write: Any) -> None:
+    (file,) = (file for file in write(tmp_path).rglob(f"*-00000-of-00001{suffix}") if "validation" not in str(file))
     whole = file.read_bytes()
     for damaged in (b"", b"text" * 50, whole[: len(whole) // 2]):
         file.write_bytes(damaged)
@@ -99,12 +97,9 @@ def test_damaged_tables_are_refused(tmp_path: Path, suffix: str) -> None:
     file.unlink()
     with refused(f"tables of one split{suffix}", TMP=tmp_path):
         open_tables(tmp_path, 3)
-
-
-def test_a_damaged_page_is_one_line_when_its_rows_are_read(tmp_path: Path) -> None:
-    root = write_one(tmp_path, table(range(4), "image", "label"))
-    train, _ = open_tables(root, 3)
-    assert train.encoded(0)
+    # A damaged page is found when its rows are read.
+    root = write_one(tmp_path / "one", table(range(4), "image", "label"))
+    assert open_tables(root, 3)[0].encoded(0)
     whole = (root / "train.parquet").read_bytes()
     (root / "train.parquet").write_bytes(whole[:4] + b"\xff" * 30 + whole[34:])
     train, _ = open_tables(root, 3)  # labels are whole

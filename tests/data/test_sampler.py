@@ -1,13 +1,17 @@
-"""The stream for a DataLoader: nothing lost or repeated, whatever draws ahead, on any number of ranks."""
+"""The stream of samples, and of a DataLoader: nothing lost or repeated, whatever draws ahead, on any ranks."""
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +19,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.comm.gloo_world import start_forkserver
+from tests.messages import refused
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
-from torusgd.data.order import StreamOrder
+from torusgd.data.order import COPY, StreamOrder
 from torusgd.errors import UserError
 
 LENGTH = 37
@@ -25,6 +30,77 @@ LENGTH = 37
 
 def stream(count: int, length: int = LENGTH, seed: int = 0, repeats: int = 1) -> list[int]:
     return StreamOrder(length, seed, repeats).at(0, count)[0].tolist()
+
+
+@given(st.integers(1, 40), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 60), max_size=8))
+@settings(deadline=None, max_examples=50)
+def test_any_split_of_the_stream_gives_the_same_stream(length: int, seed: int, counts: list[int]) -> None:
+    whole = np.stack(StreamOrder(length, seed).at(0, sum(counts)))
+    order, starts = StreamOrder(length, seed), np.cumsum([0, *counts]).tolist()
+    spans = list(zip(starts, counts, strict=False))
+    for asked in (spans, spans[::-1]):  # the answer does not depend on what was asked before
+        for start, count in asked:
+            assert np.array_equal(np.stack(order.at(start, count)), whole[:, start : start + count])
+
+
+@given(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 4))
+@settings(deadline=None, max_examples=50)
+def test_each_epoch_is_a_permutation_and_nothing_is_dropped(length: int, seed: int, epoch: int) -> None:
+    indices, epochs = StreamOrder(length, seed).at(epoch * length, length)
+    assert sorted(indices.tolist()) == list(range(length))
+    assert set(epochs.tolist()) == {epoch}
+
+
+def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, release, plain = list[int](), Event(), StreamOrder.permutation
+
+    def permutation(self: StreamOrder, epoch: int) -> Any:
+        made.append(epoch)
+        assert release.wait(240)
+        return plain(self, epoch)
+
+    monkeypatch.setattr(StreamOrder, "permutation", permutation)
+    order = StreamOrder(100, seed=0)
+    with ThreadPoolExecutor(16) as pool:
+        parts = [pool.submit(order.at, 5 * number, 5) for number in range(16)]
+        until(lambda: made, "an epoch is begun")
+        release.set()
+        got = np.concatenate([part.result()[0] for part in parts])
+    assert np.array_equal(got, plain(order, 0)[:80])
+    assert made == [0]
+    release.clear()
+    order.at(88, 3)  # does not wait for the next epoch's
+    until(lambda: len(made) == 2, "the next epoch is begun")
+    release.set()
+    order.at(98, 5)
+    assert made == [0, 1]
+
+
+def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
+    """A checkpoint of an older version must go on with the same samples."""
+    indices, epochs = StreamOrder(7, seed=3).at(5, 12)
+    assert indices.tolist() == [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2]
+    assert epochs.tolist() == [0] * 2 + [1] * 7 + [2] * 3
+    indices, epochs = StreamOrder(4, 0, repeats=3).at(0, 14)
+    plain, _ = StreamOrder(4, 0).at(0, 5)
+    assert indices.tolist() == np.repeat(plain, 3)[:14].tolist()
+    assert (epochs // COPY).tolist() == [0, 1, 2] * 4 + [0, 1]
+    assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
+    assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
+
+
+def test_nonsense_is_refused() -> None:
+    with refused("a stream without samples", "length: ", kind=ValueError):
+        StreamOrder(0, 0)
+    for name, place in {"before its start": (-1, 2), "beyond 64 bits": (2**63 - 3, 3)}.items():
+        with refused(f"a stream {name}", "start", kind=ValueError):
+            StreamOrder(3, 0).at(*place)
+    wrong: list[Any] = [(3, 0.5), (3, 2**63), (3, 2**70), (5.5, 0), (5, 0, 0), (5, 0, 1.5)]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="seed: needs an integer of 64 bits" if arguments[0] == 3 else "a stream "):
+            StreamOrder(*arguments)
+    with pytest.raises(ValueError, match="whole numbers"):
+        StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]
 
 
 def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list[list[int]]]:
@@ -50,26 +126,19 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
     return [sample for step in steps for part in step for sample in part]
 
 
+SIZES = st.sampled_from([1, 2, 3, 4, 6])
+
+
 @settings(max_examples=30)
 @given(
-    length=st.integers(1, 50),
-    micro=st.integers(1, 5),
-    before=st.sampled_from([1, 2, 3, 4, 6]),
-    after=st.sampled_from([1, 2, 3, 4, 6]),
-    stop=st.integers(0, 15),
-    seed=st.integers(0, 2**40),
-    repeats=st.integers(1, 3),
+    st.integers(1, 50), st.integers(1, 5), SIZES, SIZES, st.integers(0, 15), st.integers(0, 2**40), st.integers(1, 3)
 )
-def test_a_stop_and_other_ranks_change_nothing(
-    length: int, micro: int, before: int, after: int, stop: int, seed: int, repeats: int
-) -> None:
+def test_a_stop_and_other_ranks_change_nothing(length, micro, before, after, stop, seed, repeats: int) -> None:
     batch = 12 * micro
 
     def ranks(size: int) -> list[StreamSampler]:
-        return [
-            StreamSampler(length, batch, seed=seed, rank=rank, world_size=size, micro_batches=12, repeats=repeats)
-            for rank in range(size)
-        ]
+        same = {"seed": seed, "world_size": size, "micro_batches": 12, "repeats": repeats}
+        return [StreamSampler(length, batch, rank=rank, **same) for rank in range(size)]
 
     first = ranks(before)
     found = steps_of(first, stop, 12 // before)
@@ -133,17 +202,14 @@ def test_a_schedule_of_batches_changes_the_rate_in_the_step_alone() -> None:
 
 def test_the_length_is_that_of_the_epoch_wherever_it_stands() -> None:
     sampler = StreamSampler(LENGTH, 4, micro_batches=2)
-    lengths = []
-    for _ in range(4):
-        lengths.append(len(sampler))
+    for length in (20, 18, 18, 18):  # steps end at 40, 76, 112, 148 samples: after each whole epoch of 37
+        assert len(sampler) == length
         drawn = 0
-        for _ in sampler:
-            drawn += 1
-            assert len(sampler) == lengths[-1] or drawn == 2 * (lengths[-1] // 2)
+        for drawn, _ in enumerate(sampler, 1):
+            assert len(sampler) == length or drawn == 2 * (length // 2)
             if drawn % 2 == 0:
                 sampler.step()
-        assert drawn == lengths[-1]
-    assert lengths == [20, 18, 18, 18]  # steps end at 40, 76, 112, 148 samples: after each whole epoch of 37
+        assert drawn == length
     assert sampler.epoch == 4
 
 
@@ -158,15 +224,13 @@ class Numbers(torch.utils.data.Dataset[int]):
 def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list[int]:
     """What a loop has trained on after so many steps; the loader has drawn more."""
     seen: list[int] = []
-    parts = 0
-    while True:
-        for batch in loader:
-            seen += batch.tolist()
-            parts += 1
-            if parts % lists == 0:
-                sampler.step()
-                if parts == steps * lists:
-                    return seen
+    for parts, batch in enumerate(itertools.chain.from_iterable(itertools.repeat(loader)), 1):
+        seen += batch.tolist()
+        if parts % lists == 0:
+            sampler.step()
+        if parts == steps * lists:
+            break
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -175,9 +239,7 @@ def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list
 )
 def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, Any]) -> None:
     def loader(sampler: StreamSampler) -> DataLoader[int]:
-        return DataLoader(
-            Numbers(), batch_sampler=sampler, num_workers=workers, multiprocessing_context=None, **options
-        )
+        return DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, **options)
 
     first = StreamSampler(LENGTH, 6, micro_batches=2)
     seen = trained(first, loader(first), 9, 2)
@@ -200,7 +262,7 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
         getattr(sampler, "batch_size", None)
 
 
-WRONG: dict[str, dict[str, int]] = {
+WRONG: dict[str, Any] = {
     "length": {"length": 0},
     "batch_size": {"batch_size": 0},
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
@@ -212,9 +274,8 @@ WRONG: dict[str, dict[str, int]] = {
 
 def test_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
     for match, arguments in WRONG.items():
-        given: dict[str, Any] = {"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}
         with pytest.raises(ValueError, match=match):
-            list(StreamSampler(**given))
+            list(StreamSampler(**{"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}))
     sampler = StreamSampler(LENGTH, 6)
     old = sampler.state_dict()
     sampler.step(2)
@@ -253,12 +314,11 @@ def train_and_save(folder: Path, sleeps_at: int) -> None:
 def test_a_kill_between_the_optimizers_step_and_the_save(tmp_path: Path) -> None:
     start_forkserver()
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=train_and_save, args=(tmp_path, 11))
-    process.start()
+    first, again = (context.Process(target=train_and_save, args=(tmp_path, sleeps_at)) for sleeps_at in (11, 0))
+    first.start()
     until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
-    os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
-    again = context.Process(target=train_and_save, args=(tmp_path, 0))
+    os.killpg(first.pid or 0, signal.SIGKILL)
+    first.join()
     again.start()
     again.join(240)
     # The eleventh step's weights are lost with the process, and so it is done again: with the same samples.

@@ -31,13 +31,10 @@ def test_a_device_makes_the_images_of_the_cpu(
     channels: Literal[1, 3], augment: dict[str, object], memory_format: torch.memory_format
 ) -> None:
     data = data_of(channels, **augment)
-    source, _ = open_sources(data, None, 0)
-    indices = np.arange(20)
-    ready, bytes_ = (
-        (pipeline.training_batch(indices, np.full(20, 3), augment=True), pipeline.validation_batch(indices[:7]))
-        for pipeline in (Pipeline(source, data, 0), BytePipeline(source, data, 0))
-    )
-    for ours, theirs in zip(bytes_, ready, strict=True):
+    (source, _), indices = open_sources(data, None, 0), np.arange(20)
+    ready, bytes_ = (kind(source, data, 0) for kind in (Pipeline, BytePipeline))
+    for read, arguments in (("training_batch", (indices, np.full(20, 3), True)), ("validation_batch", (indices[:7],))):
+        ours, theirs = (getattr(pipeline, read)(*arguments) for pipeline in (bytes_, ready))
         assert ours.images.dtype == torch.uint8
         images = place(ours, CPU, memory_format)
         assert torch.equal(images, theirs.images)
@@ -62,20 +59,16 @@ def test_images_and_targets_come_in_one_message(count: int) -> None:
     assert plain.message is None
 
 
-def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu() -> None:
+def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu_and_what_a_gpu_is_given_is_pinned(monkeypatch) -> None:
     assert can_normalise_later(Augment())
     values = {"brightness": 0.1, "noise": 0.1, "erase": 0.5, "mixup": 0.2, "cutmix": 1.0, "contrast": 1.5}
     for name, value in values.items():
         assert not can_normalise_later(Augment.model_validate({name: value})), name
-
-
-def test_what_the_host_gives_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, gpu = torch.ones(2), torch.device("cuda", 0)
+    there, gpu, on_device = torch.ones(2), torch.device("cuda", 0), torch.zeros(2, device="meta")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: there)
     targets = torch.zeros(2)
     assert pinned(targets, gpu) is there
     assert pinned(targets, CPU) is targets
-    on_device = torch.zeros(2, device="meta")
     assert pinned(on_device, gpu) is on_device
 
 
