@@ -104,13 +104,14 @@ def arrays(**changes: Any) -> dict[str, Any]:
 def test_arrays(tmp_path: Path, kind: str) -> None:
     colour, held_out_colour = (np.stack([IMAGES[stem]] * 3, axis=-1) for stem in ("train", "t10k"))
     path = write_arrays(tmp_path, kind, arrays(train_images=colour, eval_images=held_out_colour))
+    train: Any
     train, held_out = open_sources(Data(source="numpy", image_size=5), path, 0)
     assert (train.classes, len(train), len(held_out)) == (("0", "1", "2"), 9, 4)
     assert np.array_equal(train.read(8), colour[8])
     assert np.array_equal(held_out.labels, LABELS["t10k"])
     assert "data.source numpy" in describe(path)[0]
     assert list(undecodable(path)) == []
-    base: Any = train.images if kind == "npy" else None  # mapped, not read
+    base = train.images if kind == "npy" else None  # mapped, not read
     while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
         base = base.base
     assert isinstance(base, np.memmap) == (kind == "npy")

@@ -105,14 +105,14 @@ def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
     _, its = processes()
     its.training_batch(*FIRST, True)
     (process,) = set(active_children()) - before
-    os.kill(process.pid, signal.SIGTERM)  # held back: the rank may want another batch before it stops
+    os.kill(process.pid or 0, signal.SIGTERM)  # held back: the rank may want another batch before it stops
     wanted = its.training_batch(*FIRST, True).images
     assert len(wanted) == 6
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process.pid or 0, signal.SIGKILL)
     assert its.training_batch(*FIRST, True).images.equal(wanted)
     (process,) = set(active_children()) - before
     monkeypatch.setattr(loader, "FROZEN_SECONDS", 0.1)
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid or 0, signal.SIGSTOP)
     assert its.training_batch(*FIRST, True).images.equal(wanted)
     assert process.exitcode == -signal.SIGKILL
     # One that ends at each batch, as for want of memory, is not replaced for ever.

@@ -232,7 +232,7 @@ def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, mo
 
 
 def test_images_of_another_size_or_kind_are_refused() -> None:
-    wrong = {"another size": {"resize": None, "augment": Augment()}}
+    wrong: dict[str, Any] = {"another size": {"resize": None, "augment": Augment()}}
     wrong["other channels"] = {"channels": 1, "mean": (0.5,), "std": (0.5,)}
     for what, changes in wrong.items():
         _, pipeline = stripes(data=own_data(**changes))
