@@ -117,6 +117,28 @@ def all_reduces() -> str:
     return "\n".join(found)
 
 
+def portable() -> str:
+    """What a step costs by portable arithmetic, from the newest runs of its two files."""
+    times, sizes = (runs(RESULTS / f"portable-{name}.json")[-1]["samples"] for name in ("speed", "memory"))
+    found = [
+        "| network | float32, ms | bfloat16, of it | portable, of it | n | memory, of float32's | operators a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in (each.removesuffix(", float32, ms") for each in times if each.endswith(", float32, ms")):
+        base, *others = (times[f"{name}, {kind}, ms"] for kind in ("float32", "bfloat16", "portable"))
+        cells = [name, f"{median(base):.1f} ({min(base):.1f} to {max(base):.1f})"]
+        cells += [f"{median(each) / median(base):.2f}" for each in others]
+        float32, ours = (sizes.get(f"{name}, {kind}, MiB") for kind in ("float32", "portable"))
+        cells += [str(len(base)), f"{median(ours) / median(float32):.2f}" if ours and float32 else ""]
+        if inside := times.get(f"{name}, operators within rules"):
+            floor = median(times[f"{name}, portable, 2 images alone, ms"]) / times[f"{name}, floor, ms"][0]
+            cells += [f"{inside[0]:,.0f}, a step on two images {floor:.2f} times these alone"]
+        else:
+            cells += [""]
+        found.append(f"| {' | '.join(cells)} |")
+    return "\n".join(found)
+
+
 def readme() -> str:
     """The few figures of the README, each from the newest run of its file or from the planner's fit."""
 
@@ -157,6 +179,7 @@ def readme() -> str:
 WRITERS: dict[str, Callable[[], str]] = {
     "all-reduces": all_reduces,
     "commands": listed,
+    "portable": portable,
     "proof": proof.table,
     "proof-choices": proof.choices,
     "proof-noise": proof.noise,
