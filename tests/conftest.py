@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     order = {folder: place for place, folder in enumerate((*_LONG, "tests"))}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
-    if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
+    if any({"run_ranks", "on_ranks"} & vars(getattr(item, "module", object)).keys() for item in items):
         start_forkserver()
     if not torch.cuda.is_available():
         for item in items:

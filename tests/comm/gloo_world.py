@@ -6,13 +6,15 @@ import os
 import queue
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
+from functools import wraps
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from runpy import run_path
+from traceback import TracebackException
 from typing import Any
 
 from torusgd.comm.tuning.profile import Link, Profile, Timing
@@ -63,8 +65,8 @@ def _rank(rank: int, size: int, port: int, answers: Any, function: Callable[...,
         dist.init_process_group("gloo", timeout=TIMEOUT)
         dist.barrier()  # who ends before another has connected fails that one's init_process_group
         answers.put((rank, function(*arguments), None))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+    except BaseException as error:
+        answers.put((rank, None, _shown(error)))
     answers.close()
     answers.join_thread()
     os._exit(0)
@@ -78,8 +80,30 @@ def _script(rank: int, size: int, port: int, answers: Any, path: str, *words: st
         with redirect_stdout(StringIO()) as printed:
             run_path(path, run_name="__main__")
         answers.put((rank, printed.getvalue(), None))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+    except BaseException as error:
+        answers.put((rank, None, _shown(error)))
+
+
+def _shown(error: BaseException) -> str:
+    """A traceback with the values of local variables: pytest shows none of an assertion on a rank."""
+    return "".join(TracebackException.from_exception(error, capture_locals=True).format())
+
+
+def _run_test(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**arguments)
+
+
+def on_ranks(size: int, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on each rank of a world of `size`, with its parameters; `how` is for `run_ranks`."""
+
+    def make(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def call(**arguments: Any) -> None:
+            run_ranks(size, _run_test, test.__module__, test.__name__, arguments, **how)
+
+        return call
+
+    return make
 
 
 def run_ranks(

@@ -5,13 +5,14 @@ import copy
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.gloo_world import run_ranks, write_profile
+from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -89,37 +90,29 @@ def largest_difference(plain: list, ours: list) -> float:
     return found
 
 
-def largest_differences(profile: Path) -> list[list[float]]:
-    """For each case and each hook, the largest difference from plain DDP."""
+def compare_with_plain_ddp(profile: Path) -> None:
     found = []
     chosen = [hooked if "algorithm" in hooked else {"profile": profile, **hooked} for hooked, _ in HOOKS]
     for ddp, both, accumulate in CASES:
         plain = gradients(None, copy.copy(ddp), both, accumulate)
         found.append([largest_difference(plain, gradients(how, copy.copy(ddp), both, accumulate)) for how in chosen])
-    return found
+    for (hooked, bound), differences in zip(HOOKS, zip(*found, strict=True), strict=True):
+        assert max(differences) <= bound
+        assert "wire" not in hooked or max(differences) > 0  # it did go over the narrow wire
 
 
 def test_gradients_are_those_of_plain_ddp(tmp_path):
-    for found in run_ranks(4, largest_differences, write_profile(tmp_path, 4)):
-        for (hooked, bound), differences in zip(HOOKS, zip(*found, strict=True), strict=True):
-            assert max(differences) <= bound, (hooked, dict(zip(map(str, CASES), differences, strict=True)))
-            assert "wire" not in hooked or max(differences) > 0  # it did go over the narrow wire
+    run_ranks(4, compare_with_plain_ddp, write_profile(tmp_path, 4))
 
 
-def exact_bits() -> list[bool]:
-    """Whether each algorithm's gradients have the bits of native's."""
+@on_ranks(4)
+def test_exact_has_the_same_bits_for_any_algorithm():
     native, *others = [
         gradients({"algorithm": algorithm, "wire": "exact", **grid}, {})
         for algorithm, grid in (("native", {}), ("ring", {}), ("torus", {"grid": (2, 2)}), ("doubling", {}))
     ]
-    return [
-        all(a.equal(b) for s, t in zip(native, other, strict=True) for a, b in zip(s, t, strict=True))
-        for other in others
-    ]
-
-
-def test_exact_has_the_same_bits_for_any_algorithm():
-    assert run_ranks(4, exact_bits) == [[True] * 3] * 4
+    for other in others:
+        assert all(a.equal(b) for s, t in zip(native, other, strict=True) for a, b in zip(s, t, strict=True))
 
 
 MICRO_BATCHES = 12
@@ -139,12 +132,8 @@ SPREAD: dict[str, dict[str, Any]] = {
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
 
 
-def spread(cases: list[str]) -> list[str]:
-    """For each case the hash of the weights after 4 steps of 12 keyed micro-batches, spread over these ranks."""
-    return [_spread(case) for case in cases]
-
-
-def _spread(case: str) -> str:
+def spread(case: str) -> str:
+    """The hash of the weights after 4 steps of 12 keyed micro-batches, spread over these ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     net = Net().to(torch.bfloat16 if case == "bfloat16" else torch.float32)
@@ -179,22 +168,26 @@ def _spread(case: str) -> str:
     return weights_sha256({name: tensor.float() for name, tensor in net.state_dict().items()})
 
 
+def spreads(cases: list[str]) -> dict[str, str]:
+    return {case: spread(case) for case in cases}
+
+
 @pytest.mark.parametrize("sizes", [(2, 1, 3), pytest.param((2, 4, 5, 12), marks=pytest.mark.slow)])
 def test_exact_has_the_same_bits_however_micro_batches_are_spread(sizes):
-    expected = run_ranks(sizes[0], spread, list(SPREAD))[0]
-    by_case = dict(zip(SPREAD, expected, strict=True))
+    by_case = run_ranks(sizes[0], spreads, list(SPREAD))[0]
     assert by_case["given-up"] == by_case["zeroed"] == by_case["plain"] == by_case["views"]
     assert by_case["unused"] == by_case["unused-views"] != by_case["plain"]
-    assert len(set(expected)) == len(SPREAD) - 4
+    assert len(set(by_case.values())) == len(SPREAD) - 4
     for size in sizes[1:]:
         # A mean over ranks of losses that are divided by a rank's passes is exact for powers of two only.
         cases = [case for case in SPREAD if case != "divided" or size in (1, 2, 4)]
-        for found in run_ranks(size, spread, cases):
-            assert found == [by_case[case] for case in cases]
+        assert run_ranks(size, spreads, cases) == [{case: by_case[case] for case in cases}] * size
 
 
-def a_leap_and_a_nan(wire: Literal["exact", "float16", "bfloat16"]) -> list:
-    """Gradients that grow 2,000 times from one step to the next, then are not finite on one rank."""
+@pytest.mark.parametrize("wire", ["exact", "float16", "bfloat16"])
+@on_ranks(3)
+def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
+    """Gradients grow 2,000 times from one step to the next, then are not finite on one rank."""
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
     ddp_hook(model, "ring", wire)
     seen = []
@@ -203,15 +196,9 @@ def a_leap_and_a_nan(wire: Literal["exact", "float16", "bfloat16"]) -> list:
         scale = size if dist.get_rank() == 1 or size < 1e30 else 1.0
         (model(torch.ones(1, 3)).sum() * scale).backward()
         seen.append(model.module.weight.grad.flatten().tolist())
-    return seen
-
-
-@pytest.mark.parametrize("wire", ["exact", "float16", "bfloat16"])
-def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
-    for seen in run_ranks(3, a_leap_and_a_nan, wire):
-        assert seen[0] == seen[1] == seen[4] == pytest.approx([1.0] * 6, rel=1e-2)
-        assert seen[2] == pytest.approx([2000.0] * 6, rel=1e-2)
-        assert all(math.isnan(value) for value in seen[3])
+    assert seen[0] == seen[1] == seen[4] == pytest.approx([1.0] * 6, rel=1e-2)
+    assert seen[2] == pytest.approx([2000.0] * 6, rel=1e-2)
+    assert all(math.isnan(value) for value in seen[3])
 
 
 def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:
@@ -241,127 +228,86 @@ def test_a_gradient_scaler_finds_its_scale_and_the_bits_stay():
     assert found[0][0][0] == [111, 95, 79, 79]
 
 
-def no_overflow_of_partial_sums() -> float:
+@on_ranks(4)
+def test_partial_sums_of_float16_do_not_overflow():
     """The sum over 4 ranks is beyond float16 (65,504); the mean is not."""
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
     ddp_hook(model, "ring", "float16")
     for _ in range(2):
         model.zero_grad()
         (model(torch.ones(1, 3)).sum() * 60000.0).backward()
-    return float(model.module.weight.grad.max())
+    assert float(model.module.weight.grad.max()) == 60000.0
 
 
-def test_partial_sums_of_float16_do_not_overflow():
-    assert run_ranks(4, no_overflow_of_partial_sums) == [60000.0] * 4
-
-
-def mistakes() -> list[str]:
-    told = []
-    wrong: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.float32, {"wire": "int8"}),
-        (torch.float64, {"wire": "exact"}),
-        (torch.float32, {"algorithm": "tree"}),
-        (torch.float32, {"micro_batches": 4}),
-        (torch.float32, {"micro_batches": 0, "wire": "exact"}),
-    ]
-    for dtype, options in wrong:
-        try:
-            ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
-        except UserError as error:
-            told.append(str(error))
-    return told
-
-
+@on_ranks(2)
 def test_mistakes_are_told_in_one_line():
-    for told in run_ranks(2, mistakes):
-        assert [line.split(":")[0] for line in told] == [
-            "wire int8",
-            "wire exact",
-            "allreduce tree",
-            *["micro_batches"] * 2,
-        ]
-
-
-def refused() -> list[str]:
-    """What `exact` says of each thing that hands DDP gradients past it."""
-    said = []
-    cases: list[tuple[nn.Module, dict[str, Any]]] = [
-        (nn.Linear(2, 2), {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}),
-        (nn.Embedding(5, 2, sparse=True), {}),
+    wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+        ("wire int8", torch.float32, {"wire": "int8"}),
+        ("wire exact", torch.float64, {"wire": "exact"}),
+        ("allreduce tree", torch.float32, {"algorithm": "tree"}),
+        ("micro_batches", torch.float32, {"micro_batches": 4}),
+        ("micro_batches", torch.float32, {"micro_batches": 0, "wire": "exact"}),
     ]
-    if torch.version.cuda and not torch.cuda.is_available():  # DDP itself asks for a driver before we can refuse it
-        cases, said = cases[1:], ["mixed_precision"]
-    for network, options in cases:
-        try:
-            ddp_hook(DistributedDataParallel(network, **options), "ring", "exact")
-        except UserError as error:
-            said.append(str(error))
-    model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    for about, dtype, options in wrong:
+        with pytest.raises(UserError, match=f"^{about}:"):
+            ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
+
+
+def hooked(network: nn.Module, **options: Any) -> Any:
+    model = DistributedDataParallel(network, **options)
     ddp_hook(model, "ring", "exact")
-    try:
-        with model.no_sync():
-            model(torch.ones(1, 2)).sum().backward()
-    except UserError as error:
-        said.append(str(error))
+    return model
+
+
+def backward(model: Any, factor: float = 1.0) -> None:
+    (model(torch.ones(1, 2)).sum() * factor).backward()
+
+
+@on_ranks(2)
+def test_what_exact_does_not_support_is_refused_in_one_line():
+    """Each thing that hands DDP gradients past it."""
+    if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it
+        with pytest.raises(UserError, match="mixed_precision"):
+            hooked(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="sparse"):
+        hooked(nn.Embedding(5, 2, sparse=True))
+    model = hooked(nn.Linear(2, 2), static_graph=True)
+    with pytest.raises(UserError, match="static_graph=True: "), model.no_sync():
+        backward(model)
     model = DistributedDataParallel(nn.Linear(2, 2))
-    try:
+    with pytest.raises(UserError, match="of 1 parameters"):
         ddp_hook(model, "ring", "exact").load_state_dict({"bounds": [1.0]})
-    except UserError as error:
-        said.append(str(error))
-    model(torch.ones(1, 2)).sum().backward()
-    try:
-        model(torch.ones(1, 2)).sum().backward()
-    except UserError as error:
-        said.append(str(error))
+    backward(model)
+    with pytest.raises(UserError, match=r"all passes of a step but the last under no_sync\(\)"):
+        backward(model)
+
+    def passes(change: Callable[[], object]) -> None:
+        model.zero_grad()
+        with model.no_sync():
+            backward(model)
+            change()
+            backward(model)
+
     for change in (
         lambda: model.zero_grad(set_to_none=False),
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     ):
-        model.zero_grad()
-        try:
-            with model.no_sync():
-                model(torch.ones(1, 2)).sum().backward()
-                change()
-                model(torch.ones(1, 2)).sum().backward()
-        except UserError as error:
-            said.append(str(error))
+        with pytest.raises(UserError, match=r"\.grad was changed between two passes of a step"):
+            passes(change)
     model.zero_grad()
-    try:  # beyond what the sum has bits for, though a float has them
-        (model(torch.ones(1, 2)).sum() * 1e9).backward()
-    except RuntimeError as error:
-        said.append(str(error))
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    ddp_hook(model, "ring", "exact")
-    inner: Any = model.module
-    for call in (
-        lambda: ddp_hook(inner, "ring"),
-        lambda: model(torch.ones(1, 2)).square().sum().backward(create_graph=True),
-    ):
-        try:
-            call()
-        except UserError as error:
-            said.append(str(error))
-    return said
+    with pytest.raises(RuntimeError, match="the gradient of weight is a million times"):
+        backward(model, 1e9)  # beyond what the sum has bits for, though a float has them
+    model = hooked(nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"got Linear$"):
+        ddp_hook(model.module, "ring")
+    with pytest.raises(UserError, match="create_graph"):
+        model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
 
 
-def test_what_exact_does_not_support_is_refused_in_one_line():
-    for mixed, sparse, static, state, again, zeroed, clipped, leap, plain, graph in run_ranks(2, refused):
-        assert "mixed_precision" in mixed
-        assert "sparse" in sparse
-        assert "static_graph=True: " in static
-        assert "of 1 parameters" in state
-        assert "all passes of a step but the last under no_sync()" in again
-        assert zeroed == clipped
-        assert ".grad was changed between two passes of a step" in zeroed
-        assert plain.endswith("got Linear")
-        assert "create_graph" in graph
-        assert "the gradient of weight is a million times" in leap
-
-
-def uneven() -> list[float]:
-    """The gradient of each step of ranks that have 2 and 3 batches, and of passes of `torch.autograd.grad` between."""
-    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    ddp_hook(model, "ring", "exact")
+@on_ranks(2)
+def test_a_rank_that_has_joined_adds_nothing():
+    """Ranks have 2 and 3 batches, and passes of `torch.autograd.grad` between."""
+    model = hooked(nn.Linear(2, 1, bias=False))
     found = []
     with model.join():
         for step in range(2 + dist.get_rank()):
@@ -369,28 +315,17 @@ def uneven() -> list[float]:
             model(torch.full((1, 2), 1.0 + step)).sum().backward()
             torch.autograd.grad(model.module(torch.ones(1, 2)).sum(), list(model.parameters()))
             found.append(model.module.weight.grad[0, 0].item())
-    return found
+    assert found == [1.0, 2.0, 1.5][: 2 + dist.get_rank()]
 
 
-def test_a_rank_that_has_joined_adds_nothing():
-    assert run_ranks(2, uneven) == [[1.0, 2.0], [1.0, 2.0, 1.5]]
-
-
-def lose_a_rank() -> str:
+@on_ranks(2, expected=1)
+def test_a_lost_rank_is_an_error_of_backward():
     """Rank 1 ends after the first step."""
     model = DistributedDataParallel(nn.Linear(3, 2))
     ddp_hook(model, "ring")
     model(torch.ones(1, 3)).sum().backward()
     if dist.get_rank() == 1:
         os._exit(0)
-    try:
-        model(torch.ones(1, 3)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_lost_rank_is_an_error_of_backward():
-    told = run_ranks(2, lose_a_rank, expected=1, timeout=240)
     # By the hook's own message or by one of DDP's, which torch words.
-    assert any(words in told[0] for words in ("connection to rank 1 is lost", "no answer within", "Connection"))
+    with pytest.raises(RuntimeError, match=r"connection to rank 1 is lost|no answer within|Connection"):
+        model(torch.ones(1, 3)).sum().backward()

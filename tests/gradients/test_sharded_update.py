@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.gloo_world import run_ranks, write_profile
+from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
 from tests.messages import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -92,39 +93,33 @@ def sharded(name: str, **how: object) -> tuple[list[torch.Tensor], dict, int]:
     return [p.detach() for p in network.parameters()], state, own
 
 
-def every_optimizer() -> list[str]:
-    wrong = []
+@pytest.mark.parametrize(
+    "how",
+    [{"allreduce": "native"}, {"allreduce": "ring", "bucket_mib": 0.05}, {"allreduce": "torus", "wire": "exact"}],
+)
+@on_ranks(3)
+def test_it_trains_as_ddp_does_and_shards_the_state(how: dict[str, object]) -> None:
     for name, make in OPTIMIZERS.items():
         expected, optimizer = plain(name)
-        for how in (
-            {"allreduce": "native"},
-            {"allreduce": "ring", "bucket_mib": 0.05},
-            {"allreduce": "torus", "wire": "exact"},
-        ):
-            found, state, own = sharded(name, **how)
-            pairs = list(zip(found, expected, strict=True))[:-2]  # without those of the unused layer
-            if not all(torch.allclose(a, b, rtol=1e-3, atol=2e-5) for a, b in pairs):
-                wrong.append(f"{name} {how}: weights")
-            elements = sum(t.numel() for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))
-            if own > elements / dist.get_world_size() + 20_000:
-                wrong.append(f"{name} {how}: {own} of {elements} elements of state")
-            if dist.get_rank() == 0:
-                fresh = make(model())
-                fresh.load_state_dict(state)  # the plain optimizer takes it
-                theirs, mine = optimizer.state_dict()["state"], fresh.state_dict()["state"]
-                for index, values in theirs.items():
-                    for key, value in values.items():
-                        if torch.is_tensor(value) and not torch.allclose(mine[index][key], value, rtol=1e-2, atol=1e-4):
-                            wrong.append(f"{name} {how}: state {index} {key}")
-    return wrong
+        found, state, own = sharded(name, **how)
+        for ours, theirs in list(zip(found, expected, strict=True))[:-2]:  # without those of the unused layer
+            assert torch.allclose(ours, theirs, rtol=1e-3, atol=2e-5)
+        elements = sum(t.numel() for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+        assert own <= elements / dist.get_world_size() + 20_000
+        if dist.get_rank() == 0:
+            fresh = make(model())
+            fresh.load_state_dict(state)  # the plain optimizer takes it
+            mine = fresh.state_dict()["state"]
+            for index, values in optimizer.state_dict()["state"].items():
+                for key, value in values.items():
+                    assert not torch.is_tensor(value) or torch.allclose(mine[index][key], value, rtol=1e-2, atol=1e-4)
 
 
-def bits_and_states(profile: Path) -> list[object]:
-    """What each rank ends with: one hash for any algorithm, accumulation, resumption, overflow and nan."""
-    seen: list[object] = []
+def bits_and_states(profile: Path) -> None:
+    """The same bits by any algorithm, after accumulation, resumption and overflow; nan changes nothing."""
     weights = [sharded("Lars", allreduce=a, wire="exact")[0] for a in ("native", "ring", "halving-doubling")]
     weights.append(sharded("Lars", allreduce="auto", profile=profile, wire="exact")[0])
-    seen.append(all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True)))
+    assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
     network = model()
     update = ShardedUpdate(network, OPTIMIZERS["AdamW"](network), "torus", "exact")
     for step in range(2):
@@ -145,34 +140,23 @@ def bits_and_states(profile: Path) -> list[object]:
             (loss(net, step) * factor).backward()
             assert one.step() == []
     update.wait(), resumed.wait()
-    pairs = list(zip(network.parameters(), again.parameters(), strict=True))
-    seen.append(max(float((a - b).abs().max()) for a, b in pairs) < 1e-5)
-    seen.append(all(bool(p.isfinite().all()) for p in network.parameters()))
+    for a, b in zip(network.parameters(), again.parameters(), strict=True):
+        assert a.isfinite().all()
+        assert float((a - b).abs().max()) < 1e-5
     before = [p.clone() for p in network.parameters()]
     (loss(network, 5) * (math.nan if dist.get_rank() == 1 else 1.0)).backward()
-    seen.append("out.weight" in update.step())
+    assert "out.weight" in update.step()
     update.wait()
-    seen.append(all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)))
+    assert all(map(torch.equal, before, network.parameters()))
     loss(network, 6).backward()
-    try:
+    with pytest.raises(UserError, match="no_sync"):
         loss(network, 6).backward()
-    except UserError as error:
-        seen.append("no_sync" in str(error))
-    try:
+    with pytest.raises(UserError, match="DistributedDataParallel"):
         ShardedUpdate(DistributedDataParallel(model()), OPTIMIZERS["SGD"](network))
-    except UserError as error:
-        seen.append("DistributedDataParallel" in str(error))
-    return seen
 
 
-def everything(profile: Path) -> tuple[list[str], list[object]]:
-    return every_optimizer(), bits_and_states(profile)
-
-
-def test_it_trains_as_ddp_does_and_shards_the_state(tmp_path):
-    for wrong, seen in run_ranks(3, everything, write_profile(tmp_path, 3)):
-        assert wrong == []
-        assert seen == [True] * 7
+def test_bits_and_states_are_those_of_any_algorithm(tmp_path):
+    run_ranks(3, bits_and_states, write_profile(tmp_path, 3))
 
 
 def test_mistakes_are_refused_before_anything_runs():

@@ -1,6 +1,7 @@
 """Gradient sums: the same bits in any order, an error within the promised bits, overflow and nan told."""
 
 import math
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -35,30 +36,39 @@ def accepted(status: SumReport) -> bool:
     return not status.overflow and not status.nonfinite
 
 
+def fill(total, workers: list[list[torch.Tensor]]) -> None:
+    total.clear()
+    for worker in workers:
+        for index, bucket in enumerate(total.buckets):
+            for slot in range(bucket.first, bucket.stop):
+                total.add(index, slot, worker[slot])
+            total.end_worker(index)
+
+
+def messages_of(total, workers: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Of a 'rank' that has these virtual workers."""
+    fill(total, workers)
+    return [total.message(index).clone() for index in range(len(total.buckets))]
+
+
 def run(total, by_rank: list[list[list[torch.Tensor]]]):
     """Sums messages of several 'ranks' as an all-reduce would; returns the status and the mean."""
-    totals = by_rank
-    sums = []
-    for rank_gradients in totals:
-        total.clear()
-        for worker in rank_gradients:
-            slot = 0
-            for index, bucket in enumerate(total.buckets):
-                for _ in range(bucket.first, bucket.stop):
-                    total.add(index, slot, worker[slot])
-                    slot += 1
-                total.end_worker(index)
-        sums.append([total.message(i).clone() for i in range(len(total.buckets))])
-    for index in range(len(total.buckets)):
-        message = total.message(index)
-        message.copy_(sums[0][index])
-        for other in sums[1:]:
-            message.add_(other[index])
+    for index, messages in enumerate(zip(*[messages_of(total, workers) for workers in by_rank], strict=True)):
+        total.message(index).copy_(reduce(torch.add, messages))
     status = total.finish().read()
     out = [torch.zeros(n) for n in SIZES]
     if accepted(status):
         total.mean(out, sum(map(len, by_rank)))
     return status, out
+
+
+def times(factor: float, workers: list[list[torch.Tensor]], slot: int | None = None) -> list[list[torch.Tensor]]:
+    """The gradients of all slots, or of one, so many times as large."""
+    return [[g * (factor if slot in (None, number) else 1) for number, g in enumerate(w)] for w in workers]
+
+
+def exact_mean(workers: list[list[torch.Tensor]], slot: int) -> torch.Tensor:
+    return torch.stack([w[slot] for w in workers]).double().mean(dim=0)
 
 
 def exact(workers: int, limit: int = 2048) -> IntegerGradientSum:
@@ -77,7 +87,7 @@ def test_bits_are_equal_for_any_sharing_and_order(seed: int, workers: int, ranks
     ranks = min(ranks, workers)
     _, alone = run(measured(exact(workers), grads), [grads])
     _, shared = run(measured(exact(workers, limit=100), grads), [grads[::-1][r::ranks] for r in range(ranks)])
-    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert all(map(torch.equal, alone, shared))
 
 
 @pytest.mark.parametrize("workers", [1, 12, 2048])
@@ -86,23 +96,21 @@ def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None
     _, mean = run(measured(exact(workers), grads), [grads])
     bits = 31 - math.log2(HEADROOM) - 1 - math.log2(workers)  # the scale is rounded down to a power of two
     for slot, got in enumerate(mean):
-        stack = torch.stack([worker[slot] for worker in grads]).double()
-        error = (got.double() - stack.mean(dim=0)).abs().max()
+        right = exact_mean(grads, slot)
         # Each addend is rounded by half a unit; the unit is max / 2**bits.
-        assert error <= stack.abs().max() * 0.5 / 2**bits + stack.mean(dim=0).abs().max() * 2**-23
+        largest = max(float(worker[slot].abs().max()) for worker in grads)
+        assert (got.double() - right).abs().max() <= largest * 0.5 / 2**bits + right.abs().max() * 2**-23
 
 
 def test_growth_within_headroom_is_accepted_and_beyond_is_told() -> None:
     grads = gradients(4, seed=2)
     total = measured(exact(4), grads)
-    status, mean = run(total, [[[g * 7.9 for g in w] for w in grads]])
+    status, mean = run(total, [times(7.9, grads)])
     assert accepted(status)
-    torch.testing.assert_close(mean[1], torch.stack([w[1] * 7.9 for w in grads]).mean(dim=0), rtol=1e-5, atol=1e-9)
-    total = measured(exact(4), grads)
-    grown = [[g * (70 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
-    status, _ = run(total, [grown[:2], grown[2:]])
-    assert status.overflow == [1]
-    assert not status.nonfinite
+    torch.testing.assert_close(mean[1].double(), 7.9 * exact_mean(grads, 1), rtol=1e-5, atol=1e-9)
+    grown = times(70, grads, slot=1)
+    status, _ = run(measured(exact(4), grads), [grown[:2], grown[2:]])
+    assert (status.overflow, status.nonfinite) == ([1], [])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -112,14 +120,13 @@ def test_nonfinite_is_told_by_slot_even_beside_overflow(bad: float) -> None:
     grads[1][3][17] = bad
     grads[2][0] *= 1e9
     status, _ = run(total, [grads[:1], grads[1:]])
-    assert status.nonfinite == [3]
-    assert status.overflow == [0]
+    assert (status.overflow, status.nonfinite) == ([0], [3])
 
 
 def test_values_far_out_of_range_are_an_overflow_not_a_wrap() -> None:
     grads = gradients(2, seed=4)
     total = measured(exact(2), grads)
-    status, _ = run(total, [[[g * 3e9 for g in w] for w in grads]])
+    status, _ = run(total, [times(3e9, grads)])
     assert status.overflow == [0, 1, 2, 3]
 
 
@@ -127,11 +134,11 @@ def test_a_refused_step_changes_no_scale() -> None:
     grads = gradients(2, seed=5)
     total = measured(exact(2), grads)
     before = total.state()
-    run(total, [[[g * 1e6 for g in w] for w in grads]])
+    run(total, [times(1e6, grads)])
     assert torch.equal(total.state(), before)
     _, mean = run(total, [grads])
     _, expected = run(measured(exact(2), grads), [grads])
-    assert all(torch.equal(a, b) for a, b in zip(mean, expected, strict=True))
+    assert all(map(torch.equal, mean, expected))
 
 
 def test_zero_gradient_takes_the_largest_scale_and_missing_slots_are_zero() -> None:
@@ -152,7 +159,7 @@ def test_state_restores_the_scales_with_other_buckets() -> None:
     second = exact(3, limit=50)
     second.load_state(first.state())
     following = gradients(3, seed=8)
-    assert all(torch.equal(a, b) for a, b in zip(run(first, [following])[1], run(second, [following])[1], strict=True))
+    assert all(map(torch.equal, run(first, [following])[1], run(second, [following])[1]))
 
 
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=8))
@@ -195,8 +202,8 @@ def test_float_wires_are_close_and_scaled(wire: torch.dtype) -> None:
     assert accepted(status)
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6}[wire]
     for slot in (1, 3):
-        expected = torch.stack([w[slot] for w in grads]).mean(dim=0)
-        torch.testing.assert_close(mean[slot], expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+        expected = exact_mean(grads, slot)
+        torch.testing.assert_close(mean[slot].double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
 def test_a_wide_bucket_travels_as_float32_beside_16_bit_ones() -> None:
@@ -210,7 +217,7 @@ def test_a_wide_bucket_travels_as_float32_beside_16_bit_ones() -> None:
     ]  # fmt: skip
     means = [run(total, [grads[:2], grads[2:4], grads[4:]])[1] for total in (narrow, mixed)]
     for slot in range(len(SIZES)):
-        exact = torch.stack([w[slot] for w in grads]).double().mean(dim=0)
+        exact = exact_mean(grads, slot)
         errors = [float((mean[slot] - exact).abs().max() / exact.abs().max()) for mean in means]
         if slot < layout[-1].first:
             assert torch.equal(means[0][slot], means[1][slot])
@@ -251,12 +258,10 @@ def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
     def fresh() -> FloatGradientSum:
         return measured(FloatGradientSum(wire, 2, CPU, torch.float16), grads)
 
-    assert run(fresh(), [[[g * 1e3 for g in w] for w in grads]])[0].overflow == [0]
-    tiny = [[g * (1e-9 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
-    assert run(fresh(), [tiny])[0].underflow > 0.5
+    assert run(fresh(), [times(1e3, grads)])[0].overflow == [0]
+    assert run(fresh(), [times(1e-9, grads, slot=1)])[0].underflow > 0.5
     grads[1][1][5] = math.nan
-    status = run(fresh(), [grads[:1], grads[1:]])[0]
-    assert status.nonfinite == [1]
+    assert run(fresh(), [grads[:1], grads[1:]])[0].nonfinite == [1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -278,25 +283,10 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
         for worker in grads
         for g, scale in zip(worker, scales, strict=True)
     )
-    messages = []
-    for rank in range(ranks):
-        total.clear()
-        for worker in grads[rank::ranks]:
-            for slot in range(2):
-                total.add(0, slot, worker[slot])
-            total.end_worker(0)
-        messages.append(total.message(0).clone())
+    messages = [messages_of(total, grads[rank::ranks])[0] for rank in range(ranks)]
     total.message(0).copy_(torch.stack(messages).sum(dim=0, dtype=torch.int32))
     assert lost > 2 * 65_536
     assert total.finish().read().underflow == lost / ((numel + 7) * workers)
-
-
-def fill(total, worker: list[torch.Tensor]) -> None:
-    total.clear()
-    for index, bucket in enumerate(total.buckets):
-        for slot in range(bucket.first, bucket.stop):
-            total.add(index, slot, worker[slot])
-        total.end_worker(index)
 
 
 @pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
@@ -305,18 +295,16 @@ def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
     wire: torch.dtype | None, trouble: str | None
 ) -> None:
     grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
-    ranks = [
-        measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, seed=12))
-        for _ in grads
-    ]
+    one, *ranks = (
+        measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), grads) for _ in range(3)
+    )
     if trouble == "nan":
         grads[1][1][5] = math.nan
     if trouble == "overflow":
         grads[0][3][7] = grads[1][3][7] = 3e38 if wire == torch.float32 else 1e6
-    whole, mean = run(measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, 12)),
-                      [grads[:1], grads[1:]])  # fmt: skip
+    whole, mean = run(one, [grads[:1], grads[1:]])
     for total, worker in zip(ranks, grads, strict=True):
-        fill(total, worker)
+        fill(total, [worker])
     payloads = [[total.payload(index) for index in range(len(layout))] for total in ranks]
     trailers = [total.trailers() for total in ranks]
     # Each rank has its half of each bucket of the sum, and rubbish in the other.
@@ -377,21 +365,12 @@ def sum_of(workers: int) -> IntegerGradientSum:
     return IntegerGradientSum(plan_buckets([NUMEL], NUMEL), workers, CPU)
 
 
-def message_of(total: IntegerGradientSum, gradients: torch.Tensor) -> torch.Tensor:
-    """A rank's message with a virtual worker for each row."""
-    total.clear()
-    for gradient in gradients:
-        total.add(0, 0, gradient)
-        total.end_worker(0)
-    return total.message(0).clone()
-
-
 def error_of_step(total: IntegerGradientSum, gradients: torch.Tensor, workers: int) -> float:
     """A step of so many virtual workers that have these gradients in turn; the error of its mean against float64."""
     times, rest = divmod(workers, len(gradients))
     # Ranks with equal gradients have equal messages.
-    summed = times * message_of(total, gradients) + message_of(total, gradients[:rest])
-    total.message(0).copy_(summed)
+    whole, part = (messages_of(total, [[gradient] for gradient in some])[0] for some in (gradients, gradients[:rest]))
+    total.message(0).copy_(times * whole + part)
     status = total.finish().read()
     assert accepted(status), status
     mean = torch.zeros(NUMEL)
