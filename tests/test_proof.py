@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,16 @@ def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
     assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == ("x", fast, 1, True)
     monkeypatch.setattr(proof, "BUDGET", 0.0)
     assert proof.next_task(proof.Known(), set()) is None
+
+
+@pytest.mark.timeout(60)
+def test_processor_time_is_that_of_all_processes_also_of_those_that_outlive_the_command() -> None:
+    """A process whose child computes for half a second of processor time after its parent has ended."""
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    words = [sys.executable, "-c", f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}])"]
+    code, errors, seconds = runs.ended(words, minutes=1)
+    assert (code, errors) == (0, "")
+    assert 0.5 <= seconds < 30
 
 
 @pytest.mark.timeout(180)

@@ -5,6 +5,7 @@ precision, by which bits differ. Choices are made by the validation images; the 
 each training that a claim needs, when nothing about its arm is left to choose.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -29,6 +31,7 @@ from ..record import RESULTS, commit
 
 RUNS, LEDGER = RESULTS / "proof-runs.jsonl", RESULTS / "proof-held-out.jsonl"
 KEY = ("recipe", "seed", "processor", "torch", "precision")
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl: orphans of this process's children become its own children
 Key = tuple[Any, ...]
 Line = dict[str, Any]
 
@@ -104,20 +107,14 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
     run = out / f"{arm.sha256}-{seed}"
     words = [*arm.words(seed), *_from(data), "--out", str(run)]
     words += [] if "--workers" in words else ["--workers", "1"]
-    before = _core_seconds()
-    process = subprocess.Popen(_torusgd(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=60 * minutes)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # writes a checkpoint first; the same command goes on from there
-        _, errors = process.communicate()
-    has_diverged = process.returncode == 1 and "diverged" in errors
-    is_stopped = process.returncode in (143, -signal.SIGTERM)  # before or after a checkpoint
-    if process.returncode and not is_stopped and not has_diverged:
+    code, errors, seconds = ended(_torusgd(words), minutes)
+    has_diverged = code == 1 and "diverged" in errors
+    is_stopped = code in (143, -signal.SIGTERM)  # before or after a checkpoint
+    if code and not is_stopped and not has_diverged:
         raise SystemExit(errors)
     out.mkdir(parents=True, exist_ok=True)
     spent = run.with_suffix(".core-seconds")
-    seconds = _core_seconds() - before + (float(spent.read_text()) if spent.exists() else 0.0)
+    seconds += float(spent.read_text()) if spent.exists() else 0.0
     spent.write_text(str(seconds))
     if is_stopped:
         return False
@@ -133,6 +130,30 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
     elif found["weights"] != (known := next(line for line in read(RUNS) if key_of(line) == arm.key(seed)))["weights"]:
         raise SystemExit(f"{found['command']}: weights {found['weights']}, in {RUNS} {known['weights']}")
     return True
+
+
+def ended(words: Sequence[str], minutes: float) -> tuple[int, str, float]:
+    """Exit code, errors and processor time of a command with all its processes; after `minutes` it gets SIGTERM."""
+    # Ranks are of a fork server, which outlives the command that started it: it comes to this process then, and its
+    # time counts here once it has ended.
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=60 * minutes)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # writes a checkpoint first; the same command goes on from there
+            _, errors = process.communicate()
+        except BaseException:
+            process.terminate()
+            raise
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-process.pid, 0)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return process.returncode, errors, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _noise_scale(run: Path) -> float | None:
@@ -167,11 +188,6 @@ def _from(data: Path | None) -> list[str]:
 
 def _torusgd(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torusgd", *words]
-
-
-def _core_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _when() -> Line:
