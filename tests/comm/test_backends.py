@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.fake_cuda import fake_cuda
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
@@ -42,7 +42,8 @@ class FakeNccl(ProcessGroupGloo):
         NOTES.append(f"{MADE.index(self)} ends")
 
 
-def make_split_and_close() -> list[str]:
+@on_ranks(3)
+def test_communicators_are_made_at_once_split_and_ended() -> None:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     with patch.object(c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
         world = groups.build(PrefixStore("run", store), range(3), rank, device=GPU, timeout=600.0)
@@ -55,51 +56,32 @@ def make_split_and_close() -> list[str]:
             assert count.item() == group.size
         everyone.close()
         world.barrier()
-    return NOTES
-
-
-def test_communicators_are_made_at_once_split_and_ended() -> None:
-    first, second, third = run_ranks(3, make_split_and_close)
-    assert first == second
     connects = "connects on cuda:0"
-    assert first == [
-        *("0: [0, 1, 2] anew, 600 s", connects),
-        *("1: [0, 1] from 0 by color 0, 600 s", connects),
-        *("2: [0, 1, 2] from 0 by color 0, 7 s", connects),
-        "2 ends",
-    ]
-    assert third == [
-        *("0: [0, 1, 2] anew, 600 s", connects),
-        "looks on while 0 is split",
-        *("1: [0, 1, 2] from 0 by color 0, 7 s", connects),
-        "1 ends",
-    ]
+    of_pair = ["1: [0, 1] from 0 by color 0, 600 s", connects] if rank < 2 else ["looks on while 0 is split"]
+    last = 2 if rank < 2 else 1
+    assert [
+        *("0: [0, 1, 2] anew, 600 s", connects, *of_pair),
+        *(f"{last}: [0, 1, 2] from 0 by color 0, 7 s", connects, f"{last} ends"),
+    ] == NOTES
 
 
-def sum_on_the_gpu_by_gloo() -> float:
-    """Two ranks on one GPU, which NCCL refuses: tensors of the GPU go by Gloo."""
+@pytest.mark.gpu
+@on_ranks(2)
+def test_two_ranks_on_one_gpu_which_nccl_refuses_sum_by_gloo() -> None:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     world = groups.build(PrefixStore("run", store), range(2), rank, device=GPU, timeout=240, nccl=False)
     value = torch.full((1000,), rank + 1, device=GPU, dtype=torch.int32)
     world.all_reduce(value)
-    return value.float().mean().item()
+    assert value.float().mean().item() == 3.0
 
 
-def sum_by_nccl() -> float:
+@pytest.mark.gpu
+@on_ranks(1)
+def test_a_communicator_of_nccl() -> None:
     store = dist.distributed_c10d._get_default_store()
     world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=240)
     group = groups.connected(PrefixStore("alone", store), [0], 0, GPU, 60.0, nccl=True)
     value = torch.ones(1000, device=GPU, dtype=torch.int32)
     groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()
     world.close()
-    return value.float().mean().item()
-
-
-@pytest.mark.gpu
-def test_two_ranks_on_one_gpu() -> None:
-    assert run_ranks(2, sum_on_the_gpu_by_gloo) == [3.0, 3.0]
-
-
-@pytest.mark.gpu
-def test_a_communicator_of_nccl() -> None:
-    assert run_ranks(1, sum_by_nccl) == [1.0]
+    assert value.float().mean().item() == 1.0

@@ -5,7 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks, run_ranks
 
 from torusgd.comm import connection as clock
 from torusgd.comm.connection import Clock, Elapsed, Span
@@ -14,20 +14,15 @@ from torusgd.comm.groups import alone, group_of
 AHEAD = 12.5
 
 
-def offset_of_a_shifted_clock() -> tuple[float, float]:
+@on_ranks(3)
+def test_one_clock_is_found_by_measurement_and_another_one_within_its_bound() -> None:
     """Rank 1's clock is ahead, as in another time namespace; rank 2's is that of rank 0."""
     group = group_of()
     ahead = AHEAD if group.rank == 1 else 0.0
     shifted = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead, sleep=time.sleep)
     with patch.object(clock, "time", shifted):
         common = Clock(group)
-        return common.offset, common.bound
-
-
-def test_one_clock_is_found_by_measurement_and_another_one_within_its_bound() -> None:
-    (first, bound), (shifted, _), (same, _) = run_ranks(3, offset_of_a_shifted_clock)
-    assert (first, same) == (0.0, 0.0)
-    assert 0 < abs(shifted + AHEAD) <= bound
+    assert common.offset == 0.0 if group.rank != 1 else 0 < abs(common.offset + AHEAD) <= common.bound
 
 
 def offset_of_other_machines() -> tuple[float, float]:
@@ -42,16 +37,12 @@ def test_clocks_of_other_machines_are_not_taken_for_one() -> None:
     assert found[0][1] == found[1][1] > 0
 
 
-def together() -> list[Elapsed]:
-    common = Clock(group_of())
-    begin, end = ((1.0, 4.0), (1.5, 3.0))[group_of().rank]
-    return common.elapsed([Span(begin, end), Span(7.0, 8.0)])
-
-
+@on_ranks(2)
 def test_the_time_of_all_is_from_the_last_begin_to_the_last_end() -> None:
-    first, other = run_ranks(2, together)
-    assert first == other == [Elapsed(2.5, 0.5, 0.0, 4.0), Elapsed(1.0, 0.0, 0.0, 8.0)]
-    assert [each.is_doubtful for each in first] == [True, False]
+    begin, end = ((1.0, 4.0), (1.5, 3.0))[group_of().rank]
+    taken = Clock(group_of()).elapsed([Span(begin, end), Span(7.0, 8.0)])
+    assert taken == [Elapsed(2.5, 0.5, 0.0, 4.0), Elapsed(1.0, 0.0, 0.0, 8.0)]
+    assert [each.is_doubtful for each in taken] == [True, False]
 
 
 def starts() -> list[float]:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import create, exact_all_reduce, fixed_point
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.base import Work
 from torusgd.comm.groups import Group, build
+from torusgd.comm.groups import alone as rank_alone
 from torusgd.errors import UserError
 
 RANKS = 3
@@ -26,7 +27,7 @@ Call = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> Call:
+def by_rank() -> Call:
     """Calls a function with each of 3 Gloo groups that threads of this process joined, at once; the answers by rank."""
     store = HashStore()
 
@@ -72,14 +73,14 @@ def spread(addends: list[torch.Tensor], places: list[int]) -> list[list[torch.Te
 
 
 @pytest.mark.parametrize(("floats", "dtype"), [(any_float32, torch.float32), (any_float64, torch.float64)])
-def test_bits_do_not_depend_on_who_holds_an_addend_and_errors_are_bounded(on_ranks, floats, dtype):
+def test_bits_do_not_depend_on_who_holds_an_addend_and_errors_are_bounded(by_rank, floats, dtype):
     @given(st.lists(floats, min_size=1, max_size=20), st.randoms(use_true_random=False))
     @settings(max_examples=60, deadline=None)
     def check(values: list[float], random: Any) -> None:
         addends = [torch.tensor([value], dtype=dtype) for value in values]
         alone = exact_all_reduce(addends)
         random.shuffle(addends)
-        results = on_ranks(exact_all_reduce, spread(addends, [random.randrange(RANKS) for _ in addends]))
+        results = by_rank(exact_all_reduce, spread(addends, [random.randrange(RANKS) for _ in addends]))
         assert same_bits([alone, *results])
         exact = sum(map(Fraction, values), Fraction())
         if alone.isfinite():
@@ -92,11 +93,11 @@ def test_bits_do_not_depend_on_who_holds_an_addend_and_errors_are_bounded(on_ran
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (7,), (3, 5000), (4096,), (1, 2, 3, 1, 2, 1, 1, 2)])
-def test_every_dtype_and_shape(on_ranks, dtype, shape):
+def test_every_dtype_and_shape(by_rank, dtype, shape):
     generator = torch.Generator().manual_seed(1)
     scale = 10.0 ** (torch.arange(math.prod(shape)).reshape(shape) % 5 - 2)  # within what float16 holds
     addends = [(torch.randn(shape, generator=generator) * scale).to(dtype) for _ in range(7)]
-    results = on_ranks(exact_all_reduce, spread(addends, [0, 0, 2, 2, 2, 0, 0]))
+    results = by_rank(exact_all_reduce, spread(addends, [0, 0, 2, 2, 2, 0, 0]))
     assert same_bits([exact_all_reduce(addends[::-1]), *results])
     assert results[1].shape == shape
     exact = torch.stack(addends).double().sum(0)
@@ -130,7 +131,7 @@ def test_sums_beyond_the_dtype_are_infinite_unless_they_come_back():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_follows_ieee_and_harms_no_neighbour(on_ranks, dtype):
+def test_what_is_not_finite_follows_ieee_and_harms_no_neighbour(by_rank, dtype):
     inf, nan = math.inf, math.nan
     rows = [
         [inf, 1.0, inf, nan, -inf, 0.1, inf, 1000.0],
@@ -142,7 +143,7 @@ def test_what_is_not_finite_follows_ieee_and_harms_no_neighbour(on_ranks, dtype)
     expected = torch.tensor([inf, -inf, nan, nan, -inf, 0.0, nan, 0.0])
     results = [exact_all_reduce(addends)]
     for places in ([0, 0, 0, 0], [0, 1, 2, 0], [2, 1, 2, 1]):
-        results += on_ranks(exact_all_reduce, spread(addends, places))
+        results += by_rank(exact_all_reduce, spread(addends, places))
     assert same_bits(results)
     special = ~expected.isfinite()
     assert same_bits([results[0][special].float(), expected[special]])
@@ -152,11 +153,11 @@ def test_what_is_not_finite_follows_ieee_and_harms_no_neighbour(on_ranks, dtype)
         assert off <= bound([1000.0, *values[1:]], dtype, bits=32) + bound(values, dtype)
 
 
-def test_a_million_addends(on_ranks):
+def test_a_million_addends(by_rank):
     pair = [torch.tensor([0.1, 1e-3, 2.0**-100]), torch.tensor([0.1, -7.0, 1.0])]
     half = 2**19
     shares = [[pair[0]] * half, [], [pair[1]] * half]
-    results = on_ranks(exact_all_reduce, shares)
+    results = by_rank(exact_all_reduce, shares)
     assert same_bits(results)
     for place in range(3):
         one, other = (float(addend[place]) for addend in pair)
@@ -165,11 +166,11 @@ def test_a_million_addends(on_ranks):
         assert abs(Fraction(results[1][place].item()) - exact) <= allowed
     fewer = [pair[0]] * 1000 + [pair[1]] * 1000
     assert same_bits(
-        [exact_all_reduce(fewer), *on_ranks(exact_all_reduce, [fewer[900:1500], fewer[:900], fewer[1500:]])]
+        [exact_all_reduce(fewer), *by_rank(exact_all_reduce, [fewer[900:1500], fewer[:900], fewer[1500:]])]
     )
 
 
-def test_eight_bytes_an_element_whatever_the_number_of_addends(on_ranks):
+def test_eight_bytes_an_element_whatever_the_number_of_addends(by_rank):
     class CountingGroup(Group):
         nbytes = 0
 
@@ -185,11 +186,11 @@ def test_eight_bytes_an_element_whatever_the_number_of_addends(on_ranks):
     values = torch.randn(10 * fixed_point.BLOCK)
     values[5] = math.inf
     for count in (1, 50):
-        for nbytes in on_ranks(counted, [[values] * count, [values], []]):
+        for nbytes in by_rank(counted, [[values] * count, [values], []]):
             assert 8 * values.numel() < nbytes <= 8 * values.numel() + 8 * 10 + 200
 
 
-def test_mistakes_are_told_on_every_rank(on_ranks):
+def test_mistakes_are_told_on_every_rank(by_rank):
     float_, double, pair = torch.ones(1), torch.ones(1, dtype=torch.float64), torch.ones(2)
     for shares, words in (
         ([[float_], [double], []], ["among the ranks"] * 3),
@@ -200,28 +201,23 @@ def test_mistakes_are_told_on_every_rank(on_ranks):
         ([1.5, [float_], [None]], ["of type float; give a tensor", "another rank", "of type list; give a tensor"]),
         ([{"a": float_}, [torch.eye(2).to_sparse()], []], ["of type dict; ", "tensor.to_dense()", "another rank"]),
     ):
-        for error, expected in zip(on_ranks(exact_all_reduce, shares), words, strict=True):
+        for error, expected in zip(by_rank(exact_all_reduce, shares), words, strict=True):
             assert isinstance(error, UserError)
             assert expected in str(error)
 
 
-def by_every_algorithm() -> list[list[float]]:
+@on_ranks(4)
+def test_the_same_bits_by_every_algorithm_and_group():
     """Of 6 addends, of which the ranks hold 0, 1, 2 and 3."""
     generator = torch.Generator().manual_seed(0)
     addends = [torch.randn(5000, generator=generator) * 10.0**i for i in range(6)]
+    alone, fourfold = (exact_all_reduce(some, rank_alone()) for some in (addends, addends * 4))
     rank = dist.get_rank()
     mine = addends[rank * (rank - 1) // 2 :][:rank]
-    results = [exact_all_reduce(mine), exact_all_reduce(mine, dist.new_group()), exact_all_reduce(addends)]
+    assert exact_all_reduce(mine).equal(alone)
+    assert exact_all_reduce(mine, dist.new_group()).equal(alone)
+    assert exact_all_reduce(addends).equal(fourfold)
     for name in (*NAMES[1:], "torus:halving/direct"):
         allreduce = create(name)
-        results.append(exact_all_reduce(mine, allreduce=allreduce))
+        assert exact_all_reduce(mine, allreduce=allreduce).equal(alone)
         allreduce.close()
-    return [result.tolist() for result in results]
-
-
-def test_the_same_bits_by_every_algorithm_and_group():
-    generator = torch.Generator().manual_seed(0)
-    addends = [torch.randn(5000, generator=generator) * 10.0**i for i in range(6)]
-    for first, second, fourfold, *others in run_ranks(4, by_every_algorithm):
-        assert [first, second, *others] == [exact_all_reduce(addends).tolist()] * (2 + len(others))
-        assert fourfold == exact_all_reduce(addends * 4).tolist()

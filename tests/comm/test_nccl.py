@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.fake_cuda import fake_cuda
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
+from tests.plan import measured
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
@@ -15,7 +16,6 @@ from torusgd.comm.connection import Clock, Span
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
-from torusgd.comm.tuning.profile import Link, Profile
 from torusgd.comm.works import launch_order
 
 
@@ -23,16 +23,13 @@ def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
     return torch.arange(length) * ranks + ranks * (ranks - 1) // 2
 
 
-def addend(length: int) -> torch.Tensor:
-    return torch.arange(length) + dist.get_rank()
-
-
 FLAT = ("ring", "halving-doubling", "doubling", "direct", "hierarchical")
 
 
-def engines_of_every_size_and_grid() -> list[str]:
+@on_ranks(7)
+def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world() -> None:
     """An engine closes what it has made, and neither its group nor the world, whatever grids it has run."""
-    wrong, world = [], group_of()
+    world = group_of()
     for places in (*(range(size) for size in (1, 2, 3, 5, 6, 7)), range(1, 5)):
         group, size = world.partition([places]), len(places)
         for rows in range(1, size + 1) if world.rank in places else ():
@@ -47,19 +44,13 @@ def engines_of_every_size_and_grid() -> list[str]:
                     for length in (1, 5, 101):
                         tensor = torch.arange(length) + group.rank
                         engine.run(tensor, algorithm).wait()
-                        if not tensor.equal(sum_of_ranks(length, size)):
-                            wrong.append(f"{algorithm} of {length}")
+                        assert tensor.equal(sum_of_ranks(length, size)), algorithm
                 engine.close()
             group.barrier()
         group.close()
         world.barrier()
     world.close()
     dist.barrier()  # the default group is not ours to close
-    return wrong
-
-
-def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world():
-    assert run_ranks(7, engines_of_every_size_and_grid) == [[]] * 7
 
 
 def test_all_that_nccl_is_given_is_launched_on_one_stream_whichever_communicator_it_belongs_to():
@@ -98,8 +89,10 @@ def test_all_methods_of_a_torus_are_one_over_nccl():
     assert str(engine.effective(parse_algorithm("doubling", 8, chunks=2))) == "doubling"
 
 
-def over_nccl_on_one_rank() -> list[str]:
-    wrong, device = [], torch.device("cuda", 0)
+@pytest.mark.gpu
+@on_ranks(1)
+def test_one_rank_over_nccl() -> None:
+    device = torch.device("cuda", 0)
     dist.destroy_process_group()
     dist.init_process_group("nccl", device_id=device)
     engine = NcclEngine(group_of(device=device))
@@ -109,23 +102,24 @@ def over_nccl_on_one_rank() -> list[str]:
             work = engine.run(tensor, parse_algorithm(name, 1, chunks=3))
             work.wait()
             torch.cuda.synchronize()
-            if not (work.done() and tensor.cpu().equal(torch.arange(length))):
-                wrong.append(f"{name}, {length}")
+            assert work.done()
+            assert tensor.cpu().equal(torch.arange(length))
     engine.close()
-    return wrong
 
 
-def over_gloo_with_cuda_tensors() -> list[str]:
-    wrong, device, ranks = [], torch.device("cuda", 0), dist.get_world_size()
+@pytest.mark.gpu
+@on_ranks(3)
+def test_several_ranks_over_gloo_with_cuda_tensors() -> None:
+    device = torch.device("cuda", 0)
     for name in ("auto", "torus", "halving-doubling"):
         allreduce = create(name, device=device)
         # The values are still being made on the current stream when the sum starts.
-        tensors = [addend(length).to(device, non_blocking=True) * 1 for length in (1, 1000, 300_001)]
+        tensors = [(torch.arange(n) + dist.get_rank()).to(device, non_blocking=True) * 1 for n in (1, 1000, 300_001)]
         for work in [allreduce.start(tensor) for tensor in tensors]:
             work.wait()
-        wrong += [name for t in tensors if not (t * 1).cpu().equal(sum_of_ranks(t.numel(), ranks))]
+        for tensor in tensors:
+            assert (tensor * 1).cpu().equal(sum_of_ranks(tensor.numel(), 3))
         allreduce.close()
-    return wrong
 
 
 def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
@@ -140,10 +134,8 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     connection: Any = SimpleNamespace(
         engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), clock=Clock(alone())
     )
-    link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
-    profile = Profile(
-        backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()
-    )
+    link = measured.link(1e-5, 1e-10)
+    profile = measured.network((0, 0, 0, 0, 1, 1, 1, 1), backend="nccl", message=0.0, inside=link, between=link)
     timings = tune._rivals(connection, profile, 1 << 24, rivals=20, repetitions=2, seconds=0.0, known=set())
     names = [(timing.algorithm, timing.grid) for timing in timings]
     assert len(names) == len(set(names))
@@ -151,13 +143,3 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     assert {timing.chunks for timing in timings} == {1}
     assert {name for name, _ in names if name.startswith("torus")} == {"torus"}
     assert set(probed) == {timing.as_algorithm(8) for timing in timings}
-
-
-@pytest.mark.gpu
-def test_one_rank_over_nccl():
-    assert run_ranks(1, over_nccl_on_one_rank) == [[]]
-
-
-@pytest.mark.gpu
-def test_several_ranks_over_gloo_with_cuda_tensors():
-    assert run_ranks(3, over_gloo_with_cuda_tensors) == [[]] * 3

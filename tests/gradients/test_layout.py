@@ -6,26 +6,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.comm.gloo_world import run_ranks
+from tests.plan.measured import link, network, timing
 from torch import nn
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import group_of
-from torusgd.comm.tuning.profile import InStep, Link, Profile, Timing
+from torusgd.comm.tuning.profile import InStep, Profile
 from torusgd.gradients.layout import Bucket, best_buckets, finish, group, lay_out
 from torusgd.gradients.reducer import REBUILD_STEPS, BucketRebuild, Channel, Reducer, hook_parameters, parameter_slots
 
 
-def profile(latency: float, per_byte: float, ranks: int = 2) -> Profile:
-    """Of a network on which n bytes take latency + n * per_byte."""
-    sizes = (1 << 10, 1 << 16, 1 << 22)
-    timings = [
-        Timing(size=size, algorithm=name, grid=None, chunks=1, median=factor * (latency + size * per_byte))
-        for size in sizes
+def profile(latency: float, per_byte: float) -> Profile:
+    """Of a network of two ranks on which n bytes take latency + n * per_byte."""
+    timings = tuple(
+        timing(size, name, factor * (latency + size * per_byte))
+        for size in (1 << 10, 1 << 16, 1 << 22)
         for name, factor in (("ring", 1), ("native", 2))
-    ]
-    link = Link(latency=latency / 2, latency_error=0.0, per_byte=per_byte, per_byte_error=0.0)
-    hosts = tuple(range(ranks))
-    return Profile(backend="gloo", hosts=hosts, message=0.0, inside=None, between=link, timings=tuple(timings))
+    )
+    return network(message=0.0, between=link(latency / 2, per_byte), timings=timings)
 
 
 @settings(deadline=None, max_examples=50)

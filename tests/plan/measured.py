@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torusgd.comm.tuning.profile import Link, Profile
+from torusgd.comm.tuning.profile import Link, Profile, Timing
 
 
 def measured_run(
@@ -32,9 +32,21 @@ def link(latency: float, per_byte: float) -> Link:
     return Link(latency=latency, latency_error=0.0, per_byte=per_byte, per_byte_error=0.0)
 
 
+def timing(size: int, algorithm: str, median: float, grid: tuple[int, int] | None = None) -> Timing:
+    return Timing(size=size, algorithm=algorithm, grid=grid, chunks=1, median=median)
+
+
 def network(hosts: tuple[int, ...] = (0, 1), latency: float = 1e-3, message: float = 1e-5, **more: Any) -> Profile:
     """A measured network: a quick one inside hosts, a slow one between them."""
     inside = link(1e-5, 1e-10) if len(set(hosts)) < len(hosts) else None
     between = link(latency, 1e-8) if len(set(hosts)) > 1 else None
-    values = {"hosts": hosts, "message": message, "inside": inside, "between": between, "timings": (), **more}
-    return Profile(backend="gloo", **values)
+    values: dict[str, Any] = {
+        "backend": "gloo",
+        "hosts": hosts,
+        "message": message,
+        "inside": inside,
+        "between": between,
+        "timings": (),
+        **more,
+    }
+    return Profile(**values)

@@ -1,34 +1,28 @@
 """Profiles: fitted, saved, checked when read, and what is chosen by them."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import refused
+from tests.plan.measured import link, network, timing
 
 from torusgd.comm.algorithms import parse_algorithm
-from torusgd.comm.tuning.profile import InStep, Link, Profile, Timing, expect, explain, hidden, ranks_a_host, waited
+from torusgd.comm.tuning.profile import InStep, Profile, expect, explain, hidden, ranks_a_host, waited
 from torusgd.comm.tuning.tune import fit
 
+ROWS = [(4096, "native", 0.3), (4096, "doubling", 0.03), (4096, "torus:direct", 0.04, (4, 4))]
+ROWS += [(1 << 20, "native", 0.3), (1 << 20, "doubling", 0.1), (1 << 20, "torus:direct", 0.05, (4, 4))]
 
-def link(latency: float, per_byte: float) -> Link:
-    return Link(latency=latency, latency_error=0.0, per_byte=per_byte, per_byte_error=0.0)
 
-
-def profile(latency: float = 5e-3, per_byte: float = 8e-9, native: float = 0.3) -> Profile:
-    rows = [(4096, "native", None, native), (4096, "doubling", None, 0.03), (4096, "torus:direct", (4, 4), 0.04)]
-    rows += [(1 << 20, "native", None, native), (1 << 20, "doubling", None, 0.1)]
-    rows += [(1 << 20, "torus:direct", (4, 4), 0.05)]
-    return Profile(
-        backend="gloo",
-        hosts=tuple(range(16)),
-        message=1e-4,
-        inside=None,
-        between=link(latency, per_byte),
-        timings=tuple(Timing(size=s, algorithm=a, grid=g, chunks=1, median=m) for s, a, g, m in rows),
-    )
+def profile(per_byte: float = 8e-9, rows: Sequence[tuple[Any, ...]] = ROWS) -> Profile:
+    """Of 16 hosts."""
+    timings = tuple(timing(*row) for row in rows)
+    return network(tuple(range(16)), message=1e-4, between=link(5e-3, per_byte), timings=timings)
 
 
 @settings(deadline=None, max_examples=50)
@@ -67,6 +61,10 @@ def change(**values: object) -> str:
     return json.dumps({**json.loads(profile().model_dump_json()), **values})
 
 
+def timed_by(algorithm: str, grid: object = None) -> str:
+    return change(timings=[{"size": 1, "algorithm": algorithm, "grid": grid, "chunks": 1, "median": 1}])
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -76,9 +74,9 @@ def change(**values: object) -> str:
         (change(message=-1), "message"),
         (change(extra=1), "extra"),
         (change(between={"latency": "fast"}), "between.latency"),
-        (change(timings=[{"size": 1, "algorithm": "tree", "grid": None, "chunks": 1, "median": 1}]), "tree"),
-        (change(timings=[{"size": 1, "algorithm": "torus", "grid": [3, 3], "chunks": 1, "median": 1}]), "3x3"),
-        (change(timings=[{"size": 1, "algorithm": "ring", "grid": None, "chunks": 1, "median": 1}]), "native"),
+        (timed_by("tree"), "tree"),
+        (timed_by("torus", [3, 3]), "3x3"),
+        (timed_by("ring"), "native"),
     ],
 )
 def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
@@ -101,25 +99,20 @@ def chosen(measured: Profile, size: int) -> str:
 def test_what_was_fastest_runs():
     assert chosen(profile(), 4096) == "doubling"
     assert expect(profile(), 1 << 20) == (parse_algorithm("torus:direct", 16, (4, 4)), 0.05, 0.3)
-    assert chosen(profile(native=0.03), 4096) == "native"
+    assert chosen(profile(rows=[(4096, "native", 0.03), *ROWS[1:]]), 4096) == "native"
 
 
 def test_beyond_the_timed_sizes_the_formulas_carry_on():
     """Doubling moves four times what a torus does: however fast at 4 KiB, it must not be taken for 64 MiB."""
-    small = profile().model_copy(update={"timings": profile().timings[:3]})
+    small = profile(rows=ROWS[:3])
     assert chosen(small, 4096) == "doubling"
     assert not chosen(small, 1 << 26).startswith("doubling")
 
 
 def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
-    def timed(ours: float) -> Profile:
-        rows = [("native", None, 0.872), ("torus:direct", (4, 4), ours)]
-        timings = [Timing(size=1 << 22, algorithm=a, grid=g, chunks=1, median=m) for a, g, m in rows]
-        return profile(per_byte=8e-8).model_copy(update={"timings": tuple(timings)})
-
-    assert chosen(timed(0.745), 1 << 22).startswith("torus")
-    assert chosen(timed(0.745), 1 << 24) == "native"
-    assert chosen(timed(0.3), 1 << 24).startswith("torus")
+    for ours, size, name in ((0.745, 1 << 22, "torus"), (0.745, 1 << 24, "native"), (0.3, 1 << 24, "torus")):
+        rows = [(1 << 22, "native", 0.872), (1 << 22, "torus:direct", ours, (4, 4))]
+        assert chosen(profile(8e-8, rows), size).startswith(name)
 
 
 def test_the_choice_is_explained_in_one_line():

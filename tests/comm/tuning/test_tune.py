@@ -5,20 +5,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.plan.measured import link, network
 
 from torusgd.comm.algorithms import Algorithm
 from torusgd.comm.connection import Clock, Span, shuffled
 from torusgd.comm.groups import alone
 from torusgd.comm.tuning import tune
-from torusgd.comm.tuning.profile import Link, Profile, expect
+from torusgd.comm.tuning.profile import Profile, expect
 
 LARGE = 1 << 22
 ALONE = Clock(alone())
 
 
 def profile(ranks: int) -> Profile:
-    link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
-    return Profile(backend="gloo", hosts=tuple(range(ranks)), message=0.0, inside=None, between=link, timings=())
+    return network(tuple(range(ranks)), message=0.0, between=link(1e-3, 1e-8))
 
 
 def timed(
@@ -32,11 +32,8 @@ def timed(
         return Span(1.0, 1.0 + takes(algorithm))
 
     monkeypatch.setattr(tune, "_time_sum", run)
-    connection: Any = SimpleNamespace(
-        engine=SimpleNamespace(effective=lambda plan: plan),
-        group=SimpleNamespace(size=ranks),
-        clock=Clock(alone()),
-    )
+    engine, group = SimpleNamespace(effective=lambda plan: plan), SimpleNamespace(size=ranks)
+    connection: Any = SimpleNamespace(engine=engine, group=group, clock=ALONE)
     told = {"size": LARGE, "rivals": 5, "repetitions": 3, "seconds": 0.0, "known": set(), **changes}
     return tune._rivals(connection, profile(ranks), **told), ran
 
