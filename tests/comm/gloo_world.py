@@ -106,6 +106,16 @@ def on_ranks(size: int, **how: Any) -> Callable[[Callable[..., None]], Callable[
     return make
 
 
+def alike(value: Any) -> Any:
+    """A value that this rank has and, by what they send, all others too."""
+    import torch.distributed as dist
+
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, value)
+    assert of_all == [value] * len(of_all)
+    return value
+
+
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 240
 ) -> list[Any]:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.gloo_world import on_ranks, run_ranks
+from tests.comm.gloo_world import alike, on_ranks, run_ranks
 from tests.messages import refused
 
 from torusgd.comm import allreduce as module
@@ -51,9 +51,7 @@ def test_every_name_on_four_ranks(tmp_path):
         with pytest.raises(UserError, match=f"^{about}") as caught:
             create(**options)
         seen.append(str(caught.value))
-    of_all: list[Any] = [None] * 4
-    dist.all_gather_object(of_all, seen)
-    assert of_all == [seen] * 4
+    alike(seen)
 
 
 def with_a_profile(path: Path) -> str:

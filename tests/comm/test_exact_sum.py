@@ -1,6 +1,7 @@
 """Exact sums: equal to math.fsum, free of order, honest about what is not finite."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,20 +19,15 @@ def exact_sum(values: torch.Tensor) -> torch.Tensor:
     return decode(encode(values).sum(dim=1))
 
 
-@given(st.lists(floats32, min_size=1, max_size=40))
-@settings(max_examples=200, deadline=None)
-def test_sum_of_float32_is_the_rounded_exact_sum(values: list[float]) -> None:
-    total = exact_sum(torch.tensor(values, dtype=torch.float32)).item()
-    expected = math.fsum(values)
-    assert abs(total - expected) <= math.ulp(expected)
+def tensors(floats: st.SearchStrategy[float], dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
+    return st.lists(floats, min_size=1, max_size=40).map(partial(torch.tensor, dtype=dtype))
 
 
-@given(st.lists(moderate, min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None)
-def test_sum_of_float64_is_the_rounded_exact_sum(values: list[float]) -> None:
-    total = exact_sum(torch.tensor(values, dtype=torch.float64)).item()
-    expected = math.fsum(values)
-    assert abs(total - expected) <= math.ulp(expected)
+@given(tensors(floats32, torch.float32) | tensors(moderate, torch.float64))
+@settings(max_examples=300, deadline=None)
+def test_the_sum_is_the_rounded_exact_sum(values: torch.Tensor) -> None:
+    expected = math.fsum(values.tolist())
+    assert abs(exact_sum(values).item() - expected) <= math.ulp(expected)
 
 
 @given(st.lists(floats32, min_size=2, max_size=30), st.randoms(use_true_random=False), st.integers(1, 5))

@@ -3,7 +3,6 @@
 import time
 from functools import partial
 from math import inf
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -52,34 +51,26 @@ def test_the_way_ends_when_the_sum_is_there_with_every_engine() -> None:
         allreduce.close()
 
 
-class Late(Liveness):
-    def __init__(self, rank: LateRank) -> None:
-        self._rank = rank
+class Answers(Liveness):
+    """A liveness that names these late ranks one time after the other, and the last ones from then on."""
 
-    def late(self) -> list[LateRank]:
-        return [self._rank]
-
-
-class Calls(Liveness):
-    """A liveness that finds rank 1 late from the second time that it is asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, *answers: list[LateRank]) -> None:
+        self.asked, self._answers = 0, answers
 
     def progress(self, phase: str, step: int, unit: int) -> None:
         raise AssertionError("a wait makes no progress")
 
     def late(self) -> list[LateRank]:
         self.asked += 1
-        return [LateRank("no heartbeat for 9 s", 1, "a1", "forward", 3)] if self.asked > 1 else []
+        return self._answers[min(self.asked, len(self._answers)) - 1]
 
 
 @on_ranks(2)
 def test_a_wait_ends_with_the_names_of_the_late_ranks() -> None:
     """Rank 0 gives up once its liveness names rank 1, which sleeps until then; then it waits for it after all."""
-    world = group_of()
+    world, late = group_of(), LateRank("no heartbeat for 9 s", 1, "a1", "forward", 3)
     for allreduce in [create(name) for name in ("native", "ring")]:
-        calls = Calls()
+        calls = Answers([], [late])
         monitor = Monitor(calls)
         if world.rank == 0:
             work = monitor.over(allreduce).start(torch.ones(10))
@@ -87,8 +78,7 @@ def test_a_wait_ends_with_the_names_of_the_late_ranks() -> None:
                 CommTimeout, match=r"^rank 1 on a1 in forward of step 3: no heartbeat for 9 s$"
             ) as caught:
                 work.wait()
-            assert caught.value.late == (LateRank("no heartbeat for 9 s", 1, "a1", "forward", 3),)
-            assert calls.asked == 2
+            assert (caught.value.late, calls.asked) == ((late,), 2)
             world.send(torch.zeros(1), 1, tag=9).wait()
         else:
             world.receive(torch.zeros(1), 0, tag=9).wait()
@@ -133,13 +123,11 @@ def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pyte
     """NCCL has no answer for it: the GPU would wait for ever."""
     monkeypatch.setattr(monitor_module, "SLICE", 0.01)
     lost = LateRank("no heartbeat for 30 s", rank=3, host="b2")
-    answers = iter([[], [], [lost]])
-    liveness: Any = SimpleNamespace(late=lambda: next(answers))
-    late, never = cast(Any, Event(3)), cast(Any, Event(inf))
+    liveness, late, never = Answers([], [], [lost]), cast(Any, Event(3)), cast(Any, Event(inf))
     monitor_module._wait_in_slices(monitor_module._Copied(late), Liveness(), inf)
     with pytest.raises(CommTimeout) as error:
         monitor_module._wait_in_slices(monitor_module._Copied(never), liveness, inf)
-    assert error.value.late == (lost,)
+    assert (error.value.late, liveness.asked) == ((lost,), 3)
 
 
 def test_a_tensor_of_the_host_is_there_already() -> None:
@@ -155,7 +143,7 @@ def test_a_lost_rank_is_named_while_the_gpu_is_still_busy() -> None:
     there = torch.ones(1, device="cuda")
     assert monitor.to_host(there).item() == 1.0
     torch.cuda._sleep(1)
-    monitor.liveness = Late(lost)
+    monitor.liveness = Answers([lost])
     torch.cuda._sleep(20_000_000_000)
     with pytest.raises(CommTimeout) as error:
         monitor.to_host(there)

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import alike, on_ranks
 from tests.plan.measured import link, network, timing
 from torch import nn
 
@@ -88,7 +88,8 @@ def reducer_of(model: nn.Module) -> Reducer:
     )  # fmt: skip
 
 
-def rebuild(steps: int) -> list:
+@on_ranks(2)
+def test_buckets_are_rebuilt_once_on_all_ranks_alike_and_change_no_bit():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     reducer = reducer_of(model)
@@ -102,23 +103,16 @@ def rebuild(steps: int) -> list:
         model(inputs).sum().backward()
         reducer.end_worker()
 
-    for _ in range(steps):
+    for _ in range(REBUILD_STEPS[-1] + 3):
         report = reducer.reduce(backward).report
-        assert not report.overflow
-        assert not report.nonfinite
+        assert (report.overflow, report.nonfinite) == ([], [])
         reducer.apply_mean(2)
         means.append(torch.cat([t.grad.flatten() for t in reducer.owned if t.grad is not None]).tolist())
         lines.append(bucket_rebuild.after_step())
-    return [lines, means, [(b.first, b.stop) for b in reducer.layout.buckets]]
-
-
-def test_buckets_are_rebuilt_once_on_all_ranks_alike_and_change_no_bit():
-    found = run_ranks(2, rebuild, REBUILD_STEPS[-1] + 3)
-    assert found[0] == found[1]
-    told, means, buckets = found[0]
-    assert [bool(line) for line in told] == [False] * REBUILD_STEPS[-1] + [True] + [False] * 2
-    assert "buckets auto: " in told[REBUILD_STEPS[-1]]
-    assert len(buckets) > 1  # they began as one
+    alike([lines, means, [(b.first, b.stop) for b in reducer.layout.buckets]])
+    assert [bool(line) for line in lines] == [False] * REBUILD_STEPS[-1] + [True] + [False] * 2
+    assert "buckets auto: " in lines[REBUILD_STEPS[-1]]
+    assert len(reducer.layout.buckets) > 1  # they began as one
     assert all(mean == means[0] for mean in means)
 
 

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from tests.comm.gloo_world import error_of, run_ranks
+from tests.comm.gloo_world import error_of, on_ranks, run_ranks
 
 from torusgd.integrations.gradient_audit import GradientAudit
 
@@ -15,8 +15,7 @@ def _audited(wrong: int, *fractions: float) -> list[tuple[int, str]]:
     layer = torch.nn.Linear(4, 3)
 
     def compute(key: int) -> tuple[torch.Tensor | None, ...]:
-        generator = torch.Generator().manual_seed(key)
-        loss = layer(torch.randn(5, 4, generator=generator)).square().mean()
+        loss = layer(torch.randn(5, 4, generator=torch.Generator().manual_seed(key))).square().mean()
         found = torch.autograd.grad(loss, list(layer.parameters()))
         if rank == wrong and key > 10:
             found[0][0, 0] = torch.nextafter(found[0][0, 0], torch.tensor(9.0))
@@ -50,11 +49,8 @@ def test_one_bit_of_one_gradient_names_its_rank_and_of_two_ranks_both() -> None:
         assert {rank for rank in range(size) if f"rank {rank} on " in said} == named
 
 
-def _under_other_conditions() -> str:
+@on_ranks(2)
+def test_other_conditions_are_refused_on_every_rank() -> None:
     if os.environ["RANK"] == "1":
         torch.set_num_threads(2)
-    return error_of(GradientAudit, lambda key: [])
-
-
-def test_other_conditions_are_refused_on_every_rank() -> None:
-    assert all("threads" in said for said in run_ranks(2, _under_other_conditions))
+    assert "threads" in error_of(GradientAudit, lambda key: [])

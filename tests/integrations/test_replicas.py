@@ -1,11 +1,9 @@
 """Ranks whose weights, buffers or momentum differ in one bit are named, with the tensor."""
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from tests.comm.gloo_world import error_of, run_ranks
+from tests.comm.gloo_world import alike, error_of, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,11 +13,6 @@ from torusgd.integrations.replicas import Replicas
 def _network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3).to(torch.bfloat16))
-
-
-def _each(function: Callable[..., None], *cases: tuple[Any, ...]) -> list[str]:
-    """The errors of the cases; nothing if a comparison finds none."""
-    return [error_of(function, *case) for case in cases]
 
 
 def _flipped(flipped: str, odd: int, ddp: bool) -> None:
@@ -33,34 +26,30 @@ def _flipped(flipped: str, odd: int, ddp: bool) -> None:
         network[2](network[1](network[0](torch.randn(6, 5))).bfloat16()).float().square().mean().backward()
         optimizer.step()
         if step == 2 and int(os.environ["RANK"]) == odd:
-            tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-            momentum = {
-                f"momentum_buffer of {n}": optimizer.state[p]["momentum_buffer"] for n, p in network.named_parameters()
-            }
-            found = (tensors | momentum)[flipped]
+            parameters = dict(network.named_parameters())
+            momenta = {f"momentum_buffer of {n}": optimizer.state[p]["momentum_buffer"] for n, p in parameters.items()}
+            found = (parameters | dict(network.named_buffers()) | momenta)[flipped]
             with torch.no_grad():
                 found.reshape(-1).view(torch.uint8)[-1 if found.dim() else 0] ^= 1
         replicas.step()
 
 
+@on_ranks(3)
 def test_one_bit_is_found_and_its_rank_and_tensor_named() -> None:
-    cases = [
-        ("0.weight", 1, True), ("2.bias", 1, False), ("1.running_var", 1, False), ("1.num_batches_tracked", 1, True),
-        ("momentum_buffer of 2.weight", 1, True),
-    ]  # fmt: skip
-    first, *others = run_ranks(3, _each, _flipped, *cases)
-    assert others == [first] * 2
-    for said, (flipped, _, _) in zip(first, cases, strict=True):
+    for flipped, ddp in (
+        ("0.weight", True), ("2.bias", False), ("1.running_var", False), ("1.num_batches_tracked", True),
+        ("momentum_buffer of 2.weight", True),
+    ):  # fmt: skip
+        said = alike(error_of(_flipped, flipped, 1, ddp))
         assert said.startswith("after 3 steps rank 1 on ")
         assert f"differs from most ranks, in {flipped}" in said
 
 
+@on_ranks(2)
 def test_equal_ranks_pass_and_of_two_no_one_is_to_blame_alone() -> None:
-    for equal, said in run_ranks(2, _each, _flipped, ("", -1, True), ("0.bias", 0, False)):
-        assert equal == ""
-        assert "rank 0 on " in said
-        assert "rank 1 on " in said
-        assert "no majority" in said
+    assert error_of(_flipped, "", -1, True) == ""
+    said = error_of(_flipped, "0.bias", 0, False)
+    assert all(words in said for words in ("rank 0 on ", "rank 1 on ", "no majority"))
 
 
 def _of_own_data(ignore: tuple[str, ...]) -> None:
@@ -71,14 +60,14 @@ def _of_own_data(ignore: tuple[str, ...]) -> None:
     replicas.step()
 
 
+@on_ranks(2)
 def test_batch_norm_in_ddp_is_explained_and_can_be_left_out() -> None:
-    cases = ((),), (("*running_mean", "*running_var"),)
-    explained, left_out = run_ranks(2, _each, _of_own_data, *cases)[0]
-    assert "ignore=" in explained
-    assert left_out == ""
+    assert "ignore=" in error_of(_of_own_data, ())
+    assert error_of(_of_own_data, ("*running_mean", "*running_var")) == ""
 
 
-def _sharded() -> list[str]:
+@on_ranks(2)
+def test_sharded_weights_and_state_and_nothing_at_all_are_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -86,14 +75,9 @@ def _sharded() -> list[str]:
     model, copy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), DistributedDataParallel(nn.Linear(4, 4))
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     state = ZeroRedundancyOptimizer(copy.parameters(), torch.optim.Adam)
-    return _each(lambda *arguments: Replicas(*arguments).check(), (model,), (copy, state), (nn.ReLU(),))
-
-
-def test_sharded_weights_and_state_and_nothing_at_all_are_refused() -> None:
-    for weights, state, nothing in run_ranks(2, _sharded):
-        assert "this model's are sharded" in weights
-        assert "ZeroRedundancyOptimizer divides it among ranks" in state
-        assert "no parameter and no buffer" in nothing
+    assert "this model's are sharded" in error_of(lambda: Replicas(model).check())
+    assert "ZeroRedundancyOptimizer divides it among ranks" in error_of(lambda: Replicas(copy, state).check())
+    assert "no parameter and no buffer" in error_of(lambda: Replicas(nn.ReLU()).check())
 
 
 def _of_an_odd_kind(odd: str) -> None:
@@ -117,7 +101,8 @@ ODD = {
 }
 
 
+@on_ranks(2)
 def test_tensors_of_any_kind_and_those_of_one_rank_alone_are_named() -> None:
-    for found in run_ranks(2, _each, _of_an_odd_kind, *((odd,) for odd in ODD)):
-        for said, expected in zip(found, ODD.values(), strict=True):
-            assert said.endswith(expected)
+    for odd, expected in ODD.items():
+        said = error_of(_of_an_odd_kind, odd)
+        assert said.endswith(expected) if odd else said == ""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,11 +47,17 @@ class Recorded:
     """What a pass gave: the loss, the tail's gradients by (layer, block) in order, and the first weight's gradient."""
 
     def __init__(
-        self, model: nn.Sequential, how: Precision, parts: tuple[int, ...], rank: int, groups: ParallelGroups
+        self,
+        model: nn.Sequential,
+        how: Precision,
+        parts: tuple[int, ...] = (1, 1, 1),
+        rank: int = 0,
+        groups: ParallelGroups | None = None,
     ) -> None:
         self.gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
         self.model, self.how, self.rank = model, how, rank
         self.tail: ColumnTail = column_tail(model, BLOCKS)
+        groups = groups or ParallelGroups([], rank_alone())
         self.passing = ColumnPass(self.tail, parts, rank, groups, how, SMOOTHING, SEED, self._take)
 
     def _take(self, layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
@@ -72,16 +78,22 @@ class Recorded:
         return loss, grad
 
 
-def compare(name: str, front: bool) -> None:
-    import torch.distributed as dist
+@on_ranks(RANKS)
+def test_groups_of_any_size_have_the_bits_of_one_rank() -> None:
+    compare("float32", front=True)
+    compare("bfloat16", front=True)
+    compare("float32", front=False)
 
-    rank, how, model = dist.get_rank(), precision(name), network(front)
+
+def compare(name: str, front: bool) -> None:
+    world, how, model = group_of(), precision(name), network(front)
+    rank = world.rank
     alone = []
     for owner in range(RANKS):
-        one = Recorded(model, how, (1, 1, 1), 0, ParallelGroups([], rank_alone()))
+        one = Recorded(model, how)
         alone.append((*one.run(owner), one.gradients))
     for parts in PARTS:
-        groups = ParallelGroups(parts, group_of())
+        groups = ParallelGroups(parts, world)
         both = Recorded(model, how, parts, rank, groups)
         loss, grad = both.run(rank)
         assert torch.equal(loss, alone[rank][0]), (parts, loss, alone[rank][0])
@@ -101,16 +113,6 @@ def compare(name: str, front: bool) -> None:
         groups.close()
 
 
-def compare_all() -> None:
-    compare("float32", front=True)
-    compare("bfloat16", front=True)
-    compare("float32", front=False)
-
-
-def test_groups_of_any_size_have_the_bits_of_one_rank() -> None:
-    run_ranks(RANKS, compare_all, timeout=240)
-
-
 def test_the_pass_is_the_network() -> None:
     """Against autograd through the network itself, without dropout."""
     model = network()
@@ -120,7 +122,7 @@ def test_the_pass_is_the_network() -> None:
     F.cross_entropy(model(x), targets, label_smoothing=SMOOTHING).backward()
     want: dict[str, Any] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    one = Recorded(model, precision("float32"), (1, 1, 1), 0, ParallelGroups([], rank_alone()))
+    one = Recorded(model, precision("float32"))
     _, first = one.run(0)
     torch.testing.assert_close(first, want["0.weight"])
     for number, layer in enumerate(one.tail.layers):
@@ -135,7 +137,7 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
     model = network()
     losses = set()
     for worker in (0, 8):  # the same images, of two virtual workers
-        one = Recorded(model, precision("float32"), (1, 1, 1), 0, ParallelGroups([], rank_alone()))
+        one = Recorded(model, precision("float32"))
         x, targets = images(0)
         one.passing.begin(targets)
         loss = one.passing.forward(one.tail.front(x), step=3, workers={0: worker}.__getitem__)
@@ -166,20 +168,17 @@ def test_loss_and_gradient_are_those_of_the_whole(
     cut = [logits[:, low:high].contiguous() for low, high in spans]
     numbers = torch.stack([block_numbers(part, low, targets) for part, (low, _) in zip(cut, spans, strict=True)])
     joined = join(numbers, classes, smoothing)
-    gradient = torch.cat(
-        [
-            block_gradient(part, low, targets, joined, classes, smoothing, scale=4.0)
-            for part, (low, _) in zip(cut, spans, strict=True)
-        ],
-        dim=1,
-    )
+    blocks_of_gradient = [
+        block_gradient(part, low, targets, joined, classes, smoothing, scale=4.0)
+        for part, (low, _) in zip(cut, spans, strict=True)
+    ]
     whole = logits.double().requires_grad_()
     want = F.cross_entropy(whole, targets, label_smoothing=smoothing)
     want.backward()
     assert whole.grad is not None
     assert joined.loss.dtype == torch.float32
     torch.testing.assert_close(joined.loss.double(), want.detach(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradient.double(), 4.0 * whole.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(blocks_of_gradient, dim=1).double(), 4.0 * whole.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_logit_that_is_not_finite_shows_in_the_loss() -> None:

@@ -1,8 +1,7 @@
 """The price of an all-reduce: its closed formulas against the real schedule, counted message by message."""
 
 import math
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -118,21 +117,27 @@ def one_rank_a_host(message: float = 0.0) -> Topology:
     return Topology(1, AlphaBeta(A, B), AlphaBeta(A, B), message)
 
 
+def took(name: str, ranks: int, topology: Topology | None = None, size: float = SIZE, **how: Any) -> float:
+    return seconds(parse_algorithm(name, ranks, **how), size, topology or one_rank_a_host())
+
+
+FORMULAS = ("ring", "halving-doubling", "direct", "doubling", "binomial-tree", "chain")
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 40))
 def test_flat_algorithms_cost_what_the_literature_says(ranks):
-    alone = one_rank_a_host()
     transfer = 2 * (ranks - 1) / ranks * SIZE * B
     log = math.ceil(math.log2(ranks))
-    assert seconds(parse_algorithm("ring", ranks), SIZE, alone) == pytest.approx(2 * (ranks - 1) * A + transfer)
-    assert seconds(parse_algorithm("halving-doubling", ranks), SIZE, alone) == pytest.approx(2 * log * A + transfer)
-    assert seconds(parse_algorithm("direct", ranks), SIZE, alone) == pytest.approx(2 * A + transfer)
-    assert seconds(parse_algorithm("binomial-tree", ranks), SIZE, alone) == pytest.approx(2 * log * (A + SIZE * B))
-    chain = replace(parse_algorithm("chain", ranks), chunks=4)
-    assert seconds(chain, SIZE, alone) == pytest.approx(2 * (ranks - 1) * A + 2 * (ranks - 1 + 3) * SIZE / 4 * B)
     odd = 0 if ranks.bit_count() == 1 else 2
-    rounds = ranks.bit_length() - 1 + odd
-    assert seconds(parse_algorithm("doubling", ranks), SIZE, alone) == pytest.approx(rounds * (A + SIZE * B))
+    assert {name: took(name, ranks, chunks=4 if name == "chain" else 1) for name in FORMULAS} == pytest.approx({
+        "ring": 2 * (ranks - 1) * A + transfer,
+        "halving-doubling": 2 * log * A + transfer,
+        "direct": 2 * A + transfer,
+        "doubling": (ranks.bit_length() - 1 + odd) * (A + SIZE * B),
+        "binomial-tree": 2 * log * (A + SIZE * B),
+        "chain": 2 * (ranks - 1) * A + 2 * (ranks - 1 + 3) * SIZE / 4 * B,
+    })  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)
@@ -151,7 +156,7 @@ def test_nothing_is_below_the_lower_bounds_and_no_tree_below_halving(name, ranks
 @pytest.mark.parametrize(("y", "x"), [(2, 3), (4, 4), (8, 2), (5, 7)])
 def test_torus_of_sony(y, x):
     """T = 2(X-1) a + 2(Y-1) a + 2 (X-1)/X n b + 2 (Y-1)/Y n/X b (arXiv 1811.05233, section 2)."""
-    got = seconds(parse_algorithm("torus", x * y, (y, x)), SIZE, one_rank_a_host())
+    got = took("torus", x * y, grid=(y, x))
     moved = 2 * (x - 1) / x * SIZE + 2 * (y - 1) / y * SIZE / x
     assert got == pytest.approx((2 * (x - 1) + 2 * (y - 1)) * A + moved * B)
 
@@ -159,11 +164,11 @@ def test_torus_of_sony(y, x):
 @pytest.mark.parametrize(("hosts", "each"), [(4, 4), (3, 2), (8, 8)])
 def test_ranks_of_a_host_share_its_link(hosts, each):
     shared = Topology(each, AlphaBeta(1e-6, 1e-10), AlphaBeta(A, B))
-    torus = seconds(parse_algorithm("torus", hosts * each, (hosts, each)), SIZE, shared)
+    torus = took("torus", hosts * each, shared, grid=(hosts, each))
     across = 2 * (hosts - 1) * A + 2 * (hosts - 1) / hosts * SIZE * B
     within = 2 * (each - 1) * 1e-6 + 2 * (each - 1) / each * SIZE * 1e-10
     assert torus == pytest.approx(across + within)
-    leader = seconds(parse_algorithm("hierarchical", hosts * each, (hosts, each)), SIZE, shared)
+    leader = took("hierarchical", hosts * each, shared, grid=(hosts, each))
     assert leader == pytest.approx(across + within + 2e-6 + 2 * (each - 1) / each * SIZE * 1e-10)
 
 
@@ -176,31 +181,28 @@ def test_fewer_ranks_than_a_host_holds_are_near_each_other():
 def test_racks_and_single_connections_hold_back_what_leaves():
     free = Topology(4, AlphaBeta(1e-6, 1e-10), AlphaBeta(5e-6, 5e-11))
     racks, tcp = free._replace(rack_hosts=8, taper=0.25), free._replace(stream=1e-9)
-    ring, halving = parse_algorithm("ring", 512), parse_algorithm("halving-doubling", 512)
     # One flow in eight hosts leaves its rack with a ring; of halving's first round all do, and a quarter fits.
-    assert seconds(ring, SIZE, racks) == seconds(ring, SIZE, free)
-    assert seconds(halving, SIZE, racks) > 2 * seconds(halving, SIZE, free)
+    assert took("ring", 512, racks) == took("ring", 512, free)
+    assert took("halving-doubling", 512, racks) > 2 * took("halving-doubling", 512, free)
     # One connection a host can't fill the card; the four of a torus with a row a host can.
-    torus = parse_algorithm("torus", 512, (128, 4))
-    assert seconds(ring, 1e9, tcp) > 2 * seconds(torus, 1e9, tcp)
+    assert took("ring", 512, tcp, 1e9) > 2 * took("torus", 512, tcp, 1e9, grid=(128, 4))
 
 
 def test_chunks_hide_the_faster_axis_behind_the_slower():
     topology = Topology(4, AlphaBeta(0, 1e-9), AlphaBeta(0, 4e-9))
-    torus = parse_algorithm("torus", 16, (4, 4))
-    one, four = (seconds(replace(torus, chunks=chunks), SIZE, topology) for chunks in (1, 4))
+    one, four = (took("torus", 16, topology, grid=(4, 4), chunks=chunks) for chunks in (1, 4))
     slower = 2 * 3 / 4 * SIZE * 4e-9
     assert slower < four < one
 
 
 def test_messages_have_a_price_of_their_own():
     busy = one_rank_a_host(message=1e-3)
-    assert seconds(parse_algorithm("direct", 16), 4096, busy) > seconds(parse_algorithm("doubling", 16), 4096, busy)
+    assert took("direct", 16, busy, 4096) > took("doubling", 16, busy, 4096)
 
 
 def test_an_axis_of_one_is_free():
     assert reduce_scatter(one_rank_a_host(), Axis(1), "ring").seconds(1e9) == 0
-    assert seconds(parse_algorithm("ring", 1), 1e9, one_rank_a_host()) == 0
+    assert took("ring", 1, size=1e9) == 0
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), [(2, 1), (7, 1), (16, 4), (24, 8), (3456, 4)])
