@@ -40,7 +40,7 @@ from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
-from torusgd.step.noise_scale import EVERY, NoiseWatch
+from torusgd.step.measures import EVERY, NoiseWatch
 
 from ..record import sample
 

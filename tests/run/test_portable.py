@@ -26,7 +26,7 @@ from torusgd.arithmetic.mode import PortableMode
 from torusgd.data.decode import DECODER_SET
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
-from torusgd.run.price import price
+from torusgd.step.forward_backward import portable_price
 
 STEPS = 6
 GOLDEN = "78aaee783219be474864b96aaeb97b4504262c988bd28d8be30d6a76ec1882bc"
@@ -76,7 +76,7 @@ def test_no_floating_operator_of_a_whole_run_is_beside_the_rules(
             return dispatch(self, func, types, args, kwargs)
 
     monkeypatch.setattr(PortableMode, "__torch_dispatch__", marked)
-    monkeypatch.setattr("torusgd.run.newest_state.price", lambda *_: "")  # it times float32's own pass
+    monkeypatch.setattr("torusgd.run.newest_state.portable_price", lambda *_: "")  # it times float32's own pass
     for name in ("check_stored", "operators_of_passes"):  # which record torch's own operators, and use no value
         monkeypatch.setattr(f"torusgd.run.fingerprint.{name}", lambda *_: ())
     every_thread = _ExperimentalConfig(profile_all_threads=True)
@@ -163,7 +163,7 @@ def test_a_run_says_before_it_begins_what_a_pass_costs() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with portable():
-        line = price(load_recipe("digits-portable").recipe, 10, torch.device("cpu"))
+        line = portable_price(load_recipe("digits-portable").recipe, 10, torch.device("cpu"))
     times = re.fullmatch(r"portable .* by (\w+); a pass of 8 images takes about ([\d.]+) times float32's \(.*\)", line)
     assert times is not None
     assert times[1] in METHODS

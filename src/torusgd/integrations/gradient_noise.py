@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
 from ..errors import UserError
-from ..step.noise_scale import EVERY, NoiseEstimate
+from ..step.measures import EVERY, NoiseEstimate
 
 
 class NoiseScale:

@@ -9,7 +9,6 @@ import gc
 import signal
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,9 +24,9 @@ from ..run.job import Job, setup_of
 from ..run.open_data import LauncherArrays
 from ..run.saving import RunResult, finished
 from ..run.survival import TrainRank
-from ..rundir.checkpoint import list_checkpoints
+from ..rundir.checkpoint import step_on_disk
 from ..rundir.run_dir import RunDir
-from ..rundir.run_view import RunRequests, stop_is_requested
+from ..rundir.run_view import STOP, RunRequests
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
@@ -81,11 +80,8 @@ def limits_of(job: Job) -> Limits:
 
 
 def last_checkpoint(folder: RunDir) -> str:
-    try:
-        last = next(iter(list_checkpoints(folder.checkpoints)), None)
-    except OSError:
-        return "the last checkpoint"
-    return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"
+    step = step_on_disk(folder.checkpoints, unread=-1)
+    return "the last checkpoint" if step < 0 else f"the checkpoint of step {step}" if step else "the beginning"
 
 
 class Restarts:
@@ -128,35 +124,37 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
 
 
 def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult:
-    restarts, pause = Restarts(), 0.0
-    requests = RunRequests(folder.path)
+    restarts, pause, requests = Restarts(), 0.0, RunRequests(folder.path)
     wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
     # When others are lost a run goes on with so many, or all start again; one rank has no other to audit it.
-    fewest = supervisor.size if fixed_ranks(setup_of(job)) else 2 if job.options.audit else 1
+    is_fixed = bool(fixed_ranks(setup_of(job)))
+    fewest = supervisor.size if is_fixed else 2 if job.options.audit else 1
     quorum = Quorum(fewest, wanted, most)
+
+    def requested() -> int | None:  # by `torusgd resize`, within what the run allows; None: no other number of ranks
+        workers = None if is_fixed else requests.workers()
+        return None if workers is None else max(fewest, wanted, min(workers, most))
+
     while True:
         try:
             time.sleep(pause)
             with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
                 rank = TrainRank(job, supervisor.size)
-                requested = partial(_requested_ranks, requests, job, quorum)
                 trees = supervisor.run(rank, restarts.total, quorum, requested)
                 results = [RunResult(**tree) for tree in trees]
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain
             if failure.is_loss and stop():  # ranks end at their own pace after a stop, and lose each other
                 return _stopped(stop.signal, job)
-            again = restarts.pause(failure, last_checkpoint(folder))
+            last = last_checkpoint(folder)
+            again = restarts.pause(failure, last)
             if again is None and failure.is_loss:
-                raise RunError(
-                    f"{failure.text}, after {in_vain} restarts without a new checkpoint; {last_checkpoint(folder)} "
-                    "is good"
-                ) from None
+                since = f"after {in_vain} restarts without a new checkpoint"
+                raise RunError(f"{failure.text}, {since}; {last} is good") from None
             if again is None:
                 failure.throw()
-            pause = again
-            after = f" in {pause:g} s" if pause else ""
-            goes_on = f"all ranks start again{after} from {last_checkpoint(folder)}"
+            pause, after = again, f" in {again:g} s" if again else ""
+            goes_on = f"all ranks start again{after} from {last}"
             warn(f"{failure.text}; {goes_on} (restart {restarts.in_vain} of {MAX_RESTARTS})")
         except Stopped as broken:
             return _stopped(broken.number, job)
@@ -169,16 +167,8 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult
                 console.show_cursor()
 
 
-def _requested_ranks(requests: RunRequests, job: Job, quorum: Quorum) -> int | None:
-    """With how many ranks `torusgd resize` wants a run to go on, within what it allows; None: with no other number."""
-    workers = None if fixed_ranks(setup_of(job)) else requests.workers()
-    if workers is None:
-        return None
-    return max(quorum.fewest, quorum.wanted, min(workers, quorum.most or workers))
-
-
 def _stopped(number: int, job: Job) -> RunResult:
-    who = "torusgd stop" if stop_is_requested(job.out) else signal.Signals(number).name
+    who = "torusgd stop" if (job.out / STOP).exists() else signal.Signals(number).name
     if job.expected is None:  # steps that are verified begin anew in another folder
         warn(f"stopped by {who}; the same command goes on from {last_checkpoint(RunDir(job.out))}")
     return RunResult(signal=number)

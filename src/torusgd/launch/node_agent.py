@@ -21,22 +21,8 @@ from typing import Any
 
 from ..data.registry import open_sources
 from ..errors import RunError, UserError, warn
+from ..ranks import join
 from ..ranks.gpus import free_local_rank
-from ..ranks.join import (
-    MOST_RANKS,
-    NODE,
-    STORE,
-    Channel,
-    ChannelClosed,
-    Refused,
-    accepted,
-    as_text,
-    hang_up,
-    interface_of,
-    pass_on,
-    printable,
-    prove_to_listener,
-)
 from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..run.job import Job
@@ -53,13 +39,13 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
     end; the command's exit code. UserError if this machine can't take part, RunError if the run is gone.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    if workers > MOST_RANKS:
-        raise UserError(f"--workers {workers}: one machine may bring {MOST_RANKS} ranks at most")
-    where = as_text(address)
+    if workers > join.MOST_RANKS:
+        raise UserError(f"--workers {workers}: one machine may bring {join.MOST_RANKS} ranks at most")
+    where = join.as_text(address)
     with ExitStack() as held:
-        link = _connect(address, token, NODE)
-        interface = interface_of(link.getsockname()[0])
-        channel = Channel(link, CONNECT_SECONDS)
+        link = _connect(address, token, join.NODE)
+        interface = join.interface_of(link.getsockname()[0])
+        channel = join.Channel(link, CONNECT_SECONDS)
         held.callback(channel.close)
         try:
             channel.send(workers=workers, host=socket.gethostname(), version=version("torusgd"))
@@ -74,14 +60,14 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
             lists = LauncherArrays()
             open_sources(job.recipe.data, job.data, job.recipe.seed, lists)
             job = replace(job, lists=tuple(lists.paths))
-            store = serve_link(partial(_connect, address, token, STORE))
-            held.callback(hang_up, store)
+            store = serve_link(partial(_connect, address, token, join.STORE))
+            held.callback(join.hang_up, store)
             own_ranks = _Ranks(job, store.getsockname()[1], interface)
             held.callback(own_ranks.kill)
             warn(f"joins {job.recipe.name} at {where} with {workers} ranks")
             channel.send(ready=True)
             return _serve(channel, own_ranks, where)
-        except ChannelClosed as error:
+        except join.ChannelClosed as error:
             raise RunError(f"the run at {where} is gone: {error}; the ranks here have ended") from None
 
 
@@ -91,12 +77,12 @@ def serve_link(connect: Callable[[], socket.socket]) -> socket.socket:
 
     def join_up(near: socket.socket) -> None:
         try:
-            pass_on(near, connect())
+            join.pass_on(near, connect())
         except (UserError, RunError):  # the rank finds its connection closed
-            hang_up(near)
+            join.hang_up(near)
 
     def accept() -> None:
-        for near, _ in accepted(listening):
+        for near, _ in join.accepted(listening):
             threading.Thread(target=join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
 
     threading.Thread(target=accept, daemon=True, name="torusgd-store-port").start()
@@ -121,13 +107,10 @@ class _Ranks:
         with held_back():
             self._processes[number] = start_rank(spec)
 
-    def wait(self, channel: Channel) -> tuple[bool, dict[int, int]]:
+    def wait(self, channel: join.Channel) -> tuple[bool, dict[int, int]]:
         """What happens within a second: whether messages have come, and exit codes by number."""
-        numbers: dict[object, int] = {process.sentinel: number for number, process in self._processes.items()}
-        happened = connection.wait(
-            [channel.fileno(), *(each.sentinel for each in self._processes.values())], BEAT_SECONDS
-        )
-        exits = {}
+        numbers: dict[Any, int] = {process.sentinel: number for number, process in self._processes.items()}
+        happened, exits = connection.wait([channel.fileno(), *numbers], BEAT_SECONDS), dict[int, int]()
         for number in [numbers[each] for each in happened if each in numbers]:
             process = self._processes.pop(number)
             process.join()
@@ -142,7 +125,7 @@ class _Ranks:
             process.join()
 
 
-def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
+def _serve(channel: join.Channel, own_ranks: _Ranks, where: str) -> int:
     """Does what the launcher says, until it says that all is over; the exit code."""
     while True:
         has_messages, exits = own_ranks.wait(channel)
@@ -150,13 +133,9 @@ def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
             channel.send(exit=number, code=code)
         for message in channel.receive() if has_messages else ():
             if "start" in message:
-                with _understood():
-                    numbers = [_number(message[key]) for key in ("start", "rank", "size", "attempt")]
-                own_ranks.start(*numbers)
+                own_ranks.start(*_numbers(message, "start", "rank", "size", "attempt"))
             elif "kill" in message:
-                with _understood():
-                    number = _number(message["kill"])
-                own_ranks.kill(number)
+                own_ranks.kill(*_numbers(message, "kill"))
             elif "end" in message:
                 return _ended(where, message)
         channel.check_silence()
@@ -164,13 +143,10 @@ def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
 
 def _ended(where: str, message: Mapping[str, Any]) -> int:
     """The exit code after the launcher's last message."""
-    with _understood():
-        code, line = _number(message["code"]), f"the run at {where}: {message['end']}"
-    if code == 2:
-        raise UserError(line)
-    if code == 1:
-        raise RunError(line)
-    warn(printable(line))
+    (code,), line = _numbers(message, "code"), f"the run at {where}: {message['end']}"
+    if code in (1, 2):
+        raise (UserError if code == 2 else RunError)(line)
+    warn(join.printable(line))
     return code
 
 
@@ -182,16 +158,18 @@ def _understood() -> Iterator[None]:
     except UserError:
         raise
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        raise ChannelClosed("it sends no messages of torusgd") from None
+        raise join.ChannelClosed("it sends no messages of torusgd") from None
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 31:
-        raise ValueError
-    return value
+def _numbers(message: Mapping[str, Any], *keys: str) -> list[int]:
+    with _understood():
+        numbers = [message[key] for key in keys]
+        if not all(type(each) is int and 0 <= each < 1 << 31 for each in numbers):
+            raise ValueError
+        return numbers
 
 
-def _answer(channel: Channel) -> dict[str, Any]:
+def _answer(channel: join.Channel) -> dict[str, Any]:
     """The first message that is not empty."""
     while True:
         channel.check_silence()
@@ -201,22 +179,22 @@ def _answer(channel: Channel) -> dict[str, Any]:
                     return message
 
 
-def _beat(channel: Channel) -> None:
-    with suppress(ChannelClosed):
+def _beat(channel: join.Channel) -> None:
+    with suppress(join.ChannelClosed):
         while True:
             channel.send()
             time.sleep(BEAT_SECONDS)
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = as_text(address)
+    where = join.as_text(address)
     try:
         link = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:
         raise RunError(f"{where}: no run can be reached there: {error.strerror or error}") from None
     try:
-        prove_to_listener(link, token, purpose)
-    except Refused as error:
-        hang_up(link)
+        join.prove_to_listener(link, token, purpose)
+    except join.Refused as error:
+        join.hang_up(link)
         raise UserError(f"{where}: doesn't take this machine: {error}; is --token-file a copy of the run's?") from None
     return link

@@ -31,7 +31,7 @@ from ..comm.groups import Group
 from ..errors import RunError, UserError, warn, write_exit
 from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
 from ..ranks.generations import GROUP_SECONDS, meet_within
-from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits, Watch
+from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits
 from ..ranks.rank import RankFunction
 from ..recipe.compatibility import WORKERS, check
 from ..run.job import Job, setup_of
@@ -52,17 +52,15 @@ T = TypeVar("T")
 
 def join_and_train(job: Job, fresh: bool) -> RunResult:
     """Runs this rank of a job to its end, as `run_joined`; the summary on rank 0 alone."""
-    return run_joined(
-        partial(_train, job, fresh),
-        job.device,
-        limits_of(job),
-        remedy=lambda: f"; the same command goes on from {last_checkpoint(RunDir(job.out))}",
-        ranks_per_gpu=job.options.ranks_per_gpu,
-    )
+
+    def remedy() -> str:
+        return f"; the same command goes on from {last_checkpoint(RunDir(job.out))}"
+
+    return run_joined(partial(_train, job, fresh), job.device, limits_of(job), remedy, job.options.ranks_per_gpu)
 
 
 def run_joined(
-    function: RankFunction, device: str, limits: Limits, remedy: Callable[[], str] = lambda: "", ranks_per_gpu: int = 1
+    function: RankFunction, device: str, limits: Limits, remedy: Callable[[], str] = str, ranks_per_gpu: int = 1
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
@@ -99,7 +97,7 @@ def run_joined(
 def join(device: str, timeout: float) -> Group:
     """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone."""
     store, rank, size = _rendezvous(timeout) if ranks_are_given() else (HashStore(), 0, 1)
-    return _meet(store, rank, size, device, timeout, timeout)
+    return _meet(store, rank, size, device, timeout, timeout, ranks_per_gpu=1)
 
 
 class _Member:
@@ -145,9 +143,7 @@ class _Member:
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
         # With it the store would go, in which the others are about to agree; torchrun's agent has one that stays.
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            watch = self.heartbeat.watch
-            assert isinstance(watch, Watch), "rank 0 calls the roll"
-            while set(watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
+            while {*self.heartbeat.watch.present(3 * SILENT_SECONDS)} - {self._rank, *lost}:
                 time.sleep(_POLL_SECONDS)
         self.heartbeat.close()
         return cause.kind.exit_code
@@ -220,9 +216,7 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
     raise _did_not_meet(seconds, TimeoutError("not all of them have come"))
 
 
-def _meet(
-    store: Store, rank: int, size: int, device: str, seconds: float, timeout: float, ranks_per_gpu: int = 1
-) -> Group:
+def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeout: float, ranks_per_gpu: int) -> Group:
     try:
         return meet_within(store, rank, size, device, seconds=seconds, timeout=timeout, ranks_per_gpu=ranks_per_gpu)
     except (dist.DistError, CommError) as error:

@@ -29,21 +29,8 @@ from ..rundir.run_dir import RunDir, dump_recipe
 from ..rundir.run_view import STATUS
 from ..runtime import prepare_process
 from ..signals import Stopped
+from ..step import records
 from ..step.journal import parse_journal
-from ..step.records import (
-    MOST_BYTES,
-    EvaluationLine,
-    Expected,
-    Figure,
-    Line,
-    ResultLine,
-    StateLine,
-    first_differences,
-    parse_records,
-    recorded_tensors,
-    states_of,
-    tensor_digests,
-)
 from ..step.stats import StepTotals
 from ..text import listed
 from ..untrusted import check_regular, parse_json, read_text
@@ -140,10 +127,8 @@ class Verifier:
         self._bad: dict[int, str] = {}
         self._total = 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
-        self._fingerprint = replace(
-            fingerprint_of(self.job, train, held_out, conditions=self._conditions),
-            operators=self.claims.begin.operators,
-        )
+        operators = self.claims.begin.operators
+        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, operators)
 
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
@@ -163,7 +148,7 @@ class Verifier:
         self._check_checkpoints(left)
         self._total, barrier = sum(segment.steps for segment in self._segments(left, 0)), 0
         while left:
-            segment = next(self._segments(left, barrier), None)
+            segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
                 why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
                     "no checkpoint before them, and from the beginning only with the run's --init"
@@ -207,21 +192,18 @@ class Verifier:
             steps |= {0} if self.claims.begin.step == 0 and 0 not in self._bad else set()
         return sorted(step for step in steps if step >= barrier)
 
-    def _segments(self, left: Sequence[Range], barrier: int) -> Iterator[Segment]:
+    def _segments(self, left: Sequence[Range], barrier: int) -> list[Segment]:
         """What is to be computed; none if the first range has nothing to begin from."""
-        starts, segment = self._starts(barrier), None
+        starts, segments = self._starts(barrier), list[Segment]()
         for each in left:
             start = max((step for step in starts if step <= each.first), default=None)
-            if segment is not None and start is not None and start <= segment.stop:
-                segment.ranges.append(each)
-                continue
-            if segment is not None:
-                yield segment
             if start is None:
-                return
-            segment = Segment(start, [each])
-        if segment is not None:
-            yield segment
+                break
+            if segments and start <= segments[-1].stop:
+                segments[-1].ranges.append(each)
+            else:
+                segments.append(Segment(start, [each]))
+        return segments
 
     def _check_checkpoints(self, ranges: Sequence[Range]) -> None:
         """Compares checkpoints within or just before the ranges with the records of their steps."""
@@ -236,16 +218,16 @@ class Verifier:
     def _digest(self, step: int) -> Tensors | None:
         """Reads a checkpoint and compares it with its record; None if it is gone or not to begin from."""
         try:
-            tensors = recorded_tensors(self._checkpoints.read(step))
+            tensors = records.recorded_tensors(self._checkpoints.read(step))
         except UserError as error:
             self._bad[step] = str(error)
             if step in self._checkpoints.steps():  # it has not gone: it is damaged
                 self._note_checkpoint(step, str(error))
             return None
-        digests, is_new, wrong = tensor_digests(tensors), step not in self._digests, []
+        digests, is_new, wrong = records.tensor_digests(tensors), step not in self._digests, []
         self._digests[step] = digests
         if (recorded := self.claims.states.get(step)) is not None:
-            wrong = first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
+            wrong = records.first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
         if wrong:
             self._bad[step] = f"{named(wrong)} not those of its record"
             if is_new:
@@ -258,14 +240,20 @@ class Verifier:
 
     def _compute(self, segment: Segment, begin: Tensors) -> int | None:
         """Computes a segment and notes its ranges; the step after which the state differs, None if it never does."""
-        folder = self.scratch / "run"
+        claims, (start, stop), folder = self.claims, (segment.start, segment.stop), self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
-        job = self._job_of(segment, folder)
-        self._write_start(job, segment.start, begin)
+        expected = records.Expected(
+            states={step: line for step, line in claims.states.items() if start <= step <= stop},
+            checkpoints={step: found for step, found in self._digests.items() if start < step <= stop},
+            evaluations=frozenset(step for step in claims.evaluations if start < step <= stop),
+            is_final=segment.ranges[-1].is_result,
+        )
+        job = replace(self.job, out=folder, max_steps=max(stop, 1), expected=expected, replay=claims.journal)
+        self._write_start(job, start, begin)
         del begin
         problem = ""
         try:
-            with _watched(folder, lambda step: self.progress(self.computed + step - segment.start, self._total)):
+            with _watched(folder, lambda step: self.progress(self.computed + step - start, self._total)):
                 result = launch(job, fresh=False)
             if result.signal:
                 raise Stopped(result.signal)
@@ -275,18 +263,8 @@ class Verifier:
                 self._note(each, UNKNOWN, f"can't be computed: {error}")
             return None
         self.computed += segment.steps
-        lines = parse_records(RunDir(folder).records.read_text())[0]
+        lines = records.parse_records(RunDir(folder).records.read_text())[0]
         return self._compare(segment, folder, lines, problem)
-
-    def _job_of(self, segment: Segment, folder: Path) -> Job:
-        claims, (start, stop) = self.claims, (segment.start, segment.stop)
-        expected = Expected(
-            states={step: line for step, line in claims.states.items() if start <= step <= stop},
-            checkpoints={step: found for step, found in self._digests.items() if start < step <= stop},
-            evaluations=frozenset(step for step in claims.evaluations if start < step <= stop),
-            is_final=segment.ranges[-1].is_result,
-        )
-        return replace(self.job, out=folder, max_steps=max(stop, 1), expected=expected, replay=claims.journal)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
         job.out.mkdir(parents=True)
@@ -308,12 +286,12 @@ class Verifier:
         )  # fmt: skip
         write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
 
-    def _compare(self, segment: Segment, folder: Path, lines: Sequence[Line], diverged: str) -> int | None:
-        states, (start, stop) = states_of(lines), (segment.start, segment.stop)
+    def _compare(self, segment: Segment, folder: Path, lines: Sequence[records.Line], diverged: str) -> int | None:
+        states, (start, stop) = records.states_of(lines), (segment.start, segment.stop)
         recorded = {step: line for step, line in self.claims.states.items() if start <= step <= stop}
         refuted, text = None, ""
         for step in sorted(recorded.keys() & states.keys()):
-            if names := first_differences(recorded[step], states[step]):
+            if names := records.first_differences(recorded[step], states[step]):
                 what, since = self._described(step, names, folder), self._since(start, step, states, folder)
                 refuted, text = step, f"first after step {step}: {what}; {since}"
                 break
@@ -338,10 +316,10 @@ class Verifier:
             self.found.append(Checked(f"step {refuted}", DIFFERS, text))
         return refuted
 
-    def _wrong_figures(self, each: Range, lines: Sequence[Line], folder: Path) -> str:
+    def _wrong_figures(self, each: Range, lines: Sequence[records.Line], folder: Path) -> str:
         """What differs between the evaluations of a range, or the results; empty: nothing."""
         if each.is_result:
-            recorded, computed = self.claims.result, next((x for x in lines if isinstance(x, ResultLine)), None)
+            recorded, computed = self.claims.result, next((x for x in lines if isinstance(x, records.ResultLine)), None)
             assert recorded is not None, "its range is there"
             if computed is None:
                 return "the result was not computed"
@@ -350,7 +328,7 @@ class Verifier:
                 altered = [name for name in theirs if not torch.equal(theirs[name], mine.get(name, torch.empty(0)))]
                 return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}"
             return _wrong("the result", recorded.figures, computed.figures)
-        found = {line.step: line.figures for line in lines if isinstance(line, EvaluationLine)}
+        found = {line.step: line.figures for line in lines if isinstance(line, records.EvaluationLine)}
         return "; ".join(
             wrong
             for step, line in self.claims.evaluations.items()
@@ -358,7 +336,7 @@ class Verifier:
             and (wrong := _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {})))
         )
 
-    def _since(self, start: int, step: int, states: Mapping[int, StateLine], folder: Path) -> str:
+    def _since(self, start: int, step: int, states: Mapping[int, records.StateLine], folder: Path) -> str:
         """Up to where the run is what was computed, by all that it has of the steps before one that differs."""
         equal = [each for each in states if each < step and each in self.claims.states]
         equal += [each for each, found in self._digests.items() if each in states and states[each].tensors == found]
@@ -390,7 +368,7 @@ def _losses(path: Path, first: int, last: int) -> dict[int, object]:
     found = {}
     with suppress(OSError, ValueError):
         check_regular(path)
-        for line in read_text(path, MOST_BYTES).splitlines():
+        for line in read_text(path, records.MOST_BYTES).splitlines():
             with suppress(ValueError):
                 event = parse_json(line)
                 if isinstance(event, dict) and "event" not in event and isinstance(step := event.get("step"), int):
@@ -414,11 +392,11 @@ def _amounts(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], names: Se
     return ""
 
 
-def _wrong(what: str, recorded: Mapping[str, Figure], computed: Mapping[str, Figure]) -> str:
-    missing = object()
-    keys = [*recorded, *(key for key in computed if key not in recorded)]
-    key = next((key for key in keys if recorded.get(key, missing) != computed.get(key, missing)), None)
-    return "" if key is None else f"{what}: {key} is {recorded.get(key)} in the records, {computed.get(key)} computed"
+def _wrong(what: str, recorded: Mapping[str, records.Figure], computed: Mapping[str, records.Figure]) -> str:
+    for key in {**recorded, **computed}:
+        if (key in recorded) != (key in computed) or recorded.get(key) != computed.get(key):
+            return f"{what}: {key} is {recorded.get(key)} in the records, {computed.get(key)} computed"
+    return ""
 
 
 @contextmanager

@@ -94,9 +94,8 @@ class Telemetry:
         if stats.balance is not None:
             self.status.update(slow_ranks=stats.balance.slow)
         figures = {name: event[name] for name in ("step", "epoch", "loss", "seconds")}
-        shares = dict(zip(membership.ranks, membership.counts, strict=True))
-        speed, left = round(self._entering, 1), round(self._seconds_left(step))
-        self.status.update(phase="train", **figures, images_per_second=speed, seconds_left=left, shares=shares)
+        figures |= {"images_per_second": round(self._entering, 1), "seconds_left": round(self._seconds_left(step))}
+        self.status.update(phase="train", **figures, shares=membership.by_rank)
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         self._write(evaluation_event(step, evaluation, seconds, polished))

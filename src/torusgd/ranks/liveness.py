@@ -84,7 +84,6 @@ class Watch:
         self._store, self._limits = PrefixStore(keys.BEATS, store), limits
         self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)  # the last of each rank; None before the first
         self._silence = {rank: Unchanged() for rank in self.beats}
-        self._seconds = dict.fromkeys(self.beats, 0.0)
         self._report_after = REPORTED
         self._last: list[LateRank] = []
         self._number = 0
@@ -100,7 +99,7 @@ class Watch:
         # By whether a beat is another one than before, and by the clock of this process: those of the hosts need not
         # agree.
         for rank, beat in self.beats.items():
-            self._seconds[rank] = self._silence[rank].seconds(beat)
+            self._silence[rank].seconds(beat)
         self._last = (self._silent() or self._stuck())[:MOST_NAMED]
         return self._last
 
@@ -117,26 +116,25 @@ class Watch:
     def follow(self, ranks: Iterable[int]) -> None:
         """Watches these ranks too, from now on."""
         for rank in ranks:
-            self.beats[rank], self._silence[rank], self._seconds[rank] = None, Unchanged(), 0.0
+            self.beats[rank], self._silence[rank] = None, Unchanged()
 
     def forget(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            for each in (self.beats, self._silence, self._seconds):
-                each.pop(rank, None)
+        for rank in self.beats.keys() & {*ranks}:
+            del self.beats[rank], self._silence[rank]
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks that have not beaten for so long, and have neither ended nor failed."""
         over = {r for r, beat in self.beats.items() if beat is not None and (beat.ended or beat.failed)}
-        return [r for r, quiet in self._seconds.items() if quiet > seconds and r not in over]
+        return [r for r, quiet in self._silence.items() if quiet.last > seconds and r not in over]
 
     def present(self, seconds: float) -> list[int]:
         """The ranks that have beaten within so many seconds, and have not ended."""
-        return [r for r, quiet in self._seconds.items() if quiet <= seconds and not _has_ended(self.beats[r])]
+        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and not _has_ended(self.beats[r])]
 
     def _silent(self) -> list[LateRank]:
         late = []
         for rank, beat in self.beats.items():
-            quiet = self._seconds[rank]
+            quiet = self._silence[rank].last
             if beat is None and quiet > self._limits.start:
                 late.append(LateRank(f"has not begun within {self._limits.start:g} s", rank))
             elif beat is not None and beat.failed:
@@ -194,37 +192,30 @@ class Watch:
         return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
 
 
-class Follower:
-    """Reads what the rank that calls the roll, `caller`, has found, and watches that rank alone; as `Watch`."""
+class Follower(Watch):
+    """Reads no beats but what the rank that calls the roll, `caller`, has found, and watches that rank alone."""
 
     def __init__(self, store: Store, caller: int, limits: Limits) -> None:
-        self._store, self._caller, self._limits = PrefixStore(keys.BEATS, store), caller, limits
-        self._unchanged, self._seconds = Unchanged(), 0.0
-        self._number, self._late, self._lost, self._is_over = 0, list[LateRank](), list[int](), False
+        super().__init__(store, (), limits)
+        self._caller, self._unchanged, self._lost, self._is_over = caller, Unchanged(), list[int](), False
 
     def look(self) -> list[LateRank]:
         if self._number or self._store.check([keys.ROLL]):
             self._number, late, self._lost, self._is_over = json.loads(self._store.get(keys.ROLL))
-            self._late = [LateRank(**each) for each in late]
-        self._seconds = self._unchanged.seconds(self._number)
+            self._last = [LateRank(**each) for each in late]
+        quiet, limits = self._unchanged.seconds(self._number), self._limits
         if self._is_over:
             return []
-        if not self._number and self._seconds > self._limits.start:
-            return [LateRank(f"has not begun within {self._limits.start:g} s", self._caller)]
-        if self._number and self._seconds > self._limits.beat:
-            return [LateRank(f"no heartbeat for {self._limits.beat:g} s, frozen or lost", self._caller)]
-        return self._late
+        if not self._number and quiet > limits.start:
+            return [LateRank(f"has not begun within {limits.start:g} s", self._caller)]
+        if self._number and quiet > limits.beat:
+            return [LateRank(f"no heartbeat for {limits.beat:g} s, frozen or lost", self._caller)]
+        return self._last
 
     def silent(self, seconds: float) -> list[int]:
         if self._is_over:
             return []
-        return [self._caller] if self._seconds > seconds else self._lost  # found after SILENT_SECONDS
-
-    def outside_wait(self) -> str:
-        return ""  # the rank that calls the roll reports it
-
-    def publish(self, is_last: bool = False) -> None:
-        pass
+        return [self._caller] if self._unchanged.last > seconds else self._lost  # found after SILENT_SECONDS
 
 
 class Unchanged:
@@ -233,15 +224,15 @@ class Unchanged:
     def __init__(self) -> None:
         self._value: object = None
         self._looked = time.monotonic()
-        self._seconds = 0.0
+        self.last = 0.0  # seconds at the last look
 
     def seconds(self, value: object) -> float:
         now = time.monotonic()
         # Not more than two beats from one question to the next: a process that was suspended itself (Ctrl-Z, a laptop's
         # lid) blames nobody for the time that it did not look.
-        self._seconds = self._seconds + min(now - self._looked, 2 * BEAT_SECONDS) if value == self._value else 0.0
+        self.last = self.last + min(now - self._looked, 2 * BEAT_SECONDS) if value == self._value else 0.0
         self._value, self._looked = value, now
-        return self._seconds
+        return self.last
 
 
 def _late(rank: int, beat: Beat, why: str) -> LateRank:
@@ -281,9 +272,7 @@ class Heartbeat(Liveness):
         own.set_timeout(timedelta(seconds=limits.beat))
         self.store = own  # connection that no wait of the main thread holds up; calls on it must be short
         self._store, self._rank, self._limits, self._on_late = PrefixStore(keys.BEATS, own), rank, limits, on_late
-        self.watch: Watch | Follower = (
-            Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
-        )
+        self.watch = Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
         self.generations = generations
         self._report = report
         self._main, self._host = threading.get_ident(), socket.gethostname()

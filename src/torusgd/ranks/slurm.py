@@ -88,10 +88,9 @@ def check_requeue() -> None:
 def requeue() -> None:
     """Has Slurm queue this job again, which ends it; RunError if Slurm won't."""
     job = os.environ["SLURM_JOB_ID"]
+    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         line = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:
         line = str(error)

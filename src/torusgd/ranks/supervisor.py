@@ -168,9 +168,8 @@ class Supervisor:
             self.kill()
             raise RankFailed(self._explain(failed, late))
         self.kill()
-        return [
-            json.loads(self._store.get(keys.RESULT.format(rank=rank))) for rank in self._table if self._has_result(rank)
-        ]
+        ranks = filter(self._has_result, self._table)
+        return [json.loads(self._store.get(keys.RESULT.format(rank=rank))) for rank in ranks]
 
     def ask_to_stop(self) -> None:
         """After their step, those of later attempts too."""
@@ -362,8 +361,13 @@ class Supervisor:
             # A lost machine's ranks have all ended before the first of them is reported.
             if sentinel in ready or (rank.node is not None and rank.process.exitcode is not None):
                 rank.process.join()
-                rank.runs = False
-                exits.append(_exit_of(rank))
+                rank.runs, code = False, rank.process.exitcode or 0
+                if isinstance(rank.process, RemoteRank):
+                    exits.append(Exit(rank.number, code, rank.process.why, is_remote=True))
+                    continue
+                is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended(rank.server)
+                how = "ended with the fork server" if is_orphan else how_it_ended(code)
+                exits.append(Exit(rank.number, code, how, is_orphan=is_orphan))
         return exits
 
     def _end_within(self, seconds: float) -> None:
@@ -375,12 +379,9 @@ class Supervisor:
         """Ranks whose processes still run, though all ranks have ended for so long that one without a beat was lost."""
         # After its last beat a process may still wait for a thread or a child of its own, and nobody would notice.
         is_over = all(beat is not None and beat.ended for beat in self._watch.beats.values())
-        seconds = self._over.seconds(is_over)
-        return (
-            [rank.number for rank in self._table.values() if rank.runs]
-            if is_over and seconds > self._limits.beat
-            else []
-        )
+        if self._over.seconds(is_over) <= self._limits.beat or not is_over:
+            return []
+        return [rank.number for rank in self._table.values() if rank.runs]
 
     def _is_lost(self, exit: Exit) -> bool:
         """Whether a rank was ended from outside, without a word."""
@@ -417,15 +418,6 @@ class Supervisor:
             rank = min(reported)
             text = f"the ranks lost each other ({reported[rank].text})"
         return Failure(kind, rank, socket.gethostname(), text)
-
-
-def _exit_of(rank: RankEntry) -> Exit:
-    code = rank.process.exitcode or 0
-    if isinstance(rank.process, RemoteRank):
-        return Exit(rank.number, code, rank.process.why, is_remote=True)
-    is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended(rank.server)
-    how = "ended with the fork server" if is_orphan else how_it_ended(code)
-    return Exit(rank.number, code, how, is_orphan=is_orphan)
 
 
 def ranks_do(ranks: Sequence[int], verb: str) -> str:

@@ -20,25 +20,15 @@ from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
 from ..step.corruption import Audit, DriftWatch, steps_between
 from ..step.images import ImageReader
+from ..step.measures import LostPairsWatch, NoiseWatch
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
-from ..step.noise_scale import NoiseWatch
-from ..step.pair_watch import LostPairsWatch
 from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
-from .components import (
-    Network,
-    Sums,
-    draw_network,
-    explanations,
-    passes_of,
-    state_of,
-    sums_of,
-    thread_of,
-)
+from .components import Network, Sums, draw_network, explanations, passes_of, state_of, sums_of, thread_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
 from .job import Job, check_job, images_at
 from .open_data import Data

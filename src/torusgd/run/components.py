@@ -94,21 +94,18 @@ def sums_of(
 
 def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
     """The all-reduce that the options name, over a group; every rank calls it."""
-    profile = Path(options.profile) if options.profile else None
-    return create(
-        options.allreduce, grid=grid, profile=profile, group=group, device=group.device, streams=options.streams
-    )
+    profile, streams = Path(options.profile) if options.profile else None, options.streams
+    return create(options.allreduce, grid=grid, profile=profile, group=group, device=group.device, streams=streams)
 
 
 def shared_tail(
     model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
 ) -> ParallelTail | None:
-    blocks, requested = recipe.column_blocks, options.model_parallel
+    blocks, workers = recipe.column_blocks, recipe.virtual_workers
     if blocks == 1:
         return None
-    tail = column_tail(model, blocks)
-    batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
-    parallel = choose_parallel(requested, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
+    tail, batch = column_tail(model, blocks), workers * recipe.stages[0].images_per_worker
+    parallel = choose_parallel(options.model_parallel, tail.layers, blocks, workers, batch, world.size)
     return ParallelTail(model, tail, parallel, world, watch)
 
 
@@ -169,10 +166,9 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
         # An inner step has the schedule's rate already; the outer one has its own.
         follows_schedule=recipe.synchrony.local_steps is None,
     )
-    average = None
-    if recipe.average is not None:
-        average = MovingAverage(recipe.average, len(train), model, network.batch_norm.running)
-    return StepState(model, sums.reducer, update, network.batch_norm, Precision(recipe, world.device), average)
+    batch_norm, settings = network.batch_norm, recipe.average
+    average = MovingAverage(settings, len(train), model, batch_norm.running) if settings is not None else None
+    return StepState(model, sums.reducer, update, batch_norm, Precision(recipe, world.device), average)
 
 
 def passes_of(job: Job, network: Network, state: StepState, sums: Sums, world: Group) -> ForwardBackward:

@@ -200,20 +200,15 @@ class Fingerprint:
 
 
 def fingerprint_of(
-    job: Job,
-    train: Source,
-    held_out: Source,
-    drawn_sha256: str = "",
-    conditions: Conditions | None = None,
-    operators: str = "",
+    job: Job, train: Source, held: Source, drawn: str = "", conditions: Conditions | None = None, operators: str = ""
 ) -> Fingerprint:
     """Of a job with its data, and on a rank with what its network is: the weights as drawn, and the operators."""
     return Fingerprint(
         recipe_sha256=job.recipe.sha256(),
         train_images=len(train),
-        data_sha256=data_sha256(train, held_out),
+        data_sha256=data_sha256(train, held),
         init_sha256=weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else "",
-        drawn_sha256=drawn_sha256,
+        drawn_sha256=drawn,
         conditions=conditions or {},
         replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
         data_revision=commit_of(job.data),
@@ -308,14 +303,10 @@ def words_of(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     """The words of a network by name, with the options, channels and image size of its stored entry."""
     images = torch.zeros(_IMAGES, entry["channels"], *sides(entry["size"]))
     labels = torch.zeros(_IMAGES, dtype=torch.int64)
-
-    def passes() -> None:
-        F.cross_entropy(trial(images), labels, label_smoothing=0.1).backward()
-
     with torch.random.fork_rng(devices=[]):
         model = Model(name=name, options=entry["options"])
         trial = construct(model, classes=_CLASSES, channels=entry["channels"]).train()
-        return operators_of(passes)
+        return operators_of(lambda: F.cross_entropy(trial(images), labels, label_smoothing=0.1).backward())
 
 
 def code_of(words: tuple[str, ...]) -> str:

@@ -7,7 +7,6 @@ reductions the weights are those of a run that nothing has happened to, whatever
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from ..rundir.checkpoint import Checkpoint, newest_checkpoint, step_on_disk
 from ..rundir.run_dir import RunDir
 from ..rundir.run_view import RunRequests
 from ..runtime import ranks_are_given
+from ..step.forward_backward import portable_price
 from ..step.records import recorded_tensors
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
@@ -34,7 +34,6 @@ from .fingerprint import Fingerprint, changes
 from .job import Job, images_at, setup_of
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
-from .price import price
 from .saving import LastSaved, RunState, resumed, share_tensors
 from .trained_weights import fit, read_initial
 
@@ -52,27 +51,20 @@ class Retained:
     schedule: Schedule
     run_dir: RunDir
     requests: RunRequests
-    about: Mapping[str, Any]
-    """what `torusgd status` shows of the job, plain JSON"""
+    about: Mapping[str, Any]  # what `torusgd status` shows of the job, plain JSON
     began: tuple[int, ...]
-    trackers: Trackers
-    """open, if this rank has been the first"""
+    trackers: Trackers  # open, if this rank has been the first
     fingerprint: Fingerprint | None = None
-    generation: int = -1
-    """the last one whose groups were used"""
-    state: RunState | None = None
-    """None: this rank has not taken part in a step yet"""
-    counted: float = 0.0
-    """until when `state.seconds` counts (time.perf_counter)"""
-    tensors: Tensors = field(default_factory=dict)
-    """as `StepState.state_dict` gives them"""
+    generation: int = -1  # the last one whose groups were used
+    state: RunState | None = None  # None: this rank has not taken part in a step yet
+    counted: float = 0.0  # until when `state.seconds` counts (time.perf_counter)
+    tensors: Tensors = field(default_factory=dict)  # as `StepState.state_dict` gives them
     last_event: Callable[[], dict[str, Any]] | None = None
     """line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
     network: Network | None = None
     """with these tensors, or of a rank that joins with any; None: not drawn yet"""
     saved: LastSaved | None = None
-    news: str = ""
-    """line for people: what the change of ranks has changed"""
+    news: str = ""  # line for people: what the change of ranks has changed
 
     def close(self) -> None:
         self.trackers.close()
@@ -99,22 +91,18 @@ class Offer(NamedTuple):
 
     progress: int = -1
     """twice the steps that it has done, and 1 for an evaluation after them; below 0: it has not begun"""
-    copy: int = -1
-    """step of the copy in its node's memory; below 0: none"""
+    copy: int = -1  # step of the copy in its node's memory; below 0: none
     digest: int = 0
-    disk: int = 0
-    """step of the newest checkpoint, as the first rank has found it"""
+    disk: int = 0  # step of the newest checkpoint, as the first rank has found it
 
 
 class Choice(NamedTuple):
     """From what all ranks go on; ranks are group indices."""
 
-    source: int
-    """rank that sends it"""
+    source: int  # rank that sends it
     holders: frozenset[int] = frozenset()
     """ranks that hold the state themselves; none: no rank has begun"""
-    is_copy: bool = False
-    """a copy in the memory of the source's node"""
+    is_copy: bool = False  # a copy in the memory of the source's node
 
 
 @dataclass(frozen=True)
@@ -122,17 +110,14 @@ class Agreed:
     """The state from which all ranks go on."""
 
     state: RunState
-    holders: frozenset[int]
-    """see `Choice`; they go on from their own"""
+    holders: frozenset[int]  # see `Choice`; they go on from their own
     tensors: Iterator[tuple[str, Tensor]]
     """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
-    origin: str = ""
-    """where a run that begins has found it, for people"""
+    origin: str = ""  # where a run that begins has found it, for people
     last_event: Mapping[str, Any] | None = None
     saved: LastSaved | None = None
     """newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last"""
-    others: str = ""
-    """line for people with the ranks that do not hold the state; empty: all do"""
+    others: str = ""  # line for people with the ranks that do not hold the state; empty: all do
 
 
 def choose(offers: Sequence[Offer]) -> Choice | None:
@@ -179,11 +164,9 @@ def holders_of(steps: Sequence[int]) -> frozenset[int]:
 class Beginning:
     """What a run begins with, if no rank has begun: a copy in its node's memory, the disk, --init, or the seed."""
 
-    def __init__(
-        self, job: Job, trainer: Trainer, checkpoints: Path, liveness: Liveness, memory: NodeMemory | None
-    ) -> None:
-        self._job, self._trainer, self._checkpoints, self._memory = job, trainer, checkpoints, memory
-        self._liveness = liveness
+    def __init__(self, job: Job, trainer: Trainer, liveness: Liveness, memory: NodeMemory | None) -> None:
+        self._job, self._trainer, self._liveness, self._memory = job, trainer, liveness, memory
+        self._checkpoints = RunDir(job.out).checkpoints
         self._copy: Checkpoint | None = None
 
     def offer(self, is_first: bool) -> Offer:
@@ -191,11 +174,18 @@ class Beginning:
         if self._memory is None:  # then the disk has no rival, and the others need not know its step
             return Offer()
         self.wait()
-        self._copy = self._own_copy(self._memory)
         disk = step_on_disk(self._checkpoints) if is_first else 0
-        if self._copy is None:
+        copy = self._memory.read()
+        try:
+            if copy is not None:
+                self._fitting(copy)
+        except UserError as error:
+            warn(f"in this node's memory: {error}")
+            copy = None
+        self._copy = copy
+        if copy is None:
             return Offer(disk=disk)
-        return Offer(copy=self._copy.step, digest=int(weights_sha256(self._copy.tensors)[:15], 16), disk=disk)
+        return Offer(copy=copy.step, digest=int(weights_sha256(copy.tensors)[:15], 16), disk=disk)
 
     def wait(self) -> None:
         self._liveness.outside("the checkpoint", str(self._checkpoints))
@@ -207,17 +197,6 @@ class Beginning:
         known = state.mixed_conditions
         known += [each for each in self._trainer.mixed_conditions if each not in known]
         return state, tensors
-
-    def _own_copy(self, memory: NodeMemory) -> Checkpoint | None:
-        """The copy in this node's memory, if it is of this run."""
-        copy = memory.read()
-        try:
-            if copy is not None:
-                self._fitting(copy)
-        except UserError as error:
-            warn(f"in this node's memory: {error}")
-            return None
-        return copy
 
     def _fitting(self, checkpoint: Checkpoint) -> Found:
         """What a checkpoint holds; UserError if it is not of this run."""
@@ -307,7 +286,7 @@ def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, ori
     if trainer.explanation:
         telemetry.say(trainer.explanation)
     if job.recipe.precision == "portable":
-        telemetry.say(price(job.recipe, len(trainer.data.training.source.classes), trainer.step.world.device))
+        telemetry.say(portable_price(job.recipe, len(trainer.data.training.source.classes), trainer.step.world.device))
     if state.initial is not None and not state.step:
         telemetry.initial(asdict(state.initial), str(state.initial))
     if state.step:

@@ -106,9 +106,8 @@ class Recorder:
             folder.records.unlink()
             self._file = records.RecordFile(folder.records, 0, 0)
             self._file.add(begin.model_copy(update={"step": state.step}))
-        now = records.ConditionsLine(
-            step=state.step, conditions=state.fingerprint.conditions, mixed=state.mixed_conditions
-        )
+        conditions, mixed = state.fingerprint.conditions, state.mixed_conditions
+        now = records.ConditionsLine(step=state.step, conditions=conditions, mixed=mixed)
         last = next((line for line in reversed(self._file.lines) if isinstance(line, records.ConditionsLine)), None)
         if last is None or (last.conditions, last.mixed) != (now.conditions, now.mixed):
             self._file.add(now)

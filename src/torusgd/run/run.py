@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -55,14 +54,6 @@ def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liven
             raise
 
 
-class End(Enum):
-    """Why a rank takes no further step."""
-
-    DONE = "done"
-    STOPPED = "stopped"
-    RANKS_CHANGE = "ranks change"
-
-
 class Run:
     """One rank's part in a run, as long as its ranks do not change; UserError if the job can't be run.
 
@@ -90,12 +81,9 @@ class Run:
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         if job.expected is not None:
             self._evaluations = {*job.expected.evaluations}
-        saves = self._boundaries(job.options.checkpoint_every)
-        self._saver = Saver(
-            job, world, self.liveness, self._metadata, saves, retained.saved.at if retained.saved else None
-        )
-        verified = self._boundaries(job.options.verify_every)
-        self._recorder = Recorder(job, world, verified, self.steps)
+        saves, last = self._boundaries(job.options.checkpoint_every), retained.saved.at if retained.saved else None
+        self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
+        self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
         requests = Requests(
             self._must_stop,
             self.liveness,
@@ -103,9 +91,8 @@ class Run:
             save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
         )
-        replaced = ReplacedImages(
-            job.recipe.data.max_replaced, self.schedule.train_images, lambda: self.state.totals.replaced
-        )
+        limit, images = job.recipe.data.max_replaced, self.schedule.train_images
+        replaced = ReplacedImages(limit, images, lambda: self.state.totals.replaced)
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
         self.trainer: Trainer = build(
             job, retained.data, world, self.liveness, requests, [replaced, self._recorder.watch],
@@ -145,17 +132,16 @@ class Run:
                 self._open_telemetry(agreed)
             self._say(self._recorder.begin(state, self.trainer.step.state))
             try:
-                end = self._train(*self._saved(agreed))
+                result = self._train(*self._saved(agreed))
             except DivergedError as error:
                 if job.expected is None:
                     raise
-                return self._ended(RunResult({"diverged": str(error)}))
-            if end is End.RANKS_CHANGE:
-                return RunResult(ranks_change=True)
-            stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
-            is_final = job.expected is None or (job.expected.is_final and not self._recorder.is_refuted)
-            finished = RunResult(self._finish()) if end is End.DONE and is_final else RunResult()
-            result = finished if end is End.DONE else stopped
+                result = RunResult({"diverged": str(error)})
+            if result is None:
+                is_final = job.expected is None or (job.expected.is_final and not self._recorder.is_refuted)
+                result = RunResult(self._finish() if is_final else {})
+            elif result.ranks_change:
+                return result
         except CommError:
             # SIGKILL 6: the step is cut off. It has changed nothing but sums, so the state is that after the last one.
             # Nothing is closed before the groups are: the others shall notice at once.
@@ -179,16 +165,15 @@ class Run:
         """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
         self.close_files()
         self.trainer.close()
-        trainer, generation = self.trainer, self.trainer.membership.generation
-        retained = replace(
-            self.retained, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network
-        )
+        trainer = self.trainer
+        known: dict[str, Any] = {"fingerprint": trainer.fingerprint, "network": trainer.network}
+        known["generation"] = trainer.membership.generation
         if not self._is_ready:
-            return retained
-        tensors = trainer.step.state.state_dict(self.state.step, keep=True)
+            return replace(self.retained, **known)
         return replace(
-            retained, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event,
-            saved=self._saver.last() or retained.saved,
+            self.retained, **known, state=self.state, counted=self._counted, last_event=self._last_event,
+            tensors=trainer.step.state.state_dict(self.state.step, keep=True),
+            saved=self._saver.last() or self.retained.saved,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -204,10 +189,13 @@ class Run:
             if each is not None:
                 each.close()
 
-    def _train(self, saved: int, is_due: bool) -> End:
-        """Steps, evaluations and checkpoints (at once with `is_due`) from the one of step `saved` on; why it ends."""
+    def _train(self, saved: int, is_due: bool) -> RunResult | None:
+        """Steps, evaluations and checkpoints (at once with `is_due`) from the one of step `saved` on.
+
+        How this rank's part ends before the last step; None: all steps are taken.
+        """
         state, trainer, saver = self.state, self.trainer, self._saver
-        saver.begin(saved)
+        saver.saved = saved
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:
@@ -221,11 +209,11 @@ class Run:
             if is_stopping or state.step == self.steps:
                 saver.wait(state.step)
                 self._tell_phase("stopped" if is_stopping else "finish")
-                return End.STOPPED if is_stopping else End.DONE
+                return RunResult(signal=self.stop.signal or signal.SIGTERM) if is_stopping else None
             if is_changing:
                 if self._feeds is not None:
                     self._feeds.end()
-                return End.RANKS_CHANGE
+                return RunResult(ranks_change=True)
             if self.liveness.lacks_ranks():
                 # Nobody knows for how long: what was reached must not depend on these ranks.
                 saver.save(state, trainer)
@@ -291,7 +279,8 @@ class Run:
         state, target = self.state, self.job.recipe.target_top1
         started = time.perf_counter()
         self._tell_phase("evaluate")
-        evaluation = self._evaluate(self._must_stop)
+        with self.trainer.step.state.result_in_model(state.step):
+            evaluation = self._classify(self._must_stop)
         if evaluation is None:
             return False
         seconds = state.seconds + time.perf_counter() - started
@@ -305,10 +294,6 @@ class Run:
         self._recorder.evaluation(state.step, evaluation)
         return True
 
-    def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
-        with self.trainer.step.state.result_in_model(self.state.step):
-            return self._classify(stop)
-
     def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         step, settings = self.trainer.step, self.job.recipe.evaluate
         return evaluate(
@@ -320,33 +305,28 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
         # A stop that comes now is too late: what is left is short, and the last checkpoint already stands.
-        evaluation = self._last_evaluation or self._evaluate(lambda: False)
-        assert evaluation is not None
-        top1 = {"top1_before_polish": evaluation.top1}
-        step_state = self.trainer.step.state
-        if step_state.average is not None:
-            step_state.write_to_model(self.state.step)
+        state, step, without = self.state, self.trainer.step, None
+        if step.state.average is not None:
+            step.state.write_to_model(state.step)
             without = self._classify()
-            assert without is not None
-            top1["top1_without_average"] = without.top1
-            self._say(f"without the average of the weights top-1 is {without.top1:.2%}")
-        with step_state.result_in_model(self.state.step):
+        with step.state.result_in_model(state.step):
+            evaluation = self._last_evaluation or self._classify()
+            assert evaluation is not None
+            top1 = {"top1_before_polish": evaluation.top1}
+            if without is not None:
+                top1["top1_without_average"] = without.top1
+                self._say(f"without the average of the weights top-1 is {without.top1:.2%}")
             if self.job.recipe.polish is not None:
-                evaluation = self._polish()
+                polish_by_recipe(
+                    step.state.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce,
+                    step.state.precision,
+                    partial(self.liveness.progress, "polish", state.step),
+                )  # fmt: skip
+                evaluation = self._classify()
+                assert evaluation is not None
+                if self.telemetry is not None:
+                    self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
             return self._leave_result(evaluation, top1)
-
-    def _polish(self) -> Evaluation:
-        state, step = self.state, self.trainer.step
-        polish_by_recipe(
-            step.state.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce,
-            step.state.precision,
-            partial(self.liveness.progress, "polish", state.step),
-        )  # fmt: skip
-        evaluation = self._classify()
-        assert evaluation is not None
-        if self.telemetry is not None:
-            self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
-        return evaluation
 
     def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
         """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
@@ -359,7 +339,7 @@ class Run:
             **top1,
             "world_size": self.world.size,
             "restarts": self.restarts,
-            "shares": {str(rank): count for rank, count in zip(self.world.ranks, self.membership.counts, strict=True)},
+            "shares": {str(rank): count for rank, count in self.membership.by_rank.items()},
             "lost_ranks": sorted(self.liveness.lost),
             **state.as_summary(),
             "weights_sha256": weights_sha256(tensors),
@@ -373,8 +353,7 @@ class Run:
         return summary
 
     def _take_newest(self) -> Agreed:
-        beginning = Beginning(self.job, self.trainer, self.retained.run_dir.checkpoints, self.liveness, self.memory)
-        agreed = agree(self.retained, self.world, beginning)
+        agreed = agree(self.retained, self.world, Beginning(self.job, self.trainer, self.liveness, self.memory))
         step = self.trainer.step
         if agreed.holders:
             if self.world.rank in agreed.holders:

@@ -1,7 +1,7 @@
 """How far a run has come, and what it leaves on its disk: checkpoints, at the end its weights and its summary."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -139,13 +139,7 @@ class Saver:
     """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes."""
 
     def __init__(
-        self,
-        job: Job,
-        world: Group,
-        liveness: Liveness,
-        metadata: dict[str, str],
-        steps: Collection[int],
-        last: float | None,
+        self, job: Job, world: Group, liveness: Liveness, metadata: dict[str, str], steps: set[int], last: float | None
     ) -> None:
         self._world, self._liveness, self._is_first = world, liveness, world.rank == 0
         keep, copy = job.options.keep_checkpoints, None
@@ -153,15 +147,11 @@ class Saver:
             copy = partial(Mirror(job.bucket).put_checkpoint, keep=keep)
         self._writer = CheckpointWriter(RunDir(job.out).checkpoints, keep, metadata, copy)
         self._times = CheckpointTimes(steps, 60.0 * job.options.checkpoint_minutes, self._writer, last)
-        self.saved = -1  # step of the last checkpoint, the same on all ranks; below 0: not known yet
+        self.saved = -1  # step of the last checkpoint, which the run sets before its first step; below 0: not known yet
 
     def is_due(self, steps: int) -> bool:
         """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
         return self._is_first and self._times.is_due(steps)
-
-    def begin(self, saved: int) -> None:
-        """Takes the step of the newest checkpoint, before the first step."""
-        self.saved = saved
 
     def save(self, state: RunState, trainer: Trainer) -> None:
         """Has the state of this step written, unless it is already."""
@@ -171,7 +161,7 @@ class Saver:
             trainer.drift.compare(state.step, trainer.step.allreduce)
             tensors = trainer.step.state.state_dict(state.step, keep=self._is_first)
             if self._is_first:
-                self._writer.save(as_checkpoint(state, tensors), self._writing(state.step))
+                self._writer.save(as_checkpoint(state, tensors), partial(self._writing, state.step))
         self.saved = state.step
         self._times.taken()
 
@@ -179,20 +169,16 @@ class Saver:
         return None if self.saved < 0 else LastSaved(self.saved, self._world.ranks[0], self._times.last)
 
     def wait(self, step: int) -> None:
-        self._writer.wait(self._writing(step))
+        self._writer.wait(partial(self._writing, step))
 
     def close(self) -> None:
         self._writer.close()
 
-    def _writing(self, step: int) -> Callable[[float], None]:
-        """What is called once a second while rank 0 waits for its disk."""
-
-        def writing(seconds: float) -> None:
-            self._liveness.progress("checkpoint", step, int(seconds))
-            if round(seconds) % SLOW_DISK == 0:
-                warn(f"a checkpoint has been written for {seconds:.0f} s: {self._writer.folder}")
-
-        return writing
+    def _writing(self, step: int, seconds: float) -> None:
+        """Called once a second while rank 0 waits for its disk."""
+        self._liveness.progress("checkpoint", step, int(seconds))
+        if round(seconds) % SLOW_DISK == 0:
+            warn(f"a checkpoint has been written for {seconds:.0f} s: {self._writer.folder}")
 
 
 @dataclass(frozen=True)

@@ -62,28 +62,22 @@ class TrainRank:
             self._run.close_files()
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
-        with arithmetic_of(self._job.recipe):
-            return self._train(world, stop, restarts, liveness)
-
-    def _train(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
-        # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
-        if self._run is not None:
-            self._retained, self._run = self._run.keep(), None
-        if self._follower is not None:
-            self._retained, self._follower = self._follower.keep(), None
-        job, retained = self._job, self._retained or nothing_yet(self._job, world, liveness, self._began)
-        if retained.began != world.ranks:
-            options, news = fitting(job.options, len(world.ranks))
-            job, retained = replace(job, options=options), replace(retained, news=news)
         assert isinstance(liveness, Heartbeat), "of a rank that is ours"
-        generations = liveness.generations
-        assert generations is not None, "likewise"
-        self._run = Run(job, world, stop, restarts, liveness, retained, generations)
-        if world.rank == 0 and retained.state is None:
-            # Ranks that join compare it with their own before they take part, and need no group for that.
-            liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
-        result = self._run.run()
-        return RanksChange() if result.ranks_change else asdict(result)
+        assert liveness.generations is not None, "likewise"
+        with arithmetic_of(self._job.recipe):
+            # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
+            if (ended := self._run or self._follower) is not None:  # a rank that follows has not run yet
+                self._retained, self._run, self._follower = ended.keep(), None, None
+            job, retained = self._job, self._retained or nothing_yet(self._job, world, liveness, self._began)
+            if retained.began != world.ranks:
+                options, news = fitting(job.options, len(world.ranks))
+                job, retained = replace(job, options=options), replace(retained, news=news)
+            self._run = Run(job, world, stop, restarts, liveness, retained, liveness.generations)
+            if world.rank == 0 and retained.state is None:
+                # Ranks that join compare it with their own before they take part, and need no group for that.
+                liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
+            result = self._run.run()
+            return RanksChange() if result.ranks_change else asdict(result)
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:

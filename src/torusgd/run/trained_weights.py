@@ -92,17 +92,13 @@ def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callabl
     # wherever the body comes from.
     given = initial.tensors
     fits = [name for name, tensor in network.items() if name in given and given[name].shape == tensor.shape]
-    others = {name for name in network.keys() - set(fits) if name in given or not name.endswith(_COUNTS)}
-    if others:
-        head = set(head_of())
-        # A head is new as a whole: half of one would be neither the file's nor the seed's.
-        new = head if head and others >= head else set()
-        body = {name: tensor for name, tensor in network.items() if name not in new}
-        expected = {name: t for name, t in body.items() if name in given or not name.endswith(_COUNTS)}
-        match_weights({name: t for name, t in given.items() if name not in new}, expected, f"--init {initial.source}")
-    else:
-        new = set()
-        match_weights(given, {name: network[name] for name in fits}, f"--init {initial.source}")
+    wanted = {name: tensor for name, tensor in network.items() if name in given or not name.endswith(_COUNTS)}
+    others = wanted.keys() - set(fits)
+    head = set(head_of()) if others else set()
+    # A head is new as a whole: half of one would be neither the file's nor the seed's.
+    new = head if head and others >= head else set()
+    body, expected = ({name: t for name, t in each.items() if name not in new} for each in (given, wanted))
+    match_weights(body, expected, f"--init {initial.source}")
     return Fit(
         initial.source,
         sorted(fits),

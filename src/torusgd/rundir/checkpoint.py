@@ -49,6 +49,7 @@ WRITE_PATIENCE = 10.0
 _NAME = re.compile(r"step-[0-9]{8}")
 
 T = TypeVar("T")
+Copy = Callable[[Path], object]  # takes what was written, such as to a bucket
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
     final = folder / f"step-{checkpoint.step:08d}"
     temporary = _partial(final)
     shutil.rmtree(temporary, ignore_errors=True)
-    folder.mkdir(
-        exist_ok=True
-    )  # not the run's folder: somebody who has deleted or moved it in mid-run gets no other one
+    # Not the run's folder: somebody who has deleted or moved it in mid-run gets no other one.
+    folder.mkdir(exist_ok=True)
     temporary.mkdir()
     try:
         save_weights(temporary / FILES[0], checkpoint.model, metadata)
@@ -127,19 +127,17 @@ def list_checkpoints(folder: Path, end: str = "") -> list[Path]:
 
 def light_bytes(tensors: Mapping[str, Tensor]) -> int:
     """About the bytes of a light checkpoint of these tensors."""
-    total = sum(each.nbytes for each in tensors.values())
-    heads = {
-        name: {"dtype": "F32", "shape": [*each.shape], "data_offsets": [total, total]} for name, each in tensors.items()
-    }
+    total, heads = sum(each.nbytes for each in tensors.values()), {}
+    for name, each in tensors.items():
+        heads[name] = {"dtype": "F32", "shape": [*each.shape], "data_offsets": [total, total]}
     return total + len(json.dumps(heads, separators=(",", ":")))
 
 
 class LightWriter:
     """Writes light checkpoints beside the steps, one at a time; one that can't be written is a warning."""
 
-    def __init__(self, folder: Path, copy: Callable[[Path], object] | None = None) -> None:
-        self.folder = folder
-        self._copy = copy
+    def __init__(self, folder: Path, copy: Copy | None = None) -> None:
+        self.folder, self._copy = folder, copy
         self._pool = ThreadPoolExecutor(1, "light-checkpoint")
         self._pending: Future[None] | None = None
         self._missing: list[int] = []
@@ -228,13 +226,8 @@ def set_aside(path: Path) -> Path:
 class CheckpointWriter:
     """Writes checkpoints beside the steps, one at a time, and keeps the newest `keep`; `copy` takes each."""
 
-    def __init__(
-        self, folder: Path, keep: int, metadata: dict[str, str], copy: Callable[[Path], object] | None = None
-    ) -> None:
-        self.folder = folder
-        self._copy = copy
-        self._keep = keep
-        self._metadata = metadata
+    def __init__(self, folder: Path, keep: int, metadata: dict[str, str], copy: Copy | None = None) -> None:
+        self.folder, self._copy, self._keep, self._metadata = folder, copy, keep, metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         # `seconds`: that the last one took to be written.

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import RunError, UserError, as_user_error
@@ -174,17 +174,14 @@ class Mirror:
     def _clear(self, names: list[str]) -> None:
         for checkpoint in self._checkpoints():
             self._delete(checkpoint)
-        for name in filter(_LIGHT.fullmatch, names):
+        small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in names]
+        for name in (*filter(_LIGHT.fullmatch, names), *small):
             self._store.delete(name)
-        for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME):
-            if name in names:
-                self._store.delete(name)
 
     def _name_here(self) -> str:
-        try:
+        with suppress(OSError, ValueError):
             return read_text(self.folder / NAME)
-        except (OSError, ValueError):
-            return ""
+        return ""
 
     def _forget(self) -> None:
         """Empties the working folder, but for the lock that is held."""

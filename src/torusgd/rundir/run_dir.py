@@ -137,25 +137,20 @@ class RunDir:
 
     def agents(self) -> set[int]:
         """The agents of torchrun that have begun ranks here; none if that was not noted, or the note is damaged."""
-        try:
+        with suppress(OSError, ValueError, TypeError):
             return set(parse_json(read_text(self.path / _AGENTS)))
-        except (OSError, ValueError, TypeError):
-            return set()
+        return set()
 
     def _is_run(self) -> bool:
-        try:
-            with self.recipe.open(errors="replace") as file:
-                return file.readline().startswith(HEAD)
-        except FileNotFoundError:
-            return False
+        with suppress(FileNotFoundError), self.recipe.open(errors="replace") as file:
+            return file.readline().startswith(HEAD)
+        return False
 
     def _refuse_strangers(self, fresh: bool) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
-        ambiguous = sorted(names.intersection(OWN))
-        if ambiguous:
-            raise UserError(
-                f"--out {self.path}: holds {ambiguous[0]!r}, which no run of torusgd left there; choose another folder"
-            )
+        if ambiguous := names.intersection(OWN):
+            what = f"holds {min(ambiguous)!r}, which no run of torusgd left there; choose another folder"
+            raise UserError(f"--out {self.path}: {what}")
         if names and not fresh:
             raise UserError(
                 f"--out {self.path}: holds {min(names)!r} but no run; choose an empty folder, or give --fresh to "
@@ -200,13 +195,11 @@ class RunDir:
 
     def sweep(self) -> None:
         """Removes what a killed process was writing under another name."""
-        for name in OWN:
-            for path in self.path.glob(f".{name}.*"):
+        for pattern in (*(f".{name}.*" for name in OWN), f"{self.verify.name}/.{STEP}{LIGHT}.*"):
+            for path in self.path.glob(pattern):
                 path.unlink()
         for path in self.checkpoints.glob(f".{STEP}.partial"):
             shutil.rmtree(path)
-        for path in self.verify.glob(f".{STEP}{LIGHT}.*"):
-            path.unlink()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

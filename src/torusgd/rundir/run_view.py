@@ -86,10 +86,6 @@ class RunRequests:
         return True
 
 
-def stop_is_requested(folder: Path) -> bool:
-    return (folder / STOP).exists()
-
-
 def forget_requests(folder: Path) -> None:
     for name in REQUESTS:
         (folder / name).unlink(missing_ok=True)
@@ -97,12 +93,9 @@ def forget_requests(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RunStatus:
-    state: str
-    """running, finished, stopped, or gone: not finished, and no process is at work on it"""
-    reported: dict[str, Any]
-    """by the run itself, see `Telemetry`; of a finished run its summary"""
-    age: float
-    """seconds since it reported that"""
+    state: str  # running, finished, stopped, or gone: not finished, and no process is at work on it
+    reported: dict[str, Any]  # by the run itself, see `Telemetry`; of a finished run its summary
+    age: float  # seconds since it reported that
 
     def as_dict(self) -> dict[str, Any]:
         return {"state": self.state, "age": round(self.age, 1), **self.reported}
@@ -183,7 +176,11 @@ class RunView:
             return read_status(self._folder)
         _fetch(self._store, self._folder, _SMALL)
         try:
-            return read_status(self._folder, _is_alive(self._store, self._folder))
+            number, holder = Lease(self._store, self._folder).newest()
+            # A sign of life of late, by the store's clock and this one.
+            is_alive = holder is not None and not holder.released
+            is_alive = is_alive and abs(time.time() - self._store.modified(object_name(number))) < EXPIRES
+            return read_status(self._folder, is_alive)
         except OSError as error:
             raise UserError(f"{self.name}: can't be read: {error}") from error
 
@@ -277,11 +274,3 @@ def _get(store: Store, name: str, file: Path) -> Path:
         os.utime(temporary, (written, written))
         os.replace(temporary, file)
     return file
-
-
-def _is_alive(store: Store, folder: Path) -> bool:
-    """Whether a holder of the run's lock has given a sign of life of late, by the store's clock and this one."""
-    number, holder = Lease(store, folder).newest()
-    if holder is None or holder.released:
-        return False
-    return abs(time.time() - store.modified(object_name(number))) < EXPIRES

@@ -30,11 +30,8 @@ class BatchNormStatistics:
         self._model, self._each_of = model, each_of
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
         self._frozen = [layer for layer in layers.values() if is_frozen(layer)]
-        self.layers = {
-            name: layer
-            for name, layer in layers.items()
-            if isinstance(layer.running_mean, Tensor) and not is_frozen(layer)
-        }
+        learning = {name: layer for name, layer in layers.items() if not is_frozen(layer)}
+        self.layers = {name: layer for name, layer in learning.items() if isinstance(layer.running_mean, Tensor)}
         if not self.layers and (each_of is not None or has_extra):
             raise UserError("model: has no batch norm; leave out model.batch_norm_workers and stages.N.extra_pass")
         device = next(model.parameters()).device

@@ -71,9 +71,8 @@ def evaluate(
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
     loss = torch.zeros(FULL.rows, dtype=torch.int64, device=world.device)
     total, size = len(pipeline.source), settings.images_per_chunk
-    chunks = [
-        np.arange(start, min(start + size, total)) for start in range(world.rank * size, total, world.size * size)
-    ]
+    starts = range(world.rank * size, total, world.size * size)
+    chunks = [np.arange(start, min(start + size, total)) for start in starts]
     reason, kind = "", RunError
     try:
         with precision.autocast():

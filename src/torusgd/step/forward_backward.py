@@ -1,5 +1,6 @@
 """The forward and backward pass of a virtual worker: of a whole network, with a shared tail, or in local steps."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..arithmetic import fastest_method, portable
 from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import pinned, place
+from ..models.registry import model_of
 from ..optim import build_optimizer, set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Step
@@ -25,6 +29,11 @@ from .batchnorm import BatchNormStatistics
 from .membership import Membership
 from .model_state import StepState
 from .weights_first import Context
+
+# For the price of portable arithmetic: as many as two images of 224 x 224, so that a large network is measured in
+# seconds.
+_PIXELS = 2 * 224 * 224
+_PASSES = 3
 
 
 class ForwardBackward(Protocol):
@@ -103,7 +112,7 @@ class SharedTail(ForwardBackward):
         self, recipe: Recipe, state: StepState, tail: ParallelTail, world: Group, order: Context = nullcontext
     ) -> None:
         self._recipe, self._state, self._front, self._world, self._order = recipe, state, tail.tail.front, world, order
-        slots, add = tail.held_slots(), state.reducer.add
+        slots, add, smoothing = tail.held_slots(), state.reducer.add, recipe.label_smoothing
 
         def take(layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
@@ -111,14 +120,7 @@ class SharedTail(ForwardBackward):
             add(slots[layer, block, False], weight)
 
         self._columns = ColumnPass(
-            tail.tail,
-            tail.parallel,
-            world.rank,
-            tail.groups,
-            state.precision,
-            recipe.label_smoothing,
-            recipe.seed,
-            take,
+            tail.tail, tail.parallel, world.rank, tail.groups, state.precision, smoothing, recipe.seed, take
         )
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
@@ -170,9 +172,8 @@ class LocalSteps(ForwardBackward):
         with torch.no_grad():
             torch._foreach_copy_(self._own, self._common)
         self._optimizer.state.clear()
-        set_hyperparameters(
-            self._optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
-        )
+        factor = step.weight_decay_factor
+        set_hyperparameters(self._optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=factor)
         losses, statistics, images = [], torch.zeros_like(self._copied.batch), len(batch.images) // self._local_steps
         for part in range(self._local_steps):
             own = slice(part * images, (part + 1) * images)
@@ -231,3 +232,41 @@ def blank(recipe: Recipe, step: Step) -> Batch:
     images = step.images_per_worker
     shape = (images, recipe.data.channels, *step.sizes.sides)
     return Batch(torch.zeros(shape), torch.zeros(images, dtype=torch.int64), np.arange(images), replaced=0)
+
+
+def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
+    """What a pass by portable arithmetic costs here, on a network of its kind: the method of products, and the time."""
+    height, width = recipe.data.sizes.sides
+    count = min(recipe.stages[0].images_per_worker, max(2, _PIXELS // (height * width)))
+    with torch.random.fork_rng(devices=[]):  # anew, for the run's own has hooks that send its gradients
+        trial = model_of(recipe, classes).to(device).train()
+    images = torch.zeros(count, recipe.data.channels, height, width, device=device)
+    images.view(count, -1)[:, ::3] = 1.0
+    labels = torch.zeros(count, dtype=torch.int64, device=device)
+    batch = Batch(images, labels, np.arange(count), 0)
+
+    def one() -> None:
+        loss_of(recipe, trial(images), labels, batch).backward()
+
+    with torch.random.fork_rng(devices=[]), _disable_current_modes():
+        theirs = _seconds(one, device)
+        with portable():
+            ours, method = _seconds(one, device), fastest_method(device)
+    return (
+        f"portable arithmetic: products by {method}; a pass of {count} images takes about {ours / theirs:.1f} times "
+        f"float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
+    )
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    """The shortest of a few times; the first one, which tries methods, is not among them."""
+    found = []
+    # Processor time, so that other work on the machine counts less; a GPU's own time is that of the clock.
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    for _ in range(1 + _PASSES):
+        start = clock()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(clock() - start)
+    return min(found[1:])

@@ -95,9 +95,8 @@ class Journal:
                 text += head.last
             parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
         except FileNotFoundError:
-            raise UserError(
-                f"{path}: is missing, and the run can't go on without it: put it back, or give --fresh"
-            ) from None
+            what = "is missing, and the run can't go on without it: put it back, or give --fresh"
+            raise UserError(f"{path}: {what}") from None
         except OSError as error:
             raise RunError(
                 f"{path}: can't be read: {error.strerror}; mend the disk, and give the same command again"
@@ -192,16 +191,12 @@ def parse_journal(
         last = f"{line}\n"
         size += len(last)
         is_whole = is_whole or (reached is not None and (size, digest) == (reached["size"], reached["sha256"]))
-    if lines[-1] or not is_whole:
-        raise UserError(
-            f"{where}: ends after {len(updates)} updates, before the run did; the journal was cut or edited: "
-            "put a good copy there"
-        )
-    if expected is not None and (len(text), digest) != (expected["bytes"], expected["sha256"]):
-        raise UserError(
-            f"{where}: ends after {len(updates)} updates, otherwise than the run left it; the journal was cut or "
-            "edited: put a good copy there"
-        )
+    how = "before the run did" if lines[-1] or not is_whole else ""
+    if not how and expected is not None and (len(text), digest) != (expected["bytes"], expected["sha256"]):
+        how = "otherwise than the run left it"
+    if how:
+        what = f"ends after {len(updates)} updates, {how}; the journal was cut or edited"
+        raise UserError(f"{where}: {what}: put a good copy there")
     return Journaled(tuple(updates), virtual_workers, JournalHead(len(text), digest, last))
 
 

@@ -30,6 +30,11 @@ class Membership:
         """The number of virtual workers of each rank, by index."""
         return tuple(map(len, self.shares))
 
+    @property
+    def by_rank(self) -> dict[int, int]:
+        """The number of virtual workers of each rank."""
+        return dict(zip(self.ranks, self.counts, strict=True))
+
 
 def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation: int = 0) -> Membership:
     """Shares of neighbouring virtual workers whose sizes differ by one at most.

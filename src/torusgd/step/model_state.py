@@ -33,14 +33,14 @@ class MovingAverage:
 
     def __init__(self, settings: WeightAverage, train_images: int, model: nn.Module, running: Tensor) -> None:
         self._settings, self._train_images = settings, train_images
-        self._sources = [*model.parameters(), running]
-        self.values = torch.cat([source.detach().reshape(-1) for source in self._sources])
-        parts = self.values.split([source.numel() for source in self._sources])
-        self._parts = [part.view_as(source) for part, source in zip(parts, self._sources, strict=True)]
+        sources = [*model.parameters(), running]
+        self.values = torch.cat([source.detach().reshape(-1) for source in sources])
+        parts = self.values.split([source.numel() for source in sources])
+        self._pairs = [(part.view_as(source), source) for part, source in zip(parts, sources, strict=True)]
 
     @torch.no_grad()
     def begin(self) -> None:
-        for part, source in zip(self._parts, self._sources, strict=True):
+        for part, source in self._pairs:
             part.copy_(source)
 
     def is_due(self, step: Step) -> bool:
@@ -49,7 +49,7 @@ class MovingAverage:
     @torch.no_grad()
     def update(self, step: Step) -> None:
         remains = self.remains(step)
-        for part, source in zip(self._parts, self._sources, strict=True):
+        for part, source in self._pairs:
             part.mul_(remains).add_(source, alpha=1 - remains)
 
     def remains(self, step: Step) -> float:
@@ -71,7 +71,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for part, source in zip(self._parts, self._sources, strict=True):
+        for part, source in self._pairs:
             own = source.clone()
             source.copy_(part)
             part.copy_(own)
@@ -111,18 +111,17 @@ class StepState:
         """All tensors that the next step needs, whole, no copies; all ranks call it, those that `keep` get it."""
         self.write_to_model(steps)
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
-        bounds = None if self.reducer.sum.needs_measure else self.reducer.sum.state()
-        return model | self._beside_model(self.update.state(keep), bounds)
-
-    def _beside_model(self, state: Mapping[str, Tensor], bounds: Tensor | None) -> dict[str, Tensor]:
-        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
-        average = {_AVERAGE: self.average.values} if self.average is not None else {}
-        found = {_BOUNDS: bounds} if bounds is not None else {}
-        return optimizer | average | found | self.precision.state_dict() | self._watched()
+        return model | self._beside_model(self.update.state(keep), has_bounds=not self.reducer.sum.needs_measure)
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
         """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
-        return self._beside_model(self.update.expected_state() if is_updated else {}, self.reducer.sum.state())
+        return self._beside_model(self.update.expected_state() if is_updated else {}, has_bounds=True)
+
+    def _beside_model(self, state: Mapping[str, Tensor], has_bounds: bool) -> dict[str, Tensor]:
+        found = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
+        found |= {_AVERAGE: self.average.values} if self.average is not None else {}
+        found |= {_BOUNDS: self.reducer.sum.state()} if has_bounds else {}
+        return found | self.precision.state_dict() | self._watched()
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""

@@ -186,7 +186,12 @@ def polish_by_recipe(
 
     with precision.autocast():
         if settings.steps is None:
-            return polish(model, batches(_fixed_chunks(count, size)[world.rank :: world.size]), allreduce)
+            cuts = [*range(0, count, size), count]
+            # An image alone has no variance where a layer sees one pixel: the last one joins the batch before.
+            if count - cuts[-2] == 1 and len(cuts) > 2:
+                del cuts[-2]
+            chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
+            return polish(model, batches(chunks[world.rank :: world.size]), allreduce)
         # Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again. If
         # each has an average of its own, only the first one's is wanted.
         workers = recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1
@@ -195,11 +200,3 @@ def polish_by_recipe(
         images = batches([(first + np.arange(size)) % count for first in firsts])
         steps = (list(islice(images, len(mine))) for _ in range(settings.steps))
         return refresh(model, steps, workers, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)
-
-
-def _fixed_chunks(count: int, size: int) -> list[Indices]:
-    cuts = [*range(0, count, size), count]
-    # An image alone has no variance where a layer sees one pixel: the last one joins the batch before.
-    if count - cuts[-2] == 1 and len(cuts) > 2:
-        del cuts[-2]
-    return [np.arange(start, stop) for start, stop in pairwise(cuts)]

@@ -63,6 +63,67 @@ class _Notes(StepWatch):
         return notes.reshape(-1)
 
 
+class LinkProbe:
+    """Times this rank's round trips in a thread and connections of its own; every rank makes one, at the same time."""
+
+    # Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
+    # If the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to
+    # the next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs
+    # that it belongs to; its neighbours are so in one.
+
+    def __init__(self, world: Group) -> None:
+        self._rank, self._size = world.rank, world.size
+        # Each rank is in one pair a turn, so that what is measured is that pair alone.
+        pairs = [[rank, (rank + 1) % self._size] for rank in range(self._size)]
+        turns = [[pair for pair in pairs if self._turn(pair[0]) == turn] for turn in range(3)]
+        self._groups = [world.partition(turn, timeout=_PATIENCE, device=torch.device("cpu")) for turn in turns if turn]
+        # There and back, of the last measurement that ended; 0: none has.
+        self.seconds = 0.0
+        self._requested: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="torusgd-link-probe")
+        self._thread.start()
+
+    def measure(self) -> None:
+        """Begins a measurement; every rank calls it after the same step."""
+        self._requested.put(True)
+
+    def close(self) -> None:
+        # First the measurement that has begun is made: a neighbour that has begun waits for this rank's part.
+        self._requested.put(False)
+        self._thread.join()
+        for group in self._groups:
+            group.close()
+
+    def _serve(self) -> None:
+        with suppress(RuntimeError):  # a neighbour is lost: the step's own messages find it
+            while self._requested.get():
+                for turn, group in enumerate(self._groups):
+                    if group.size > 1 and self._turn(self._rank) == turn:
+                        self.seconds = self._ping(group)
+                    elif group.size > 1:
+                        self._answer(group)
+
+    def _turn(self, rank: int) -> int:
+        return 2 if self._size % 2 and rank == self._size - 1 else rank % 2
+
+    def _ping(self, group: Group) -> float:
+        load, replies, peer = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS), 1 - group.rank
+        received = [group.receive(reply, peer) for reply in replies.split(1)]
+        times = []
+        for reply in received:
+            begin = time.perf_counter()
+            group.send(load, peer).wait()
+            reply.wait()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    def _answer(self, group: Group) -> None:
+        loads, peer = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8), 1 - group.rank
+        for load in [group.receive(load, peer) for load in loads.unbind()]:
+            load.wait()
+            group.send(torch.zeros(1), peer).wait()
+
+
 @dataclass(frozen=True)
 class Straggler:
     """The rank whose gradients were ready last, or whose link is slow."""
@@ -82,12 +143,7 @@ class Stragglers(_Notes):
     FIELDS = 5
 
     def __init__(
-        self,
-        index: int,
-        size: int,
-        reducer: Reducer,
-        data_seconds: Callable[[], float],
-        probe: "LinkProbe | None" = None,
+        self, index: int, size: int, reducer: Reducer, data_seconds: Callable[[], float], probe: LinkProbe | None = None
     ) -> None:
         super().__init__(index, size, self.FIELDS)
         self._reducer, self._data_seconds, self._probe = reducer, data_seconds, probe
@@ -126,85 +182,13 @@ def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
         return None
     _, ready, data, total, links = (message.view(-1, Stragglers.FIELDS).double() * _UNIT).unbind(dim=1)
     rank = int(ready.argmax())
-    compute = ready - data
-    excess = {
-        "data": float(data[rank] - data.median()),
-        "compute": float(compute[rank] - compute.median()),
-        "network": float(total.median() - ready.max()),
-    }
-    cause = max(excess, key=lambda key: excess[key])
     behind = float(ready[rank] - ready.median())
+    excess = {name: float((each - each.median())[rank]) for name, each in (("data", data), ("compute", ready - data))}
+    excess["network"] = float(total.median() - ready.max())
+    cause = max(excess, key=lambda key: excess[key])
     if cause == "network" and (culprit := slow_link(links.tolist())) is not None:
         rank, behind = culprit, float(links[culprit] - links.median())
     return Straggler(ranks[rank], behind, cause)
-
-
-class LinkProbe:
-    """Times this rank's round trips in a thread and connections of its own; every rank makes one, at the same time."""
-
-    # Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
-    # If the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to
-    # the next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs
-    # that it belongs to; its neighbours are so in one.
-
-    def __init__(self, world: Group) -> None:
-        self._rank, self._size = world.rank, world.size
-        # Each rank is in one pair a turn, so that what is measured is that pair alone.
-        pairs = [[rank, (rank + 1) % self._size] for rank in range(self._size)]
-        turns = [[pair for pair in pairs if self._turn(pair[0]) == turn] for turn in range(3)]
-        self._groups = [world.partition(turn, timeout=_PATIENCE, device=torch.device("cpu")) for turn in turns if turn]
-        # There and back, of the last measurement that ended; 0: none has.
-        self.seconds = 0.0
-        self._requested: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="torusgd-link-probe")
-        self._thread.start()
-
-    def measure(self) -> None:
-        """Begins a measurement; every rank calls it after the same step."""
-        self._requested.put(True)
-
-    def close(self) -> None:
-        # First the measurement that has begun is made: a neighbour that has begun waits for this rank's part.
-        self._requested.put(False)
-        self._thread.join()
-        for group in self._groups:
-            group.close()
-
-    def _serve(self) -> None:
-        with suppress(RuntimeError):  # a neighbour is lost: the step's own messages find it
-            while self._requested.get():
-                self.seconds = self._measure()
-
-    def _measure(self) -> float:
-        seconds = 0.0
-        for turn, group in enumerate(self._groups):
-            if group.size == 1:
-                continue
-            if self._turn(self._rank) == turn:
-                seconds = self._ping(group)
-            else:
-                self._answer(group)
-        return seconds
-
-    def _turn(self, rank: int) -> int:
-        return 2 if self._size % 2 and rank == self._size - 1 else rank % 2
-
-    def _ping(self, group: Group) -> float:
-        load, replies, peer = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS), 1 - group.rank
-        received = [group.receive(reply, peer) for reply in replies.split(1)]
-        times = []
-        for reply in received:
-            begin = time.perf_counter()
-            group.send(load, peer).wait()
-            reply.wait()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    def _answer(self, group: Group) -> None:
-        loads, peer = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8), 1 - group.rank
-        for load in [group.receive(load, peer) for load in loads.unbind()]:
-            load.wait()
-            group.send(torch.zeros(1), peer).wait()
 
 
 def slow_link(seconds: Sequence[float]) -> int | None:

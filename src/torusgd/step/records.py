@@ -42,8 +42,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: NonNegativeInt
-    before: str = ""
-    """SHA-256 of the line before; empty in the first"""
+    before: str = ""  # SHA-256 of the line before; empty in the first
 
 
 class BeginLine(_Line):
@@ -210,10 +209,8 @@ class RecordWatch(StepWatch):
 
     name = "records"
 
-    def __init__(
-        self, virtual_workers: int, is_fixed: Callable[[int], bool], is_wanted: Callable[[int], bool] | None
-    ) -> None:
-        self.words = 1 + _WORDS * virtual_workers
+    def __init__(self, workers: int, is_fixed: Callable[[int], bool], is_wanted: Callable[[int], bool] | None) -> None:
+        self.words = 1 + _WORDS * workers
         self._is_fixed, self._is_wanted = is_fixed, is_wanted
         self._announced = self._step = -1
         self._digests: dict[int, Tensor] = {}

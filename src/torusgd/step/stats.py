@@ -1,7 +1,6 @@
 """What a step did and how long it took: one record for events, totals, the console and the summary."""
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan
@@ -43,8 +42,7 @@ class StepStats:
 
     step: Step
     times: StepTimes
-    loss: float
-    """mean over virtual workers"""
+    loss: float  # mean over virtual workers
     entry: JournalEntry
     replaced: int = _counted("replaced_images")
     stop: bool = False
@@ -66,8 +64,7 @@ class StepStats:
     """fraction of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
     lost_pairs: float = field(default=0.0, metadata=_RARE)
     """fraction of the pairs of factors that multiplied to nothing in portable arithmetic; in most steps nobody looks"""
-    loss_scale: float = 1.0
-    """factor of the loss in this step; 1 unless the precision is float16"""
+    loss_scale: float = 1.0  # factor of the loss in this step; 1 unless the precision is float16
     slowest: Straggler | None = None
     """rank whose gradients were ready last in the step before; in most steps nobody looks"""
     balance: Balance | None = None
@@ -88,19 +85,10 @@ class StepStats:
 
     def as_event(self, train_images: int, seconds: float) -> dict[str, Any]:
         """A line of events.jsonl, after so many seconds of training; an epoch has `train_images`."""
-        step, times = self.step, self.times
-        event: dict[str, Any] = {
-            "step": step.index + 1,
-            "samples": step.start + step.batch,
-            "epoch": round((step.start + step.batch) / train_images, 6),
-            "stage": step.stage,
-            "loss": self.loss,
-            "lr": step.lr,
-            "momentum": step.momentum,
-            "batch": step.batch,
-            "seconds": round(seconds, 6),
-            "step_seconds": round(times.seconds, 6),
-        }
+        step, times, samples = self.step, self.times, self.step.start + self.step.batch
+        event: dict[str, Any] = {"step": step.index + 1, "samples": samples, "epoch": round(samples / train_images, 6)}
+        event |= {"stage": step.stage, "loss": self.loss, "lr": step.lr, "momentum": step.momentum, "batch": step.batch}
+        event |= {"seconds": round(seconds, 6), "step_seconds": round(times.seconds, 6)}
         event |= {name: round(getattr(times, name), 6) for name in ("data_seconds", "sync_seconds", "update_seconds")}
         if self.hidden_share is not None:
             event["hidden_share"] = round(self.hidden_share, 4)
@@ -110,14 +98,11 @@ class StepStats:
         event |= {name: value for name in rare if (value := getattr(self, name))} | self.figures
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
-        if self.taken_over is not None:
-            over = self.taken_over
+        if (over := self.taken_over) is not None:
             event["taken_over"] = {"late": over.late, "helpers": over.helpers, "saved_seconds": round(over.saved, 3)}
         if self.balance is not None and (move := self.balance.move) is not None:
-            counts = dict(zip(move.membership.ranks, move.membership.counts, strict=True))
-            event["shares"] = {
-                "counts": counts, "moved": move.moved, "gain": round(move.gain, 4), "slow": self.balance.slow
-            }  # fmt: skip
+            event["shares"] = {"counts": move.membership.by_rank, "moved": move.moved, "gain": round(move.gain, 4)}
+            event["shares"]["slow"] = self.balance.slow
         return event
 
 
@@ -152,10 +137,8 @@ class StepTotals:
     sync_seconds: float = 0.0
     on_way_seconds: float | None = 0.0
     train_loss: float | None = None
-    underflow: float = 0.0
-    """sum of the steps' fractions, each times its images"""
-    lost_pairs: float = 0.0
-    """the largest of the steps' fractions"""
+    underflow: float = 0.0  # sum of the steps' fractions, each times its images
+    lost_pairs: float = 0.0  # the largest of the steps' fractions
 
     def add(self, stats: StepStats) -> None:
         self.samples = stats.step.start + stats.step.batch
@@ -168,10 +151,9 @@ class StepTotals:
                 self.moved += stats.balance.move.moved
                 self.slow_ranks |= {str(rank): times for rank, times in stats.balance.slow.items()}
         if stats.taken_over is not None:
-            self.taken_over += sum(stats.taken_over.late.values())
-            late = Counter(self.late_ranks)
-            late.update({str(rank): count for rank, count in stats.taken_over.late.items()})
-            self.late_ranks = dict(late)
+            for rank, count in stats.taken_over.late.items():
+                self.taken_over += count
+                self.late_ranks[str(rank)] = self.late_ranks.get(str(rank), 0) + count
             self.taken_over_saved_seconds += stats.taken_over.saved
         self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch

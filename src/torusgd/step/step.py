@@ -131,7 +131,12 @@ class TrainStep:
             precision.skip(step.index, skipped)
         else:
             # Gradient 8: the step is accepted, the integers become the mean gradient.
-            self._check_batch_norm(step, control)
+            if not control.is_finite:
+                layer = self.state.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
+                raise DivergedError(
+                    f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has "
+                    "diverged: lower rate.lr or lengthen rate.warmup.length"
+                )
             self.reducer.apply_mean(control.counts.contributions)
             for watcher in self.watchers:
                 watcher.with_mean(view)
@@ -308,14 +313,6 @@ class TrainStep:
             raise _Abandoned
         if not entry.workers:
             raise _NobodyInTime
-
-    def _check_batch_norm(self, step: Step, control: ControlVector) -> None:
-        if not control.is_finite:
-            layer = self.state.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
-            raise DivergedError(
-                f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
-                "lower rate.lr or lengthen rate.warmup.length"
-            )
 
     def close(self) -> None:
         """Ends what the steps began beside themselves; every rank calls it after the last one."""

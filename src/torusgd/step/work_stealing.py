@@ -12,6 +12,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -69,8 +70,8 @@ class Claims:
     def begin(self, counts: Sequence[int]) -> None:
         """Begins a round; `counts`: of each member the pieces of its row, at least one, the same on all members."""
         self._round += 1
-        self._counts = counts
-        self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
+        self._counts, self._count = counts, counts[self._me]
+        self._begun, self._claimed, self._taken = 0, _unclaimed(self._count), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
         following = keys.CLAIMED.format(turn=(self._round + 1) % _ROUNDS, member=self._me)
         self._store.query(lambda store: store.set(following, "0"))
@@ -102,17 +103,13 @@ class Claims:
         """Of some other members the pieces that nobody has claimed yet."""
         members = [(self._me + n) % self._size for n in range(1, min(LOOKS, self._size - 1) + 1)]
         values = self._store.query(lambda store: store.multi_get([self._name(each) for each in members]))
-        claimed = [sum(_split(int(value))) for value in values]
+        claimed = [sum(divmod(int(value), _OTHERS)) for value in values]
         return {each: max(0, self._open(each) - count) for each, count in zip(members, claimed, strict=True)}
 
     def claim_of(self, member: int) -> int | None:
         """The index in another member's row of a piece that this one computes now; None: it has none left."""
-        own, others = _split(self._add(self._name(member), _OTHERS))
+        others, own = divmod(self._add(self._name(member), _OTHERS), _OTHERS)
         return self._counts[member] - others if own + others <= self._open(member) else None
-
-    @property
-    def _count(self) -> int:
-        return self._counts[self._me]
 
     def _open(self, member: int) -> int:
         """Pieces of a row that must be claimed."""
@@ -120,7 +117,7 @@ class Claims:
 
     def _claim(self, pieces: int) -> int:
         """Claims so many of this member's own; those that it gets."""
-        own, others = _split(self._add(self._name(self._me), pieces))
+        others, own = divmod(self._add(self._name(self._me), pieces), _OTHERS)
         beyond = max(0, own + others - self._open(self._me))
         self._taken = self._count if beyond else others  # nothing is left to claim
         return max(0, pieces - beyond)
@@ -135,11 +132,6 @@ class Claims:
 def _unclaimed(pieces: int) -> int:
     """Pieces at the front of a row that its owner computes without a claim."""
     return max(1, pieces // _PART)
-
-
-def _split(value: int) -> tuple[int, int]:
-    """The pieces that the owner has claimed, and those that others have."""
-    return value % _OTHERS, value // _OTHERS
 
 
 # A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
@@ -220,10 +212,10 @@ class StealingShare:
 
     def report(self) -> list[int]:
         ready = time.perf_counter() - self._began
-        rows = [[taken, 0, 0, 0] for taken in self._from]
-        own = (sum(self._from), round(ready / _UNIT), round(min(self._shortest, ready) / _UNIT))
-        rows[self._membership.me][1:] = own
-        return [each for row in rows for each in row]
+        rows = np.zeros((len(self._from), _FIELDS), dtype=np.int64)
+        rows[:, 0], quickest = self._from, min(self._shortest, ready)
+        rows[self._membership.me, 1:] = sum(self._from), round(ready / _UNIT), round(quickest / _UNIT)
+        return rows.ravel().tolist()
 
     def _late(self, least: int) -> int | None:
         """The index of the rank that is furthest behind, by at least so many of this rank's virtual workers."""

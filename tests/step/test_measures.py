@@ -12,8 +12,8 @@ from torusgd.comm.groups import Group, group_of
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer
+from torusgd.step.measures import EVERY, NoiseWatch
 from torusgd.step.membership import even_shares
-from torusgd.step.noise_scale import EVERY, NoiseWatch
 from torusgd.step.watch import StepView
 
 LONG = ("stages=[{until: 30st, images_per_worker: 4}]", "evaluate.every=30st", "polish=null")

@@ -1,30 +1,41 @@
-"""The gradient noise scale: the batch up to which more images make a step better in proportion.
+"""What a run measures of its gradients and factors, in a few of its steps.
 
-A gradient over b images is the true gradient G plus noise of variance S / b. The step's virtual workers, of b images
-each, and their mean, of B images, give unbiased estimates of both (McCandlish et al., arXiv 1812.06162, appendix A.1):
+The gradient noise scale is the batch up to which more images make a step better in proportion. A gradient over b images
+is the true gradient G plus noise of variance S / b. The step's virtual workers, of b images each, and their mean, of B
+images, give unbiased estimates of both (McCandlish et al., arXiv 1812.06162, appendix A.1):
 
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)        S = (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
 The noise scale is S / |G|^2. With a batch well below it a step with twice the images makes nearly twice the progress;
 well above it more images hardly pay.
+
+In portable arithmetic the pairs of factors that multiply to nothing are counted (`arithmetic.scales`), of one virtual
+worker now and then. Their share stands in the event of the step after, as `lost_pairs`.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arithmetic import counting
+from ..arithmetic.scales import Pairs
 from ..comm.base import AllReduce, Work
+from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Schedule
-from .control_vector import ControlVector
+from .control_vector import NO_WORDS, ControlVector
+from .membership import Membership
 from .watch import StepView, StepWatch
 
 # Steps from one measurement to the next: a norm is one more pass over a virtual worker's gradient.
 EVERY = 10
 # Weight of the average so far when a new measurement comes: the last hundred steps count for about two thirds.
 DECAY = 0.9
+# Steps from one count of lost pairs to the next; those of the first one are there after two steps.
+PAIRS_EVERY = 20
 
 
 class NoiseEstimate:
@@ -141,3 +152,40 @@ class NoiseWatch(StepWatch):
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         self._estimate = NoiseEstimate(*(tensors["averages"].tolist() if "averages" in tensors else ()))
+
+
+class LostPairsWatch(StepWatch):
+    """Counts lost pairs in the passes of virtual worker 0; every rank has one."""
+
+    name, words = "lost pairs", 2
+
+    def __init__(self) -> None:
+        self._inside = ExitStack()
+        self._pairs = Pairs()
+
+    def due(self, step: int) -> bool:
+        # The control vector of a step may leave before its last backward pass has ended: the next one takes the count.
+        return step % PAIRS_EVERY in (0, 1)
+
+    def before_worker(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
+        self._inside.close()
+        if step % PAIRS_EVERY == 0 and worker == 0:
+            self._pairs = self._inside.enter_context(counting())
+        return None
+
+    def after_passes(self, view: StepView) -> None:
+        self._inside.close()
+
+    def before_send(self, view: StepView) -> Tensor:
+        if view.step.index % PAIRS_EVERY != 1:
+            return NO_WORDS
+        pairs, self._pairs = self._pairs, Pairs()
+        return torch.tensor([pairs.lost, pairs.all], dtype=torch.int64)
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        if view.step.index % PAIRS_EVERY != 1 or not (words := control.words(self.name)) or not words[1]:
+            return {}
+        return {"lost_pairs": words[0] / words[1]}
+
+    def close(self) -> None:
+        self._inside.close()
