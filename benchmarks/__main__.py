@@ -7,7 +7,6 @@ results, or empty for none.
 import ast
 import sys
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 
 import typer
@@ -48,8 +47,8 @@ def main(words: list[str]) -> None:
     module = import_module(f"benchmarks.{group.replace('-', '_')}.{command.replace('-', '_')}")
     sys.argv = [f"python -m benchmarks {group} {command}", *words[2:]]
     with recorded(f"{group}-{command}", " ".join(sys.argv)):
-        if not signature(module.main).parameters:
-            module.main()  # reads sys.argv itself, or has no options
+        if "argparse" in vars(module):
+            module.main()  # reads sys.argv itself
             return
         app = typer.Typer(add_completion=False)
         app.command(help=f"\b\n{module.__doc__}")(module.main)
