@@ -68,6 +68,8 @@ clean: ## remove .venv and caches, and leave runs/
 
 .venv/installed-demo: WHAT = -e '.[digits]'
 .venv/installed-dev: WHAT = -e '.[digits,images,tensorboard]' --group dev
+# torch asks for the Triton that it was built with, whose interpreter fuses and fails on NumPy 2.4: its tests take 3.9.
+.venv/installed-all: THEN = .venv/bin/python -m pip install --disable-pip-version-check --no-deps triton==3.9.0
 # torchvision of PyPI is built for PyPI's torch: its operators are missing beside a torch for CPUs alone (2.13.0+cpu).
 .venv/installed-all: WHAT = -e '.[all,triton]' --group dev --group extras \
 	$(shell sed -n 's/^\(torch\|torchvision\)==/\1===/p' constraints.txt)
@@ -76,6 +78,7 @@ clean: ## remove .venv and caches, and leave runs/
 .venv/installed-demo .venv/installed-dev .venv/installed-all .venv/installed-docs .venv/installed-dist: .venv/made pyproject.toml constraints.txt
 	@echo "Installing torusgd and the versions in constraints.txt into .venv; PyTorch is large, the rest is small."
 	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(WHAT)
+	$(THEN)
 	@touch $@
 
 # Debian and Ubuntu leave ensurepip out of their Python: without it a virtual environment has no pip.
