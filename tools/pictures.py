@@ -1,6 +1,9 @@
 """Draws docs/pictures/kill.svg and curves.svg from runs of `digits`: 1, 2, 3 workers, and 4 of which two are killed.
 
 python -m tools.pictures --runs runs/pictures    # needs the extra plot; a run that is there already is not repeated
+
+report.png is the page of a run of `digits` on a quiet machine, photographed:
+chromium --headless --window-size=1100,770 --screenshot=docs/pictures/report.png FILE.html
 """
 
 import argparse

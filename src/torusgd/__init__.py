@@ -1,4 +1,4 @@
-"""torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
+"""torusgd: training image classifiers with large mini-batches, to the same weights on any number of workers.
 
 Each of these is usable alone: `StreamSampler`, `BatchSizeSchedule`, `Schedule` and `NoiseScale` in your own loop,
 `Lars` as any torch optimiser, `polish` on any model with batch norm, `ddp_hook` with DistributedDataParallel,

@@ -222,6 +222,15 @@ def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
         assert (tmp_path / name).is_file()
 
 
+def test_the_plan_of_the_tour_is_what_its_command_prints(run_cli: Any) -> None:
+    text = (DOCS / "tour.md").read_text()
+    (words,) = re.findall(r"^    torusgd (plan .*) --report plan.html$", text, re.MULTILINE)
+    code, printed = run_cli(*words.split())[:2]
+    lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    assert code == 0
+    assert not [line for line in lines if f"    {line}" not in text.splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:

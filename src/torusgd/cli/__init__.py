@@ -21,7 +21,7 @@ from . import bench, control, data, doctor, eval, export, plan, rehearse, train,
 from .help import Command, Group
 from .options import expand
 
-ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
+ABOUT = "Train image classifiers with large mini-batches: the same weights, bit for bit, on any number of workers."
 
 # By these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe's.
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
