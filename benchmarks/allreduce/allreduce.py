@@ -16,6 +16,7 @@ Needs: root, for the network lab.
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -123,7 +124,7 @@ def be_a_rank(sizes: list[int], names: list[str], repetitions: int, streams: lis
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     records = [
-        {**record.as_dict(), "streams": each}
+        {**asdict(record), "streams": each}
         for each in streams
         for record in bench_allreduce(sizes, names, profile=profile, repetitions=repetitions, streams=each)
     ]

@@ -80,8 +80,9 @@ def test_two_ranks_on_one_gpu_which_nccl_refuses_sum_by_gloo() -> None:
 def test_a_communicator_of_nccl() -> None:
     store = dist.distributed_c10d._get_default_store()
     world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=240)
-    group = groups.connected(PrefixStore("alone", store), [0], 0, GPU, 60.0, nccl=True)
+    group = groups.Group(None, (0,), 0, GPU, None, 60.0, nccl=True, owned=True)
+    group.process_group = group.connected(PrefixStore("alone", store))
     value = torch.ones(1000, device=GPU, dtype=torch.int32)
-    groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()
+    group.start_all_reduce(value).wait()
     world.close()
     assert value.float().mean().item() == 1.0

@@ -23,6 +23,7 @@ from .connection import Connection, connect, hosts_of
 from .groups import Group, group_of
 from .tuning.profile import Profile, expect, explain, ranks_a_host
 from .tuning.tune import measure
+from .works import Followed
 
 Stops = tuple[int, ...] | None
 """element offsets at which a shard may begin and end, in ascending order; None: any"""
@@ -267,7 +268,7 @@ class ShardCollectives:
         padded, longest = _padded(tensor, edges, range(self.size))
         own = tensor.new_empty(longest)
         work = group.start_reduce_scatter_single(own, padded)
-        return _Unfinished(work, lambda: tensor[low:high].copy_(own[: high - low]))
+        return Followed(work, lambda: tensor[low:high].copy_(own[: high - low]))
 
     def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
         # One length for all shards: Gloo takes no others.
@@ -278,27 +279,7 @@ class ShardCollectives:
             for rank, (low, high) in enumerate(pairwise(edges)):
                 tensor[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
 
-        return _Unfinished(self._group.start_all_gather_single(gathered, own), unpack)
-
-
-class _Unfinished:
-    """A collective of the backend on its way, and a function for the caller's stream once it has arrived."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self, limit: float | None = None) -> None:
-        self._work.wait(limit)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def ended(self) -> float | None:
-        return self._work.ended()
+        return Followed(self._group.start_all_gather_single(gathered, own), unpack)
 
 
 def _padded(tensor: torch.Tensor, edges: list[int], ranks: range) -> tuple[torch.Tensor, int]:

@@ -15,7 +15,6 @@ rounded to the nearest multiple of a power of two that is at most M * 2^(ceil(lo
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,27 +79,27 @@ def exact_all_reduce(
     mine = [addends] if isinstance(addends, Tensor) else addends
     assert group is None or allreduce is None, "an all-reduce has a group of its own"
     ranks = group_of(group) if allreduce is None else allreduce.group
-    common = _agree(mine, ranks)
-    numel = common.shape.numel()
+    shape, dtype, device, count = _agree(mine, ranks)
+    numel = shape.numel()
     if numel == 0:
-        return torch.empty(common.shape, dtype=common.dtype, device=common.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    exponents = _exponents(mine, numel, common.device).to(ranks.small_device)
+    exponents = _exponents(mine, numel, device).to(ranks.small_device)
     ranks.all_reduce(exponents, maximum=True)
-    exponent, nonfinite = exponents.to(common.device)
+    exponent, nonfinite = exponents.to(device)
     is_flagged = nonfinite > 0
     # Each addend is below 2**bits, so that the sum of K of them stays below 2**_SUM_BITS in any order.
-    bits = torch.where(is_flagged, _FIELD - 2, _SUM_BITS) - (common.addends - 1).bit_length()
+    bits = torch.where(is_flagged, _FIELD - 2, _SUM_BITS) - (count - 1).bit_length()
     shift = torch.where(exponent > _LEAST, bits - exponent, 0).clamp(max=_FINEST)
 
-    total = _add_up(mine, numel, _powers(shift), common.device)
+    total = _add_up(mine, numel, _powers(shift), device)
     if bool(is_flagged.any()):
         _count_nonfinite(mine, total)
     if allreduce is not None:
         allreduce.start(total).wait()
     else:
         ranks.all_reduce(total)
-    return _to_floats(total, shift, is_flagged, common.dtype).view(common.shape)
+    return _to_floats(total, shift, is_flagged, dtype).view(shape)
 
 
 def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,16 +116,7 @@ def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dt
     return result
 
 
-class _Common(NamedTuple):
-    """What all ranks' addends have, and their number over all ranks."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    addends: int
-
-
-def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
+def _agree(addends: Sequence[Tensor], ranks: Group) -> tuple[torch.Size, torch.dtype, torch.device, int]:
     # Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends.
     problem = _problem(addends, ranks)
     addends = [] if problem else addends
@@ -156,7 +146,7 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
     dtype, is_cuda, dims = most[:3]
     elsewhere = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     device = addends[0].device if addends else elsewhere
-    return _Common(torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total)
+    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total
 
 
 def _problem(addends: object, ranks: Group) -> str:

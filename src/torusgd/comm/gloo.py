@@ -6,6 +6,7 @@ from the order of calls, the round and the chunk. CUDA tensors travel by way of 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from .algorithms import Algorithm, Message, Round
 from .base import Engine, Work
 from .groups import Group, numbered
-from .works import LaneWork, start_lane
+from .works import Followed, LaneWork, start_lane
 
 LANES = 2
 """number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
@@ -89,26 +90,22 @@ class _Sum(LaneWork):
 
     def _post(self, turn: _Turn) -> None:
         received: _Received = []
-        for message, nth in turn.adds:
-            target = self._scratch[self._free : self._free + message.high - message.low]
-            self._free += target.numel()
-            works = [group.receive(part, message.peer, self._tag + nth) for group, part in self._parts(target)]
-            received.append((works, target, self._elements(message)))
-        for message, nth in turn.copies:
-            # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
-            # sent of them has arrived.
-            target = self._elements(message)
-            works = [group.receive(part, message.peer, self._tag + nth) for group, part in self._parts(target)]
-            received.append((works, None, target))
+        for index, (message, nth) in enumerate((*turn.adds, *turn.copies)):
+            # Copies go straight into the tensor, before our own turn: a final sum of these elements can't come before
+            # what we sent of them has arrived.
+            elements, scratch = self._tensor[message.elements], None
+            if index < len(turn.adds):
+                scratch = self._scratch[self._free : self._free + elements.numel()]
+                self._free += elements.numel()
+            parts = self._parts(elements if scratch is None else scratch)
+            works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
+            received.append((works, scratch, elements))
         self._posted.append(received)
 
     def _parts(self, elements: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
         # The part of a message in each stream; both sides cut by its length alone.
         count = max(1, min(len(self._streams), elements.nbytes // STREAM_BYTES))
         return zip(self._streams, elements.tensor_split(count), strict=False)
-
-    def _elements(self, message: Message) -> torch.Tensor:
-        return self._tensor[message.low : message.high]
 
     def _exchange(self) -> None:
         sent: dict[int, list[Work]] = {turn.chunk: [] for turn in self._turns}
@@ -127,7 +124,7 @@ class _Sum(LaneWork):
                     elements.add_(scratch)
             # The sends are not waited for here: they end while later turns, of other chunks too, go on.
             for message, nth in turn.sends:
-                parts = self._parts(self._elements(message))
+                parts = self._parts(self._tensor[message.elements])
                 sent[turn.chunk] += [group.send(part, message.peer, self._tag + nth) for group, part in parts]
         for works in sent.values():
             for work in works:
@@ -183,26 +180,21 @@ class GlooEngine(Engine):
 
 
 class _Staged(LaneWork):
-    """The sum of one CUDA tensor, which begins in the thread once the host has the tensor's values."""
+    """The sum of a CUDA tensor's values on the host, which begins in the thread once they are `copied` there."""
 
-    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
+    def __init__(self, copied: torch.cuda.Event, start: Callable[[], Work]) -> None:
         super().__init__(self._begin)
-        self._tensor, self._host, self._start = tensor, host, start
-        self._copied = torch.cuda.current_stream(tensor.device).record_event()
+        self._copied, self._start = copied, start
         self._work: Work | None = None
-        self._returned = False
 
     def _begin(self) -> None:
         self._copied.synchronize()
-        self._work = self._start(self._host)
+        self._work = self._start()
 
     def wait(self, limit: float | None = None) -> None:
         super().wait(limit)
         assert self._work is not None
         self._work.wait(limit)
-        if not self._returned:
-            self._returned = True
-            self._tensor.copy_(self._host, non_blocking=True)
 
     def done(self) -> bool:
         return super().done() and (self._work is None or self._work.done())
@@ -230,11 +222,11 @@ class StagedEngine(Engine):
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-            work = _Staged(tensor, host, start)
+        work = _Staged(self._stream.record_event(), partial(start, host))
         # The allocator knows the caller's stream only, and would hand out the memory while it is being copied.
         tensor.record_stream(self._stream)
         self._lane.put(work)
-        return work
+        return Followed(work, lambda: tensor.copy_(host, non_blocking=True))
 
     def close(self) -> None:
         self._lane.put(None)

@@ -90,6 +90,7 @@ class Group:
         self.store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
+        self._has_gloo = self._tree is None or not nccl
         self._parts: list[Group] = []
         self._pairs: dict[int, Group] = {}
         self.meshes: Sequence[Group] = meshes or (self,)
@@ -175,12 +176,10 @@ class Group:
         assert self.store is not None
 
         def meet(peer: int, store: Store) -> Group:
-            pair = sorted((self.rank, peer))
-            prefix = PrefixStore(keys.PAIR.format(low=pair[0], high=pair[1]), store)
-            ranks, mine = [self.ranks[index] for index in pair], self.ranks[self.rank]
-            return build(
-                prefix, ranks, mine, device=torch.device("cpu"), timeout=self.timeout, is_given_up=self._is_given_up
-            )
+            low, high = sorted((self.rank, peer))
+            prefix = PrefixStore(keys.PAIR.format(low=low, high=high), store)
+            ranks, mine, cpu = (self.ranks[low], self.ranks[high]), self.ranks[self.rank], torch.device("cpu")
+            return build(prefix, ranks, mine, device=cpu, timeout=self.timeout, is_given_up=self._is_given_up)
 
         # All at once: in turns a ring would connect one rank after the other.
         stores = [self.store.clone() for _ in missing]  # type: ignore[attr-defined]
@@ -189,15 +188,11 @@ class Group:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to send to the member of index `peer`."""
-        if peer in self._pairs and tensor.device.type == "cpu":
-            return self._pairs[peer].send(tensor, int(self.rank < peer), tag)
-        return self._begin_message(peer, lambda: self._torch.send([tensor], peer, tag))
+        return self._begin_message("send", tensor, peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to receive from the member of index `peer`."""
-        if peer in self._pairs and tensor.device.type == "cpu":
-            return self._pairs[peer].receive(tensor, int(self.rank < peer), tag)
-        return self._begin_message(peer, lambda: self._torch.recv([tensor], peer, tag))
+        return self._begin_message("recv", tensor, peer, tag)
 
     def start_exchange(self, sends: Messages, receives: Messages, tag: int = 0) -> list[Work]:
         """Begins a batch of messages that none of its members can hold up by their order; wait for all of them."""
@@ -272,7 +267,7 @@ class Group:
             self._nccl.abort()
         # Gloo has no abort. But a receive that runs out of time closes all connections of its group, so that all
         # pending operations fail; a connection that is closed already refuses the receive at once.
-        for peer in range(0 if self._tree is not None and self.has_nccl else self.size):
+        for peer in range(self.size if self._has_gloo else 0):
             if peer != self.rank:
                 try:
                     pending = self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG)
@@ -294,8 +289,7 @@ class Group:
     @property
     def _torch(self) -> ProcessGroup:
         if self.process_group is None and self._tree is not None and self.store is not None:
-            prefix, cpu = PrefixStore(keys.ALL_CONNECTED, self.store), torch.device("cpu")
-            self.process_group = _connect(prefix, self.ranks, self.rank, cpu, self.timeout, False, self._is_given_up)
+            self.process_group = self._connect(PrefixStore(keys.ALL_CONNECTED, self.store))
         assert self.process_group is not None, "the group is closed, or has one member"
         return self.process_group
 
@@ -324,12 +318,49 @@ class Group:
         except RuntimeError as error:
             raise comm_error(error, "the group", begin, self.timeout) from error
 
-    def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
+    def _begin_message(self, direction: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        if peer in self._pairs and tensor.device.type == "cpu":
+            return self._pairs[peer]._begin_message(direction, tensor, int(self.rank < peer), tag)
         where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
         try:
-            return PendingMessage(operation(), where, self.timeout)
+            return PendingMessage(getattr(self._torch, direction)([tensor], peer, tag), where, self.timeout)
         except RuntimeError as error:
             raise comm_error(error, where, begin, self.timeout) from error
+
+    def _connect(self, store: Store, split: tuple[Any, int] | None = None) -> ProcessGroup:
+        # As `connected`, with errors that are ours, until the wait is given up.
+        allow_files(self.size if self._has_gloo else 0)
+        begin = time.perf_counter()
+        try:
+            if self._is_given_up is None:
+                return self.connected(store, split)
+            own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
+            return _unless(self._is_given_up, partial(self.connected, own, split))
+        except RuntimeError as error:
+            if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= self.timeout - SLACK:
+                raise CommTimeout(f"the {self.size} ranks of a group did not meet within {self.timeout:g} s") from error
+            raise comm_error(error, "the store or a rank", begin, self.timeout) from error
+
+    def connected(self, store: Store, split: tuple[Any, int] | None = None) -> ProcessGroup:
+        """A process group outside torch's registry; every member calls it. Beside a tree NCCL has no Gloo with it."""
+        gpu, limit = torch.device("cuda"), timedelta(seconds=self.timeout)
+        group = ProcessGroup(store, self.rank, self.size)
+        group._set_default_backend(ProcessGroup.BackendType.GLOO if self._has_gloo else ProcessGroup.BackendType.NCCL)
+        if self._has_gloo:
+            gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), self.rank, self.size, limit)
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        if self.has_nccl:
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout, options.global_ranks_in_group = limit, list(self.ranks)
+            if split is not None:
+                options.split_from, options.split_color = split
+            backend = c10d.ProcessGroupNCCL(PrefixStore(keys.NCCL, store), self.rank, self.size, options)
+            group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
+            # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.
+            backend.eager_connect_single_device(self.device)
+        elif self.device.type == "cuda":
+            group._register_backend(gpu, ProcessGroup.BackendType.GLOO, gloo)
+        return group
 
 
 def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
@@ -364,47 +395,20 @@ def build(
 
     CommTimeout if the members did not meet in time, ConnectionLost if the store is out of reach or a member has left.
     """
-    nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
-    index, meshes = list(ranks).index(rank), list[Group]()
-    if len(ranks) > FANOUT:
-        for members in meshes_of(index, len(ranks)):
-            own = PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store)
-            its, cpu = [ranks[member] for member in members], torch.device("cpu")
-            meshes.append(build(own, its, rank, device=cpu, timeout=timeout, is_given_up=is_given_up))
-    group = None
-    if nccl or not meshes:
-        group = _connect(store, ranks, index, device, timeout, nccl, is_given_up, split, is_mesh=not meshes)
-    meeting = PrefixStore(keys.SUBGROUPS, store)
-    return Group(
-        group, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes
+    index, meshes, cpu = list(ranks).index(rank), list[Group](), torch.device("cpu")
+    for members in meshes_of(index, len(ranks)) if len(ranks) > FANOUT else ():
+        own = PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store)
+        its = [ranks[member] for member in members]
+        meshes.append(build(own, its, rank, device=cpu, timeout=timeout, is_given_up=is_given_up))
+    meeting, nccl = PrefixStore(keys.SUBGROUPS, store), device.type == "cuda" if nccl is None else nccl
+    group = Group(
+        None, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes
     )
-
-
-def _connect(
-    store: Store,
-    ranks: Sequence[int],
-    index: int,
-    device: torch.device,
-    timeout: float,
-    nccl: bool,
-    is_given_up: Callable[[], bool] | None,
-    split: tuple[Any, int] | None = None,
-    is_mesh: bool = True,
-) -> ProcessGroup:
-    # As `connected`, with errors that are ours, until the wait is given up.
-    allow_files(len(ranks) if is_mesh else 0)
-    begin = time.perf_counter()
-    try:
-        if is_given_up is None:
-            return connected(store, ranks, index, device, timeout, nccl, split, is_mesh)
-        own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-        return _unless(is_given_up, partial(connected, own, ranks, index, device, timeout, nccl, split, is_mesh))
-    except RuntimeError as error:
-        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
-            raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
-        raise comm_error(error, "the store or a rank", begin, timeout) from error
+    if nccl or not meshes:
+        group.process_group = group._connect(store, split)
+    return group
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
@@ -423,37 +427,6 @@ def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]
         if is_given_up():
             raise ConnectionLost("a rank was lost while a group was formed")
     return answer.result()
-
-
-def connected(
-    store: Store,
-    ranks: Sequence[int],
-    group_rank: int,
-    device: torch.device,
-    timeout: float,
-    nccl: bool,
-    split: tuple[Any, int] | None = None,
-    is_mesh: bool = True,
-) -> ProcessGroup:
-    """A process group outside torch's registry; every member calls it. Without `is_mesh` it has NCCL alone."""
-    size, gpu, limit = len(ranks), torch.device("cuda"), timedelta(seconds=timeout)
-    group = ProcessGroup(store, group_rank, size)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO if is_mesh else ProcessGroup.BackendType.NCCL)
-    if is_mesh:
-        gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
-        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    if nccl:
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group = limit, list(ranks)
-        if split is not None:
-            options.split_from, options.split_color = split
-        backend = c10d.ProcessGroupNCCL(PrefixStore(keys.NCCL, store), group_rank, size, options)
-        group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
-        # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.
-        backend.eager_connect_single_device(device)
-    elif device.type == "cuda":
-        group._register_backend(gpu, ProcessGroup.BackendType.GLOO, gloo)
-    return group
 
 
 def allow_files(size: int) -> None:
@@ -483,20 +456,12 @@ def group_of(group: Group | ProcessGroup | None = None, device: torch.device | s
         if not dist.is_initialized():
             return alone(device)
         group = c10d._get_default_group()
-    store = c10d._world.pg_map[group][1]
+    meeting = PrefixStore(keys.FOREIGN_SUBGROUPS, c10d._world.pg_map[group][1])
     splits = _splits.setdefault(group.group_name, itertools.count())
     nccl = "nccl" in str(dist.get_backend_config(group))
     limit: timedelta = group._get_backend(torch.device("cuda" if nccl else "cpu")).options._timeout
-    return Group(
-        group,
-        dist.get_process_group_ranks(group),
-        dist.get_rank(group),
-        torch.device(device),
-        PrefixStore(keys.FOREIGN_SUBGROUPS, store),
-        limit.total_seconds(),
-        nccl,
-        splits=splits,
-    )
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    return Group(group, ranks, rank, torch.device(device), meeting, limit.total_seconds(), nccl, splits=splits)
 
 
 def alone(device: torch.device | str = "cpu", rank: int = 0) -> Group:

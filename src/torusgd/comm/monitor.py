@@ -9,12 +9,14 @@ done, and would call the wrong rank slow. There an event is recorded, and its ti
 
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf, nan
 
 import torch
 from torch.profiler import record_function
 
 from .base import AllReduce, CommTimeout, Done, Liveness, Work
+from .works import Followed
 
 SLICE = 0.25  # seconds between two looks of a wait at who is late
 
@@ -33,7 +35,8 @@ class Monitor:
         """Watches a message that left at `left` (None: now); use the returned work in its place."""
         if isinstance(work, Done):
             return work
-        return _Watched(self, work, time.perf_counter() if left is None else left)
+        since = time.perf_counter() if left is None else left
+        return Followed(work, lambda: self.arrived(since, work.ended()), partial(self._wait, work))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's values on the host; the tensor itself if it is there already.
@@ -69,6 +72,12 @@ class Monitor:
         self.on_way += max(0.0, ended - max(left, self._until))
         self._until = max(self._until, ended)
 
+    def _wait(self, work: Work, limit: float | None) -> None:
+        begin = time.perf_counter()
+        with record_function("wait for messages"):
+            _wait_in_slices(work, self.liveness, begin + (inf if limit is None else limit))
+        self.waited += time.perf_counter() - begin
+
 
 def hidden_share(on_way: float, waited: float) -> float | None:
     """The fraction of the time with messages on their way in which nobody waited; None without messages, or unknown.
@@ -77,28 +86,6 @@ def hidden_share(on_way: float, waited: float) -> float | None:
     0.75
     """
     return min(1.0, max(0.0, 1 - waited / on_way)) if on_way > 0 else None
-
-
-class _Watched:
-    def __init__(self, monitor: Monitor, work: Work, left: float) -> None:
-        self._monitor, self._work, self._left = monitor, work, left
-        self._noted = False
-
-    def wait(self, limit: float | None = None) -> None:
-        monitor, begin = self._monitor, time.perf_counter()
-        with record_function("wait for messages"):
-            _wait_in_slices(self._work, monitor.liveness, begin + (inf if limit is None else limit))
-        end = time.perf_counter()
-        monitor.waited += end - begin
-        if not self._noted:
-            self._noted = True
-            monitor.arrived(self._left, self._work.ended())
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def ended(self) -> float | None:
-        return self._work.ended()
 
 
 class _Copied(Work):

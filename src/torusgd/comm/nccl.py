@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from .algorithms import Algorithm, Message, Round
+from .algorithms import Algorithm, Round
 from .base import Work
 from .groups import Group
 from .works import launch_order
@@ -19,28 +19,16 @@ from .works import launch_order
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Round], group: Group) -> None:
     """Runs rounds, the messages of each as one batch, which its additions follow."""
     for number, turn in enumerate(rounds):
-        addends = [(torch.empty_like(_elements(tensor, m)), m) for m in turn.adds]
+        addends = [(torch.empty_like(tensor[m.elements]), m) for m in turn.adds]
         # Two ranks must list what they exchange in one order.
-        sends = [(_elements(tensor, m), m.peer) for m in turn.sends]
+        sends = [(tensor[m.elements], m.peer) for m in turn.sends]
         receives = [(addend, m.peer) for addend, m in addends]
-        receives += [(_elements(tensor, m), m.peer) for m in turn.copies]
+        receives += [(tensor[m.elements], m.peer) for m in turn.copies]
         for work in group.start_exchange(sends, receives, tag=number << 8):
             work.wait()
         # Only now: a message that was sent and received into at once must leave with its old values.
         for addend, message in addends:
-            _elements(tensor, message).add_(addend)
-
-
-def _elements(tensor: torch.Tensor, message: Message) -> torch.Tensor:
-    return tensor[message.low : message.high]
-
-
-def grid_axes(group: Group, grid: tuple[int, int]) -> tuple[Group, Group]:
-    rows, columns = grid
-    # All rows first, then all columns: ncclCommSplit is a collective of the parent, in one order on all ranks.
-    row = group.partition([range(y * columns, (y + 1) * columns) for y in range(rows)])
-    column = group.partition([range(x, rows * columns, columns) for x in range(columns)])
-    return row, column
+            tensor[message.elements].add_(addend)
 
 
 def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> None:
@@ -84,7 +72,11 @@ class NcclEngine:
             (rounds,) = self.effective(algorithm).rounds(self._group.rank, tensor.numel())
             return self.run_rounds(tensor, rounds)
         if algorithm.grid not in self._axes:  # at the same call on every rank
-            self._axes[algorithm.grid] = grid_axes(self._group, algorithm.grid)
+            rows, columns = algorithm.grid
+            # All rows first, then all columns: ncclCommSplit is a collective of the parent, in one order on all ranks.
+            row = self._group.partition([range(y * columns, (y + 1) * columns) for y in range(rows)])
+            column = self._group.partition([range(x, rows * columns, columns) for x in range(columns)])
+            self._axes[algorithm.grid] = row, column
         row, column = self._axes[algorithm.grid]
         return self._enqueue(tensor, lambda: torus_by_collectives(tensor, row, column))
 

@@ -36,6 +36,28 @@ def comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> C
     return ConnectionLost(f"the connection to {where} is lost: {reason}")
 
 
+class Followed(Work):
+    """Work, and a function for the caller's stream once it has arrived; `wait` takes the place of its own."""
+
+    def __init__(
+        self, work: Work, follow: Callable[[], object], wait: Callable[[float | None], object] | None = None
+    ) -> None:
+        self._work, self._wait = work, wait or work.wait
+        self._follow: Callable[[], object] | None = follow
+
+    def wait(self, limit: float | None = None) -> None:
+        self._wait(limit)
+        if self._follow is not None:
+            self._follow()
+            self._follow = None
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def ended(self) -> float | None:
+        return self._work.ended()
+
+
 class PendingMessage:
     """A message between two members on its way. A wait with a limit that runs out closes the whole group."""
 

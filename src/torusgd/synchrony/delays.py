@@ -22,9 +22,10 @@ part F times as long as its computation.
 
 import math
 import re
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 
 import numpy as np
 import numpy.typing as npt
@@ -41,102 +42,69 @@ Key = tuple[int, int, int]
 _GRID = 2.0**30
 
 
-class Delay(ABC):
-    """A distribution of delays in units; its parameters are the fields of the dataclass, in the order of the text."""
-
-    @abstractmethod
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        """Delays of pieces of work. `key` begins every draw; the arrays broadcast, and the result has their shape."""
+Delay = Callable[[Key, Ints, Ints, Ints], F64]
+"""a distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
+broadcast, to whose shape the result does; the parameters of the text follow, in its order"""
 
 
-@dataclass(frozen=True)
-class Constant(Delay):
-    amount: float = 1.0
-
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), self.amount)
+def _constant(_: Key, worker: Ints, step: Ints, part: Ints, amount: float = 1.0) -> F64:
+    return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), amount)
 
 
-@dataclass(frozen=True)
-class Exponential(Delay):
-    """Without memory, and without a shift: half of the delays are below 0.69 of the mean, 1 % above 4.6 of it."""
-
-    mean: float = 1.0
-
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        return -self.mean * np.log1p(-keyed_uniform(*key, worker, step, part))
+def _exponential(key: Key, worker: Ints, step: Ints, part: Ints, mean: float = 1.0) -> F64:
+    # Without memory, and without a shift: half of the delays are below 0.69 of the mean, 1 % above 4.6 of it.
+    return -mean * np.log1p(-keyed_uniform(*key, worker, step, part))
 
 
-@dataclass(frozen=True)
-class Gamma(Delay):
-    """Gamma, drawn by Marsaglia and Tsang's rejection (ACM TOMS 26, 2000), each attempt with draws of its own."""
-
-    shape: float = 1.0
-    scale: float = 1.0
-
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        worker, step, part = np.broadcast_arrays(worker, step, part)
-        # For a shape below 1: a draw of shape + 1 times a power of a uniform draw (the same paper).
-        boost = 1.0 if self.shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / self.shape)
-        d = max(self.shape, self.shape + (self.shape < 1)) - 1 / 3
-        drawn, rejected, attempt = np.zeros(worker.shape), np.ones(worker.shape, dtype=bool), 0
-        while rejected.any():
-            attempt += 1
-            # For all elements, accepted ones too: a draw's key must not depend on which other elements are open.
-            u, v, w = (1 - keyed_uniform(*key, worker, step, part, 3 * attempt + i) for i in range(3))
-            normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)  # Box and Muller
-            cube = np.maximum(1 + normal / np.sqrt(9 * d), 0) ** 3
-            with np.errstate(divide="ignore"):  # a cube of 0 is refused
-                accepted = np.log(w) < normal**2 / 2 + d - d * cube + d * np.log(cube)
-            drawn = np.where(rejected & accepted, d * cube, drawn)
-            rejected = rejected & ~accepted
-        return np.asarray(self.scale * drawn * boost)
+def _gamma(key: Key, worker: Ints, step: Ints, part: Ints, shape: float = 1.0, scale: float = 1.0) -> F64:
+    # By Marsaglia and Tsang's rejection (ACM TOMS 26, 2000), each attempt with draws of its own.
+    worker, step, part = np.broadcast_arrays(worker, step, part)
+    # For a shape below 1: a draw of shape + 1 times a power of a uniform draw (the same paper).
+    boost = 1.0 if shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / shape)
+    d = max(shape, shape + (shape < 1)) - 1 / 3
+    drawn, rejected, attempt = np.zeros(worker.shape), np.ones(worker.shape, dtype=bool), 0
+    while rejected.any():
+        attempt += 1
+        # For all elements, accepted ones too: a draw's key must not depend on which other elements are open.
+        u, v, w = (1 - keyed_uniform(*key, worker, step, part, 3 * attempt + i) for i in range(3))
+        normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)  # Box and Muller
+        cube = np.maximum(1 + normal / np.sqrt(9 * d), 0) ** 3
+        with np.errstate(divide="ignore"):  # a cube of 0 is refused
+            accepted = np.log(w) < normal**2 / 2 + d - d * cube + d * np.log(cube)
+        drawn = np.where(rejected & accepted, d * cube, drawn)
+        rejected = rejected & ~accepted
+    return np.asarray(scale * drawn * boost)
 
 
-@dataclass(frozen=True)
-class LogNormal(Delay):
-    """The noise of DropCompute's simulations, as in its authors' code.
+def _lognormal(key: Key, worker: Ints, step: Ints, part: Ints, mean: float = 0.5) -> F64:
+    # As in DropCompute's authors' code: mean * m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m, a
+    # log-normal cut at 18 times its median.
+    m = np.arange(1, 1000, dtype=np.float64)
+    weights = np.exp(-((np.log(m) - 4) ** 2) / 2) / m
+    weights /= weights.sum()
+    drawn = np.searchsorted(np.cumsum(weights), keyed_uniform(*key, worker, step, part), side="right")
+    return mean * (m / (weights @ m))[np.minimum(drawn, len(m) - 1)]
 
-    mean * m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m: a log-normal cut at 18 times its median.
-    """
 
-    mean: float = 0.5
+def _pause(key: Key, worker: Ints, step: Ints, part: Ints, probability: float = 0.25, amount: float = 2.0) -> F64:
+    return np.where(keyed_uniform(*key, worker, step, part) < probability, amount, 0.0)
 
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        cumulative, values = _drop_compute_noise()
-        drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
-        return self.mean * values[np.minimum(drawn, len(values) - 1)]
+
+def _slow(
+    key: Key, worker: Ints, step: Ints, part: Ints, fraction: float = 0.05, factor: float = 4.0, since: float = 0.0
+) -> F64:
+    # Which workers are slow is drawn once, for each by itself, so that few workers may have none.
+    slow = (keyed_uniform(*key, worker) < fraction) & (step >= since)
+    return np.where(slow, factor - 1, 0.0) + np.zeros(part.shape)
 
 
 @dataclass(frozen=True)
-class Pause(Delay):
-    probability: float = 0.25
-    amount: float = 2.0
-
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        return np.where(keyed_uniform(*key, worker, step, part) < self.probability, self.amount, 0.0)
-
-
-@dataclass(frozen=True)
-class Slow(Delay):
-    """Persistently slow workers; which ones is drawn once, for each by itself, so that few workers may have none."""
-
-    fraction: float = 0.05
-    factor: float = 4.0
-    since: float = 0.0
-
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
-        slow = (keyed_uniform(*key, worker) < self.fraction) & (step >= self.since)
-        return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
-
-
-@dataclass(frozen=True)
-class Measured(Delay):
+class Measured:
     """Delays of whole steps that were measured, all equally likely; a step's first part has all of its delay."""
 
     amounts: tuple[float, ...]
 
-    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
+    def __call__(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         drawn = keyed_integer(len(self.amounts), *key, worker, step)
         return np.where(part == 0, np.array(self.amounts)[drawn], 0.0)
 
@@ -154,7 +122,7 @@ class DelayModel:
         shape = np.broadcast_shapes(*(key.shape for key in keys))
         total = np.zeros(shape)
         for index, (delay, unit) in enumerate(self.terms):
-            seconds = unit * delay.units((DELAY, self.seed, index), *keys)
+            seconds = unit * delay((DELAY, self.seed, index), *keys)
             total += np.rint(seconds * _GRID) / _GRID
         return total
 
@@ -166,14 +134,14 @@ class DelayModel:
         return self.at(np.arange(workers)[:, None], step, np.arange(parts))
 
 
-_MODELS: dict[str, tuple[type[Delay], ...]] = {
-    "constant": (Constant,),
-    "exponential": (Exponential,),
-    "shifted-exponential": (Constant, Exponential),
-    "gamma": (Gamma,),
-    "lognormal": (LogNormal,),
-    "pause": (Pause,),
-    "slow": (Slow,),
+_MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
+    "constant": (_constant,),
+    "exponential": (_exponential,),
+    "shifted-exponential": (_constant, _exponential),
+    "gamma": (_gamma,),
+    "lognormal": (_lognormal,),
+    "pause": (_pause,),
+    "slow": (_slow,),
 }
 _PROBABILITIES = ("probability", "fraction")
 
@@ -199,19 +167,20 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
     if name not in _MODELS:
         raise UserError(f"delays: no model {name!r} in {text!r}{suggest(name, _MODELS)}")
     kinds = _MODELS[name]
-    allowed = [field.name for field in fields(kinds[0])] if len(kinds) == 1 else []  # type: ignore[arg-type]
+    allowed = [*signature(kinds[0]).parameters][4:] if len(kinds) == 1 else []
     given = [_number(word, term) for word in re.split("[x,]", parameters)] if parameters is not None else []
     if len(given) > len(allowed):
         known = f"{name} takes {', '.join(allowed)}" if allowed else f"{name} takes none"
         raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
-    for key, value in zip(allowed, given, strict=False):
+    values = dict(zip(allowed, given, strict=False))
+    for key, value in values.items():
         if key in _PROBABILITIES and value > 1:
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             needed = "above 0" if key == "shape" else "1 or more"
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is {needed}")
     scale = unit if seconds is None else _number(seconds, term)
-    return [(kind(*given), scale) for kind in kinds]
+    return [(partial(kind, **values), scale) for kind in kinds]
 
 
 def _number(word: str, term: str) -> float:
@@ -222,12 +191,3 @@ def _number(word: str, term: str) -> float:
     if not 0 <= value < math.inf:
         raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")
     return value
-
-
-@cache
-def _drop_compute_noise() -> tuple[F64, F64]:
-    # The cumulative distribution of m = 1..999, and m over its mean.
-    m = np.arange(1, 1000, dtype=np.float64)
-    weights = np.exp(-((np.log(m) - 4) ** 2) / 2) / m
-    weights /= weights.sum()
-    return np.cumsum(weights), m / (weights @ m)

@@ -4,10 +4,10 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ from ...text import listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import NativeAllReduce, over
 from ..base import Work
-from ..connection import Connection, Elapsed, Span, connect, shuffled, typical
+from ..connection import Elapsed, Span, connect, shuffled, typical
 from ..groups import Group, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))  # sizes in bytes that are timed by default: 4 KiB to 16 MiB
@@ -51,10 +51,6 @@ class Record:
         """Bytes a second and rank that an algorithm without waste would move: 2 (P - 1) / P of the bytes."""
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.median_s
 
-    def as_dict(self) -> dict[str, Any]:
-        grid = None if self.grid is None else list(self.grid)
-        return {**asdict(self), "grid": grid, "samples_s": list(self.samples_s)}
-
 
 def bench_allreduce(
     sizes: Sequence[int] = SIZES,
@@ -79,65 +75,47 @@ def bench_allreduce(
         raise UserError("bench allreduce: one rank has nothing to sum; start it on several, such as with --workers 4")
     if any(size < 4 or size % 4 for size in sizes):
         raise UserError(f"sizes {listed(sizes)}: give multiples of 4 bytes")
+    grids = {name: grid if name.partition(":")[0] in GRIDS else None for name in algorithms}
     for name in algorithms:
         if name not in ("auto", "native"):
-            parse_algorithm(name, caller.size, grid if name.partition(":")[0] in GRIDS else None)
-    connection = connect(caller, streams=streams)
-    try:
-        return _bench(connection, sizes, algorithms, grid, profile, repetitions, caller)
-    finally:
-        connection.close()
-
-
-def _bench(
-    connection: Connection,
-    sizes: Sequence[int],
-    algorithms: Sequence[str],
-    grid: tuple[int, int] | None,
-    profile: Path | None,
-    repetitions: int,
-    caller: Group,
-) -> list[Record]:
-    named = {
-        name: over(connection, name, grid if name.partition(":")[0] in GRIDS else None, profile)
-        for name in algorithms
-        if name != "native"
-    }
-    starts = [(name, named[name].start if name in named else NativeAllReduce(caller).start) for name in algorithms]
+            parse_algorithm(name, caller.size, grids[name])
     records = []
-    for size in sizes:
-        rows, busy = [], defaultdict[str, list[float]](list)
-        for turn in range(repetitions + 1):
-            row = [Span(0.0, 0.0)] * len(starts)
-            for index in shuffled(range(len(starts)), turn):
-                name, start = starts[index]
-                tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
-                row[index] = connection.clock.span(partial(_sum, start, tensor, busy[name]))
-                if not bool((tensor == connection.group.size).all()):
-                    raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
-            rows.append(row)
-        flat = connection.clock.elapsed([span for row in rows[1:] for span in row])
-        cpu = connection.slowest([statistics.median(busy[name][1:]) for name, _ in starts])
-        for i, (name, _) in enumerate(starts):
-            times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
-            median, skew, bound, _ = typical(times)
-            records.append(
-                Record(
-                    algorithm=name,
-                    bytes=size,
-                    ranks=connection.group.size,
-                    grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
-                    runs="native" if chosen is None else str(chosen),
-                    median_s=median,
-                    min_s=min(times).seconds,
-                    max_s=max(times).seconds,
-                    n=repetitions,
-                    skew_s=skew,
-                    bound_s=bound,
-                    samples_s=tuple(each.seconds for each in times),
-                    cpu_s=cpu[i],
+    with closing(connect(caller, streams=streams)) as connection:
+        named = {name: over(connection, name, grids[name], profile) for name in algorithms if name != "native"}
+        starts = [(name, named.get(name, NativeAllReduce(caller)).start) for name in algorithms]
+        for size in sizes:
+            rows, busy = [], defaultdict[str, list[float]](list)
+            for turn in range(repetitions + 1):
+                row = [Span(0.0, 0.0)] * len(starts)
+                for index in shuffled(range(len(starts)), turn):
+                    name, start = starts[index]
+                    tensor = torch.ones(size // 4, dtype=torch.int32, device=connection.engine.device)
+                    row[index] = connection.clock.span(partial(_sum, start, tensor, busy[name]))
+                    if not bool((tensor == caller.size).all()):
+                        raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {caller.rank}")
+                rows.append(row)
+            flat = connection.clock.elapsed([span for row in rows[1:] for span in row])
+            cpu = connection.slowest([statistics.median(busy[name][1:]) for name, _ in starts])
+            for i, (name, _) in enumerate(starts):
+                times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
+                median, skew, bound, _ = typical(times)
+                records.append(
+                    Record(
+                        algorithm=name,
+                        bytes=size,
+                        ranks=caller.size,
+                        grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
+                        runs="native" if chosen is None else str(chosen),
+                        median_s=median,
+                        min_s=min(times).seconds,
+                        max_s=max(times).seconds,
+                        n=repetitions,
+                        skew_s=skew,
+                        bound_s=bound,
+                        samples_s=tuple(each.seconds for each in times),
+                        cpu_s=cpu[i],
+                    )
                 )
-            )
     return records
 
 

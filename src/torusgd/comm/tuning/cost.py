@@ -134,7 +134,9 @@ def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], .
     if algorithm.algorithm in FLAT:
         return (("flat", all_reduce(topology, row, algorithm.horizontal)),)
     if algorithm.algorithm == "hierarchical":
-        half = total([reduce_scatter(topology, row, algorithm.horizontal), _to_leader(topology, row)])
+        # Until the leader has all other ranks' parts of the row's sum, or has handed them back.
+        to_leader = _fan(topology, row, messages=columns - 1, lines=topology.per_host // columns)
+        half = total([reduce_scatter(topology, row, algorithm.horizontal), to_leader])
         middle = all_reduce(topology, Axis(rows, columns, 1), algorithm.vertical)
     elif algorithm.horizontal == "doubling":  # leaves the whole sum on every rank of the row, and nothing to gather
         whole = all_reduce(topology, Axis(rows, columns, columns), algorithm.vertical)
@@ -279,8 +281,9 @@ def _round(topology: Topology, axis: Axis, distance: int, part: float) -> Cost:
 
 def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
     # One round in which a rank exchanges 1 / P of the tensor with each other rank; `lines` ranks of a host do so.
-    size = axis.size
-    ends = _ends(topology, axis)
+    size, ends = axis.size, _ends(topology, axis)
+    if size == 1:
+        return Cost()
     # Ranks of the line inside one host, this rank among them: what goes to them does not use the cards.
     members = min(size - 1, max(1, topology.per_host // (axis.stride * ends))) if ends else size
     inside, between, latency = (members - 1) / size * topology.inside.beta, 0.0, topology.inside.alpha
@@ -291,10 +294,3 @@ def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
         # Each connection carries 1 / P: together they fill a link that one of them can't.
         between, latency = max((size - members) / size * beta, topology.stream / size), topology.between.alpha
     return Cost(latency, messages * topology.message, max(inside, between), inside, between)
-
-
-def _to_leader(topology: Topology, row: Axis) -> Cost:
-    # The cost until the first rank of a row has all other ranks' parts of its sum, or has handed them back.
-    if row.size == 1:
-        return Cost()
-    return _fan(topology, row, messages=row.size - 1, lines=topology.per_host // row.size)

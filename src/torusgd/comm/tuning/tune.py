@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 
 from ...errors import UserError
 from ..algorithms import Algorithm, Message, Round, usual_chunks
-from ..base import Work
 from ..connection import Connection, Elapsed, Span, connect, hosts_of, ranks_a_core, shuffled, typical
 from ..groups import Group, group_of
 from .cost import rank_candidates
@@ -250,7 +249,6 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
-Start = Callable[[torch.Tensor], Work]
 # number of tasks of a timing of crowding, some 100 ms on one core
 _TASKS = 4
 # number of all-reduces among a computation, so that their cost stands out from the noise
@@ -276,17 +274,23 @@ class _Task:
         torch.set_num_threads(before)
 
 
+def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -> float:
+    # Seconds of the slowest rank for so many tasks on this one, the same number everywhere.
+    return connection.clock.elapsed([connection.clock.span(partial(run, tasks))])[0].seconds
+
+
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
-    counts = sorted({*(1 << power for power in range(connection.group.size.bit_length())), connection.group.size})
-    task = _Task(connection.engine.device, images=32)
+    group, device = connection.group, connection.engine.device
+    counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
+    task = _Task(device, images=32)
     task.run(_TASKS)  # warms up
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
-    turns = [[_compute(connection, task, _TASKS, count) for count in counts] for _ in range(repetitions)]
+    tasks = [_TASKS if group.rank < count else 0 for count in counts]
+    turns = [[_slowest(connection, task.run, mine) for mine in tasks] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
-    on_cores = connection.engine.device.type == "cpu"
-    least = [max(1.0, ranks_a_core(connection.group, count) if on_cores else 0.0) for count in counts]
+    least = [max(1.0, ranks_a_core(group, count) if device.type == "cpu" else 0.0) for count in counts]
     pairs = zip(counts[1:], ratios[1:], least[1:], strict=True)
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
@@ -298,57 +302,33 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     # share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
     # with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
     # computations without, with and between all-reduces in turn, 1 to 9 of each.
-    task = _Task(connection.engine.device, images=4)
-    device = connection.engine.device
-    tensors = [torch.zeros(max(1, size // 4), dtype=torch.int32, device=device) for _ in range(_MESSAGES)]
-    start: Start = partial(connection.engine.run, algorithm=algorithm)
-    _between(connection, start, tensors, task, _MESSAGES)
-    # The least of three: a pause of the machine in the only one would make all that follows as much longer.
-    at_once = min(_beside(connection, start, tensors, task, 0) for _ in range(3))
-    one = _compute(connection, task, _MESSAGES, connection.group.size) / _MESSAGES
-    # Twice as long as the messages take at once, so that the second half of the computation still hides the last one.
-    tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
-    rows: list[tuple[float, float, float]] = []
-    while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
-        alone = _compute(connection, task, tasks, connection.group.size)
-        beside, between = (run(connection, start, tensors, task, tasks) for run in (_beside, _between))
-        rows.append((alone, beside, between))
-    alone, beside, between = (statistics.median(column) for column in zip(*rows, strict=True))
-    hidden, waited = (max(0.0, added - alone) / _MESSAGES for added in (beside, between))
-    return InStep(size=size, hidden=hidden, waited=waited)
+    task, tensors = _Task(connection.engine.device, images=4), [connection.zeros(size) for _ in range(_MESSAGES)]
+    start, slowest = partial(connection.engine.run, algorithm=algorithm), partial(_slowest, connection)
 
-
-def _slowest(connection: Connection, run: Callable[[], object]) -> float:
-    # Seconds of the slowest rank, the same number everywhere.
-    return connection.clock.elapsed([connection.clock.span(run)])[0].seconds
-
-
-def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
-    # Seconds of so many tasks on the first `count` ranks.
-    return _slowest(connection, lambda: task.run(tasks if connection.group.rank < count else 0))
-
-
-def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    # Seconds of so many tasks and all-reduces that begin during the first half.
-    before_each = tasks // 2 // len(tensors)
-
-    def compute() -> None:
-        sent = []
+    def beside(tasks: int) -> None:
+        # All-reduces begin during the first half of the tasks.
+        sent, before_each = [], tasks // 2 // _MESSAGES
         for tensor in tensors:
             task.run(before_each)
             sent.append(start(tensor))
-        task.run(tasks - len(tensors) * before_each)
+        task.run(tasks - _MESSAGES * before_each)
         for message in sent:
             message.wait()
 
-    return _slowest(connection, compute)
-
-
-def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
-    # Seconds of as many tasks before each all-reduce, which is waited for.
-    def compute() -> None:
+    def between(tasks: int) -> None:
         for tensor in tensors:
-            task.run(tasks // len(tensors))
+            task.run(tasks // _MESSAGES)
             start(tensor).wait()
 
-    return _slowest(connection, compute)
+    slowest(between, _MESSAGES)  # warms up
+    # The least of three: a pause of the machine in the only one would make all that follows as much longer.
+    at_once = min(slowest(beside, 0) for _ in range(3))
+    one = slowest(task.run, _MESSAGES) / _MESSAGES
+    # Twice as long as the messages take at once, so that the second half of the computation still hides the last one.
+    tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
+    rows: list[list[float]] = []
+    while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
+        rows.append([slowest(run, tasks) for run in (task.run, beside, between)])
+    alone, *added = (statistics.median(column) for column in zip(*rows, strict=True))
+    hidden, waited = (max(0.0, each - alone) / _MESSAGES for each in added)
+    return InStep(size=size, hidden=hidden, waited=waited)
