@@ -120,9 +120,7 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
         reducer.add(slots[layer, block, True], bias)
         reducer.add(slots[layer, block, False], weight)
 
-    columns = ColumnPass(
-        tail.tail, tail.parallel, world.rank, tail.groups, Precision(recipe, world.device), 0.1, 0, take_gradients
-    )
+    columns = ColumnPass(tail, Precision(recipe, world.device), 0.1, 0, take_gradients)
     inputs, targets = torch.randn(images, WIDTH, requires_grad=True), torch.randint(WIDTH, (images,))
 
     def passes() -> None:

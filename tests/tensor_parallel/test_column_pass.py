@@ -9,13 +9,13 @@ from tests.comm.gloo_world import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torusgd.comm.groups import Group, group_of
 from torusgd.comm.groups import alone as rank_alone
-from torusgd.comm.groups import group_of
 from torusgd.precision import Precision
 from torusgd.recipe.load import load_recipe
 from torusgd.tensor_parallel.column_pass import ColumnPass, block_gradient, block_numbers, join
-from torusgd.tensor_parallel.exchange import Layout, ParallelGroups
-from torusgd.tensor_parallel.tail import ColumnTail, column_tail, cut_columns
+from torusgd.tensor_parallel.exchange import Layout
+from torusgd.tensor_parallel.tail import ColumnTail, ParallelTail, column_tail, cut_columns
 
 BLOCKS, RANKS, SMOOTHING, SEED = 8, 4, 0.1, 5
 # 12 and 10 outputs in 8 blocks are uneven.
@@ -47,18 +47,13 @@ class Recorded:
     """What a pass gave: the loss, the tail's gradients by (layer, block) in order, and the first weight's gradient."""
 
     def __init__(
-        self,
-        model: nn.Sequential,
-        how: Precision,
-        parts: tuple[int, ...] = (1, 1, 1),
-        rank: int = 0,
-        groups: ParallelGroups | None = None,
+        self, model: nn.Sequential, how: Precision, parts: tuple[int, ...] = (1, 1, 1), world: Group | None = None
     ) -> None:
         self.gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
-        self.model, self.how, self.rank = model, how, rank
         self.tail: ColumnTail = column_tail(model, BLOCKS)
-        groups = groups or ParallelGroups([], rank_alone())
-        self.passing = ColumnPass(self.tail, parts, rank, groups, how, SMOOTHING, SEED, self._take)
+        self.columns = ParallelTail(model, self.tail, parts, world or rank_alone())
+        self.model, self.how, self.rank = model, how, self.columns.groups.world.rank
+        self.passing = ColumnPass(self.columns, how, SMOOTHING, SEED, self._take)
 
     def _take(self, layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
         self.gradients.setdefault((layer, block), []).append((weight, bias))
@@ -93,8 +88,7 @@ def compare(name: str, front: bool) -> None:
         one = Recorded(model, how)
         alone.append((*one.run(owner), one.gradients))
     for parts in PARTS:
-        groups = ParallelGroups(parts, world)
-        both = Recorded(model, how, parts, rank, groups)
+        both = Recorded(model, how, parts, world)
         loss, grad = both.run(rank)
         assert torch.equal(loss, alone[rank][0]), (parts, loss, alone[rank][0])
         assert (grad.numel() > 0) == front
@@ -110,7 +104,7 @@ def compare(name: str, front: bool) -> None:
                 assert torch.equal(weight, same_weight), (parts, key)
                 assert (bias is None) == (same_bias is None)
                 assert bias is None or same_bias is None or torch.equal(bias, same_bias), (parts, key)
-        groups.close()
+        both.columns.close()
 
 
 def test_the_pass_is_the_network() -> None:

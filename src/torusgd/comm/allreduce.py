@@ -8,7 +8,7 @@ algorithm leaves after its first phases; on a torus, after the reduce-scatters o
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -52,33 +52,26 @@ class NativeAllReduce:
         pass
 
 
+@dataclass(eq=False)
 class AlgorithmAllReduce:
     """Sums by the algorithm that `choose` gives for a number of bytes, or natively if it gives None."""
 
-    def __init__(
-        self,
-        name: str,
-        connection: Connection,
-        choose: Callable[[int], Algorithm | None],
-        explanation: str,
-        profile: Profile | None = None,
-    ) -> None:
-        self.name = name
-        self.explanation = explanation
-        """one line: what runs, and why"""
-        self.profile = profile
-        """the measurements by which `auto` chooses"""
-        self.connection = connection
-        self.group = connection.group
+    name: str
+    connection: Connection
+    choose: Callable[[int], Algorithm | None]
+    explanation: str  # one line: what runs, and why
+    profile: Profile | None = None  # the measurements by which `auto` chooses
+
+    def __post_init__(self) -> None:
+        self.group = self.connection.group
         """the ranks, in a group of this all-reduce's own"""
-
-        def effective(size: int) -> Algorithm | None:
-            chosen = choose(size)
-            return None if chosen is None else connection.engine.effective(chosen)
-
         # A step starts all-reduces of the same few sizes again and again.
-        self.algorithm_for = lru_cache(1024)(effective)
+        self.algorithm_for = lru_cache(1024)(self._effective)
         """the algorithm for a tensor of so many bytes; None for the backend's own all_reduce"""
+
+    def _effective(self, size: int) -> Algorithm | None:
+        chosen = self.choose(size)
+        return None if chosen is None else self.connection.engine.effective(chosen)
 
     def start(self, tensor: torch.Tensor) -> Work:
         assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"

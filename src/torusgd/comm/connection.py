@@ -148,18 +148,25 @@ def _distance(mesh: Group) -> torch.Tensor:
     found = torch.zeros(mesh.size, 2, dtype=torch.float64, device=mesh.small_device)
     for place in range(1, mesh.size):
         is_here = machines[place] == machines[0]
+        trips = range(_TRIPS_HERE if is_here else _TRIPS)
         if mesh.rank == 0:
-            found[place] = _tensor(mesh, _offset_of(mesh, place, is_here))
+            offset, error = _offset_of(mesh, place, trips)
+            found[place] = _tensor(mesh, [0.0, 0.0] if is_here and abs(offset) <= error else [offset, error])
         elif mesh.rank == place:
-            _answer(mesh, _TRIPS_HERE if is_here else _TRIPS)
+            # All are announced before the first comes: Gloo holds a message back until then.
+            requests = [mesh.receive(_tensor(mesh, [0.0]), 0, _TAG + trip) for trip in trips]
+            for trip, request in enumerate(requests):
+                request.wait()
+                b = time.perf_counter()
+                mesh.send(_tensor(mesh, [b, time.perf_counter()]), 0, _TAG + trip).wait()
     mesh.broadcast(found)
     return found[mesh.rank]
 
 
-def _offset_of(mesh: Group, place: int, is_here: bool) -> tuple[float, float]:
+def _offset_of(mesh: Group, place: int, trips: range) -> tuple[float, float]:
     # This, the first rank's, clock minus that of another rank, and the largest error of that.
     offset, error = 0.0, float("inf")
-    for trip in range(_TRIPS_HERE if is_here else _TRIPS):
+    for trip in trips:
         answer = _tensor(mesh, [0.0, 0.0])
         pending = mesh.receive(answer, place, _TAG + trip)
         a = time.perf_counter()
@@ -169,16 +176,7 @@ def _offset_of(mesh: Group, place: int, is_here: bool) -> tuple[float, float]:
         d = time.perf_counter()
         if (d - a) - (c - b) < 2 * error:
             offset, error = ((a - b) + (d - c)) / 2, ((d - a) - (c - b)) / 2
-    return (0.0, 0.0) if is_here and abs(offset) <= error else (offset, error)
-
-
-def _answer(mesh: Group, trips: int) -> None:
-    # All are announced before the first comes: Gloo holds a message back until then.
-    requests = [mesh.receive(_tensor(mesh, [0.0]), 0, _TAG + trip) for trip in range(trips)]
-    for trip, request in enumerate(requests):
-        request.wait()
-        b = time.perf_counter()
-        mesh.send(_tensor(mesh, [b, time.perf_counter()]), 0, _TAG + trip).wait()
+    return offset, error
 
 
 def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -6,7 +6,7 @@ from the order of calls, the round and the chunk. CUDA tensors travel by way of 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -142,19 +142,14 @@ class GlooEngine(Engine):
 
     def __init__(self, group: Group, further: Sequence[Group] = ()) -> None:
         self._group, self._streams = group, (group, *further)
-        self._schedules: dict[tuple[Algorithm, int], list[_Turn]] = {}
+        self._turns = lru_cache(_MOST_SCHEDULES)(lambda algorithm, length: _weave(algorithm.rounds(group.rank, length)))
         self._started = 0
         self._lanes = [start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:
             return self._group.start_backend_all_reduce(tensor)
-        key = algorithm, tensor.numel()
-        if key not in self._schedules:
-            if len(self._schedules) == _MOST_SCHEDULES:
-                self._schedules.clear()
-            self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
-        return self._start(tensor, self._schedules[key])
+        return self._start(tensor, self._turns(algorithm, tensor.numel()))
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
         return self._start(tensor, _weave([rounds]))

@@ -98,9 +98,6 @@ class DeviceGradientSum(IntegerGradientSum):
         self.write_mean(out, loss_scale=1.0)
         self.load_state(self._pending)
 
-    def set_maxima(self, maxima: Tensor) -> None:
-        self.load_state(maxima.double() * self._addends)
-
     def load_state(self, state: Tensor) -> None:
         """Takes back the bounds that `state` gave, where a captured verdict reads and writes them."""
         self._bounds.copy_(state)

@@ -198,10 +198,7 @@ class _NarrowHook(Hook):
                 for slot in status.nonfinite:
                     mean.split(numels)[slot].fill_(torch.nan)
                 return buffer.copy_(mean)
-        return self._sum_anew(total, numels, buffer)
-
-    def _sum_anew(self, total: FloatGradientSum, numels: tuple[int, ...], buffer: Tensor) -> Tensor:
-        # Puts the mean into the buffer without a scale from the last step, and agrees on one for the next.
+        # Without a scale from the last step, and ranks agree on one for the next.
         maxima = torch.stack([gradient.abs().max() for gradient in buffer.split(numels)]).float()
         agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
         self._repairs.all_reduce(agreed, maximum=True)
@@ -336,18 +333,14 @@ class _ExactHook(Hook):
         self._arrived.append(_Arrived(future, bucket.buffer(), gradients))
         if bucket.is_last():
             self._agree()
-        if not self._total.needs_measure:
-            self._start()
+        for each in self._arrived if not self._total.needs_measure else ():
+            if each.work is None:
+                each.message = torch.cat([self._total.message(slot) for slot in each.gradients])
+                each.work = self.allreduce.start(each.message)
         if bucket.is_last():
             sent, self._arrived = self._arrived, []
             self._jobs.put(([each.future for each in sent], lambda: self._receive(sent)))
         return future
-
-    def _start(self) -> None:
-        for each in self._arrived:
-            if each.work is None:
-                each.message = torch.cat([self._total.message(slot) for slot in each.gradients])
-                each.work = self.allreduce.start(each.message)
 
     def _receive(self, sent: "list[_Arrived]") -> list[Tensor]:
         # Puts the means into the buckets' buffers.

@@ -71,20 +71,16 @@ class FloatGradientSum(GradientSum):
 
     def message(self, bucket: int) -> Tensor:
         """float32 [length], or the wire's dtype [length + 3]: the sums, the bound, non-finite count, underflow."""
-        b = self.buckets[bucket]
-        for slot in range(b.first, b.stop):
-            if not self._filled[slot]:
-                self._views[slot].zero_()
+        message = super().message(bucket)
         if not self._is_scaled:
-            return self._totals[bucket]
-        message, scale, bound = self._messages[bucket], self._scales[bucket], self._local[bucket]
-        torch.mul(self._totals[bucket], scale, out=self._totals[bucket])
-        message[: b.length].copy_(self._totals[bucket])
-        lost = (self._totals[bucket].count_nonzero() - message[: b.length].count_nonzero()) / max(b.length, 1)
-        finite = bound.isfinite()
-        message[b.length] = torch.where(finite, bound * scale, 0.0).clamp(max=FLOAT16_MAX)
-        message[b.length + 1] = (~finite).to(message.dtype)
-        message[b.length + 2] = lost
+            return message
+        total, scale, bound = self._totals[bucket], self._scales[bucket], self._local[bucket]
+        payload, finite = message[: len(total)], bound.isfinite()
+        payload.copy_(torch.mul(total, scale, out=total))
+        lost = (total.count_nonzero() - payload.count_nonzero()) / max(len(total), 1)
+        message[-3] = torch.where(finite, bound * scale, 0.0).clamp(max=FLOAT16_MAX)
+        message[-2] = (~finite).to(message.dtype)
+        message[-1] = lost
         return message
 
     def trailers(self) -> Tensor:
@@ -100,7 +96,13 @@ class FloatGradientSum(GradientSum):
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
         if trailers is not None:
-            return self._finish_by_trailers(trailers)
+            # No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding.
+            slots, count = len(self._views), len(self.buckets)
+            reach, bad, self._pending, lost = trailers.double().split([slots, slots, count, count])
+            beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
+            if not self._is_scaled:
+                return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]), self._lossless)
+            return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.float().mean())
         views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
         bad = ~_largest(views).isfinite()
         if not self._is_scaled:
@@ -114,16 +116,6 @@ class FloatGradientSum(GradientSum):
         overflow[self._firsts] = (is_bad & ~was_bad) | ~ends[:, 0].isfinite()
         return SumStatus(torch.stack([overflow, bad & was_bad[self._bucket_of]]), ends[:, 2].float().mean())
 
-    def _finish_by_trailers(self, trailers: Tensor) -> SumStatus:
-        # No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding.
-        slots, count = len(self._views), len(self.buckets)
-        reach, bad, bounds, lost = trailers.split([slots, slots, count, count])
-        self._pending = bounds.to(torch.float64)
-        beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
-        if not self._is_scaled:
-            return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]), self._lossless)
-        return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.mean())
-
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32)
         for index, b in enumerate(self.buckets):
@@ -136,11 +128,6 @@ class FloatGradientSum(GradientSum):
 
     def scratch(self, bucket: int) -> Tensor:
         return self._totals[bucket]
-
-    def set_maxima(self, maxima: Tensor) -> None:
-        tops = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
-        self._bounds = tops.to(torch.float64) * self._addends
-        self._take_scales()
 
     def state(self) -> Tensor:
         """float64 [slots]: the bound of each bucket, spread over its slots so that buckets may differ on resume."""

@@ -65,6 +65,10 @@ class GradientSum(Protocol):
 
     buckets: Sequence[Bucket]
     needs_measure: bool  # no scale is known yet: the maxima must be measured before the first sum
+    _addends: int
+    _messages: list[Tensor]
+    _views: list[Tensor]  # of each slot, where its sum is
+    _filled: list[bool]  # whether a slot has an addend
 
     def clear(self) -> None:
         """Begins a step: all sums are zero."""
@@ -77,6 +81,11 @@ class GradientSum(Protocol):
 
     def message(self, bucket: int) -> Tensor:
         """1-D: payload and trailer, to be summed over ranks in place."""
+        b = self.buckets[bucket]
+        for slot in range(b.first, b.stop):
+            if not self._filled[slot]:
+                self._views[slot].zero_()
+        return self._messages[bucket]
 
     def payload(self, bucket: int) -> Tensor:
         """1-D [length], instead of `message`: the sums alone, of which a rank may take back a shard only."""
@@ -96,6 +105,7 @@ class GradientSum(Protocol):
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scales from the measured maximum of each of all slots over all virtual workers: float32 [slots]."""
+        self.load_state(maxima.double() * self._addends)
 
     def state(self) -> Tensor:
         """float64 [slots]: all that the next step needs of this one."""
@@ -219,14 +229,6 @@ class IntegerGradientSum(GradientSum):
         self._low[b.first : b.stop].zero_()
         self._high[b.first : b.stop].zero_()
 
-    def message(self, bucket: int) -> Tensor:
-        """Integers [length + 2 * slots of the bucket + 2]: the sums, the bounds, the counts."""
-        b = self.buckets[bucket]
-        for slot in range(b.first, b.stop):
-            if not self._filled[slot]:
-                self._views[slot].zero_()
-        return self._messages[bucket]
-
     def trailers(self) -> Tensor:
         """Integers [2 * all slots + 2]: bounds and counts; zero for slots that are summed on other ranks."""
         rows = torch.zeros(2, len(self._bounds), dtype=self._dtype, device=self._bounds.device)
@@ -257,10 +259,6 @@ class IntegerGradientSum(GradientSum):
         """The memory of the sums as float32, or of int64 the first half of it."""
         length = self.buckets[bucket].length
         return self._messages[bucket][:length].view(torch.float32)[:length]
-
-    def set_maxima(self, maxima: Tensor) -> None:
-        self._bounds = maxima.to(torch.float64) * self._addends
-        self._take_scales()
 
     def state(self) -> Tensor:
         """float64 [all slots]: a bound of sum max|g| over virtual workers in the last accepted step."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -324,18 +325,15 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
 def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) -> list[RemovableHandle]:
     """Hands each parameter's (or leaf's, one a slot) gradient to the reducer as soon as autograd has it."""
 
-    def hook(slot: int) -> Callable[[Tensor], None]:
+    def take(slot: int, leaf: Tensor) -> None:
         # Gradient 3: autograd has a parameter's gradient; once added it is dropped, so that one copy is in memory.
-        def take(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            reducer.add(slot, leaf.grad)
-            leaf.grad = None
-
-        return take
+        assert leaf.grad is not None
+        reducer.add(slot, leaf.grad)
+        leaf.grad = None
 
     held = reducer.layout.held
     return [
-        leaf.register_post_accumulate_grad_hook(hook(number))
+        leaf.register_post_accumulate_grad_hook(partial(take, number))
         for number, (slot, leaf) in enumerate(zip(held, leaves or [slot.tensor for slot in held], strict=True))
         if slot.layer is None
     ]
@@ -373,10 +371,7 @@ class BucketRebuild:
             return ""
         # The quickest of a rank's steps, which no pause has touched, and of the ranks the slowest, whom all wait for.
         self._world.all_reduce(self._ready, maximum=True)
-        return self._rebuild(profile, self._ready.tolist())
-
-    def _rebuild(self, profile: Profile, times: list[float]) -> str:
-        layout = self._reducer.layout
+        times, layout = self._ready.tolist(), self._reducer.layout
         # Buckets of column blocks stay as they are; their slots come first.
         columns = [b for b in layout.buckets if layout.held[b.first].layer is not None]
         offset = len(layout.held) - len(self._slots)

@@ -2,8 +2,9 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,7 +100,9 @@ class ShardedUpdate:
         self._gather = WeightGather(model, self._reducer)
         self._may_redo = wire is not None
         self._is_accumulating = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._take, slot)) for slot, p in enumerate(self._parameters)
+        ]
         self._begin()
 
     @contextmanager
@@ -195,24 +198,21 @@ class ShardedUpdate:
         self._reducer.end_worker()
         self._is_open, self._sent = False, [False] * len(self._parameters)
 
-    def _make_hook(self, slot: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            # Without a scale yet nothing can be added: `reduce` measures the gradients and then calls `_add_gradients`.
-            if self._is_accumulating or self._reducer.sum.needs_measure:
-                return
-            if self._sent[slot]:
-                raise UserError(
-                    f"{self._reducer.names[slot]}: a second backward pass before step(): put all but the last under "
-                    "`with update.no_sync():`"
-                )
-            self._gather.wait()  # new weights travel in the memory of the sums
-            assert parameter.grad is not None
-            self._reducer.add(slot, parameter.grad)
-            self._sent[slot] = True
-            if not self._may_redo:
-                parameter.grad = None
-
-        return hook
+    def _take(self, slot: int, parameter: Tensor) -> None:
+        # Without a scale yet nothing can be added: `reduce` measures the gradients and then calls `_add_gradients`.
+        if self._is_accumulating or self._reducer.sum.needs_measure:
+            return
+        if self._sent[slot]:
+            raise UserError(
+                f"{self._reducer.names[slot]}: a second backward pass before step(): put all but the last under "
+                "`with update.no_sync():`"
+            )
+        self._gather.wait()  # new weights travel in the memory of the sums
+        assert parameter.grad is not None
+        self._reducer.add(slot, parameter.grad)
+        self._sent[slot] = True
+        if not self._may_redo:
+            parameter.grad = None
 
 
 def _is_whole(value: Any, parameter: Tensor) -> bool:

@@ -12,12 +12,12 @@ two at a tensor's end, so that a slice would not be updated as the whole is.
 If an exact sum rounds a gradient to zero, m and v of the element decay; if v is zero, so is the update.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from ..errors import UserError
 from ..scalars import power
@@ -35,7 +35,7 @@ class AdamW(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float,
         momentum: float = 0.9,
         beta2: float = 0.999,
@@ -47,7 +47,16 @@ class AdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
-        _check(group)
+        for key in ("lr", "weight_decay"):
+            if not 0 <= group[key] < float("inf"):
+                raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
+        for key in ("momentum", "beta2"):
+            if not 0 <= group[key] < 1:
+                raise UserError(f"{key} = {group[key]}: must be at least 0 and below 1")
+        if not 0 < group["eps"] < float("inf"):
+            raise UserError(
+                f"eps = {group['eps']}: must be above 0, or an element without a gradient is divided by zero"
+            )
         add_param_group(self, group)
 
     @torch.no_grad()
@@ -92,7 +101,7 @@ class Lamb(AdamW):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float,
         momentum: float = 0.9,
         beta2: float = 0.999,
@@ -114,14 +123,3 @@ class Lamb(AdamW):
             rates = (group["lr"] * ratios).tolist()
         for param, direction, rate in zip(params, directions, rates, strict=True):
             param.sub_(direction.mul_(rate))
-
-
-def _check(group: dict[str, Any]) -> None:
-    for key in ("lr", "weight_decay"):
-        if not 0 <= group[key] < float("inf"):
-            raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
-    for key in ("momentum", "beta2"):
-        if not 0 <= group[key] < 1:
-            raise UserError(f"{key} = {group[key]}: must be at least 0 and below 1")
-    if not 0 < group["eps"] < float("inf"):
-        raise UserError(f"eps = {group['eps']}: must be above 0, or an element without a gradient is divided by zero")

@@ -12,14 +12,14 @@ Norms are taken by blocks (`torusgd.optim.norms`) and the update is elementwise,
 block edges ends with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from ..errors import UserError
 from .norms import layer_norms
@@ -100,7 +100,7 @@ class Lars(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -119,7 +119,18 @@ class Lars(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
-        _check(group)
+        variant = group["variant"]
+        if variant not in VARIANTS:
+            raise UserError(f"variant = {variant!r}: no LARS variant; one of {', '.join(VARIANTS)}")
+        for key in ("lr", "momentum", "weight_decay", "eps"):
+            if not 0 <= group[key] < float("inf"):
+                raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
+        if group["momentum"] >= 1:
+            raise UserError(f"momentum = {group['momentum']}: must be below 1")
+        if group["trust"] is not None and not 0 < group["trust"] < float("inf"):
+            raise UserError(f"trust = {group['trust']}: must be above 0, or None for the plain rate")
+        if group["eps"] > 0 and not VARIANTS[variant].eps:
+            raise UserError(f"eps = {group['eps']}: variant {variant} has no epsilon; give 0 or another variant")
         if group["peak_lr"] is None:
             group["peak_lr"] = group["lr"]
         add_param_group(self, group)
@@ -249,18 +260,3 @@ def _fused(momentum: float, decay: float, rate_in_buffer: bool, rates: Tensor | 
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)
         part = [tensors[run] for tensors in layers]
         momentum_step(*part, lr=lr, momentum=momentum, dampening=dampening, weight_decay=decay)
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    variant = group["variant"]
-    if variant not in VARIANTS:
-        raise UserError(f"variant = {variant!r}: no LARS variant; one of {', '.join(VARIANTS)}")
-    for key in ("lr", "momentum", "weight_decay", "eps"):
-        if not 0 <= group[key] < float("inf"):
-            raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
-    if group["momentum"] >= 1:
-        raise UserError(f"momentum = {group['momentum']}: must be below 1")
-    if group["trust"] is not None and not 0 < group["trust"] < float("inf"):
-        raise UserError(f"trust = {group['trust']}: must be above 0, or None for the plain rate")
-    if group["eps"] > 0 and not VARIANTS[variant].eps:
-        raise UserError(f"eps = {group['eps']}: variant {variant} has no epsilon; give 0 or another variant")

@@ -112,16 +112,14 @@ class SharedTail(ForwardBackward):
         self, recipe: Recipe, state: StepState, tail: ParallelTail, world: Group, order: Context = nullcontext
     ) -> None:
         self._recipe, self._state, self._front, self._world, self._order = recipe, state, tail.tail.front, world, order
-        slots, add, smoothing = tail.held_slots(), state.reducer.add, recipe.label_smoothing
+        slots, add = tail.held_slots(), state.reducer.add
 
         def take(layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
                 add(slots[layer, block, True], bias)
             add(slots[layer, block, False], weight)
 
-        self._columns = ColumnPass(
-            tail.tail, tail.parallel, world.rank, tail.groups, state.precision, smoothing, recipe.seed, take
-        )
+        self._columns = ColumnPass(tail, state.precision, recipe.label_smoothing, recipe.seed, take)
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         device, precision = self._world.device, self._state.precision

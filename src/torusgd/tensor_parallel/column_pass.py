@@ -6,8 +6,9 @@ kernel sees is that of one virtual worker and one column block, in memory of its
 as a tree over column blocks: so the bits are the same for any number of ranks in a group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,12 @@ from .exchange import (
     ActivationBlock,
     ActivationBlocks,
     Exchange,
-    Layout,
-    ParallelGroups,
     Transfer,
     join_columns,
     sum_in_tree,
     sum_partials,
 )
-from .tail import ColumnLayer, ColumnTail
+from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
 
@@ -109,26 +108,13 @@ class ColumnPass:
     that of the labels, `seed` the recipe's.
     """
 
-    def __init__(
-        self,
-        tail: ColumnTail,
-        parallel: Sequence[int],
-        rank: int,
-        groups: ParallelGroups,
-        precision: Precision,
-        smoothing: float,
-        seed: int,
-        sink: Sink,
-    ) -> None:
-        self._layers, self._rank, self._precision = tail.layers, rank, precision
-        self._smoothing, self._seed, self._sink = smoothing, seed, sink
-        blocks = len(tail.layers[0].blocks)
-        self.layouts = [Layout(m, blocks) for m in parallel]
-        before = [OWN, *self.layouts[:-1]]
-        self._exchanges = [Exchange(a, b, rank, groups) for a, b in zip(before, self.layouts, strict=True)]
-        last = self.layouts[-1]
-        self._to_targets = Exchange(OWN, last, rank, groups)
-        self._to_numbers = Exchange(last, last, rank, groups)
+    def __init__(self, tail: ParallelTail, precision: Precision, smoothing: float, seed: int, sink: Sink) -> None:
+        self._layers, self._layouts, self._rank = tail.tail.layers, tail.layouts, tail.groups.world.rank
+        self._precision, self._smoothing, self._seed, self._sink = precision, smoothing, seed, sink
+        pairs = pairwise([OWN, *tail.layouts])
+        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairs]
+        self._to_targets = Exchange(OWN, tail.layouts[-1], tail.groups)
+        self._to_numbers = Exchange(tail.layouts[-1], tail.layouts[-1], tail.groups)
         self._saved: list[_Saved] = []
         self._targets: Transfer | None = None
         self._labels: dict[int, Tensor] = {}
@@ -149,28 +135,26 @@ class ColumnPass:
         widths = [inputs.shape[1]]
         for number, layer in enumerate(self._layers):
             arrived = join_columns(self._exchanges[number].forward(held, widths).wait())
-            saved = self._products(layer, self.layouts[number], arrived, dtype)
-            self._saved.append(saved)
+            blocks = {block: layer.blocks[block] for block in self._layouts[number].held(self._rank)}
+            weights = {index: block.weight.to(dtype) for index, block in blocks.items()}
+            biases = {index: None if b.bias is None else b.bias.to(dtype) for index, b in blocks.items()}
+            # One product a virtual worker and block, never one for several: its bits may follow the operands' shapes.
+            products = {
+                ActivationBlock(owner, index): F.linear(x, weights[index], biases[index])
+                for owner, x in arrived.items()
+                for index in blocks
+            }
             # Dropout's key names the virtual worker, the layer and the block, never a rank: the same mask anywhere.
-            for key, product in saved.products.items():
-                saved.outputs[key] = self._elementwise(layer, product, (step, workers(key.owner), number, key.block))
-            held = {key: output.detach().to(dtype) for key, output in saved.outputs.items()}
+            outputs = {
+                key: self._elementwise(layer, product, (step, workers(key.owner), number, key.block))
+                for key, product in products.items()
+            }
+            self._saved.append(_Saved(arrived, weights, products, outputs))
+            held = {key: output.detach().to(dtype) for key, output in outputs.items()}
             widths = [block.high - block.low for block in layer.blocks]
         assert self._targets is not None
         self._labels = {owner: labels[:, 0] for owner, labels in join_columns(self._targets.wait()).items()}
         return self._losses()
-
-    def _products(self, layer: ColumnLayer, layout: Layout, inputs: dict[int, Tensor], dtype: torch.dtype) -> _Saved:
-        # One product a virtual worker and block, never one for several: its bits may depend on the operands' shapes.
-        blocks = {block: layer.blocks[block] for block in layout.held(self._rank)}
-        weights = {number: block.weight.to(dtype) for number, block in blocks.items()}
-        biases = {number: None if b.bias is None else b.bias.to(dtype) for number, b in blocks.items()}
-        products = {
-            ActivationBlock(owner, block): F.linear(x, weights[block], biases[block])
-            for owner, x in inputs.items()
-            for block in blocks
-        }
-        return _Saved(inputs, weights, products, {})
 
     def _elementwise(self, layer: ColumnLayer, product: Tensor, key: tuple[int, ...]) -> Tensor:
         if any(isinstance(module, nn.Dropout) for module in layer.after):
@@ -187,15 +171,20 @@ class ColumnPass:
             for key, logits in saved.outputs.items()
         }
         arrived = join_columns(self._to_numbers.forward(numbers, [NUMBERS] * len(layer.blocks)).wait())
-        self._joined = {}
-        for owner, rows in arrived.items():
-            by_block = rows.view(len(rows), -1, NUMBERS).transpose(0, 1).contiguous()
-            self._joined[owner] = join(by_block, layer.outputs, self._smoothing)
+        by_block = {owner: rows.view(len(rows), -1, NUMBERS).transpose(0, 1) for owner, rows in arrived.items()}
+        self._joined = {o: join(rows.contiguous(), layer.outputs, self._smoothing) for o, rows in by_block.items()}
         return self._joined[self._rank].loss
 
     def backward(self) -> None:
         """Gives the gradients to the sink, and goes back through the front's graph."""
-        gradients = self._loss_gradients()
+        layer, scale = self._layers[-1], self._precision.loss_scale
+        gradients = {
+            key: block_gradient(
+                logits.detach().float(), layer.blocks[key.block].low, self._labels[key.owner], self._joined[key.owner],
+                layer.outputs, self._smoothing, scale,
+            )
+            for key, logits in self._saved[-1].outputs.items()
+        }  # fmt: skip
         assert self._inputs is not None
         for number in reversed(range(len(self._layers))):
             layer, saved = self._layers[number], self._saved.pop()
@@ -213,15 +202,6 @@ class ColumnPass:
             self._inputs.backward(gradients[ActivationBlock(self._rank, 0)].to(self._inputs.dtype))
         self._inputs = None
 
-    def _loss_gradients(self) -> ActivationBlocks:
-        layer, scale = self._layers[-1], self._precision.loss_scale
-
-        def of(key: ActivationBlock, logits: Tensor) -> Tensor:
-            low, labels, joined = layer.blocks[key.block].low, self._labels[key.owner], self._joined[key.owner]
-            return block_gradient(logits, low, labels, joined, layer.outputs, self._smoothing, scale)
-
-        return {key: of(key, logits.detach().float()) for key, logits in self._saved[-1].outputs.items()}
-
     def _before(self, layer: ColumnLayer, saved: _Saved, key: ActivationBlock, gradient: Tensor) -> Tensor:
         # Back through the elementwise modules, to the product.
         output, product = saved.outputs.pop(key), saved.products.pop(key)
@@ -236,7 +216,7 @@ class ColumnPass:
         spans = [(b.low, b.high) for b in self._layers[number - 1].blocks] if number else [(0, inputs)]
         partials = {}
         for owner in saved.inputs:
-            blocks = self.layouts[number].held(self._rank)
+            blocks = self._layouts[number].held(self._rank)
             own = sum_in_tree(torch.mm(through[ActivationBlock(owner, b)], saved.weights[b]).float() for b in blocks)
             for block, (low, high) in enumerate(spans):
                 partials[ActivationBlock(owner, block)] = own[:, low:high]

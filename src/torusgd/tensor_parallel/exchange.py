@@ -28,6 +28,7 @@ class ActivationBlock(NamedTuple):
 
 
 ActivationBlocks = dict[ActivationBlock, Tensor]  # activations by block: tensors (images, width of the block)
+_Blocks = Sequence[tuple[int, ActivationBlock]]  # blocks, each with the rank that sends or receives it
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Transfer:
 
     work: Work | None
     received: Tensor
-    expected: Sequence[tuple[int, ActivationBlock]]
+    expected: _Blocks
     shapes: Sequence[torch.Size]
 
     def wait(self) -> list[tuple[int, ActivationBlock, Tensor]]:
@@ -128,10 +129,9 @@ class Transfer:
 class Exchange:
     """The messages between two layouts: columns forward to `target`, sums of gradients back to `source`."""
 
-    def __init__(self, source: Layout, target: Layout, rank: int, groups: ParallelGroups) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: Layout, target: Layout, groups: ParallelGroups) -> None:
         # Groups of the smaller M lie within those of the larger, so that no other rank takes part.
-        span = max(source.parallel, target.parallel)
+        span, rank = max(source.parallel, target.parallel), groups.world.rank
         self._groups, self._group = groups, groups.model_parallel(span)
         first = rank // span * span
         self._peers = range(first, first + span)
@@ -140,39 +140,31 @@ class Exchange:
 
     def forward(self, activations: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
         """Sends the activations that this rank holds in `source`: (images, widths[block]), of one dtype."""
-        images = next(iter(activations.values())).shape[0]
-        outgoing = [activations[block] for _, block in self._sent]
-        shapes = [torch.Size((images, widths[block.block])) for _, block in self._received]
-        return self._start(outgoing, self._sent, self._received, shapes)
+        return self._start(activations, self._sent, self._received, widths)
 
     def backward(self, partials: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
         """Sends this rank's addend of the gradient of each block that it has received: (images, widths[block])."""
-        outgoing = [partials[block] for _, block in self._received]
-        images = outgoing[0].shape[0]
-        shapes = [torch.Size((images, widths[block.block])) for _, block in self._sent]
-        return self._start(outgoing, self._received, self._sent, shapes)
+        return self._start(partials, self._received, self._sent, widths)
 
     def _start(
-        self,
-        outgoing: Sequence[Tensor],
-        sent: Sequence[tuple[int, ActivationBlock]],
-        expected: Sequence[tuple[int, ActivationBlock]],
-        shapes: Sequence[torch.Size],
+        self, values: Mapping[ActivationBlock, Tensor], sent: _Blocks, expected: _Blocks, widths: Sequence[int]
     ) -> Transfer:
         # One message to each peer, with all blocks for it: the lists are in the order of ranks on both sides.
-        data = torch.cat([values.reshape(-1) for values in outgoing])
+        outgoing = [values[block] for _, block in sent]
+        shapes = [torch.Size((len(outgoing[0]), widths[block.block])) for _, block in expected]
+        data = torch.cat([block.reshape(-1) for block in outgoing])
         if self._group is None or self._group.size == 1:
             return Transfer(None, data, expected, shapes)
         received = data.new_empty(sum(shape.numel() for shape in shapes))
 
-        def bytes_by_peer(blocks: Sequence[tuple[int, ActivationBlock]], numels: Sequence[int]) -> list[int]:
+        def bytes_by_peer(blocks: _Blocks, numels: Sequence[int]) -> list[int]:
             counts = dict.fromkeys(self._peers, 0)
             for (peer, _), numel in zip(blocks, numels, strict=True):
                 counts[peer] += data.element_size() * numel
             return [*counts.values()]
 
         takes = bytes_by_peer(expected, [shape.numel() for shape in shapes])
-        splits = bytes_by_peer(sent, [values.numel() for values in outgoing])
+        splits = bytes_by_peer(sent, [block.numel() for block in outgoing])
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
         return Transfer(self._groups.watch(work), received, expected, shapes)

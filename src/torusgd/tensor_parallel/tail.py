@@ -106,13 +106,23 @@ def column_tail(model: nn.Module, blocks: int) -> ColumnTail:
     for start, end in pairwise([*starts, len(modules)]):
         linear = modules[start]
         assert isinstance(linear, nn.Linear)
-        name = names[linear]
-        if linear.out_features < blocks:
+        name, outputs = names[linear], linear.out_features
+        if outputs < blocks:
             raise UserError(
-                f"column_blocks = {blocks}: layer {name} has only {linear.out_features} outputs to cut; use at most "
-                f"{linear.out_features}"
+                f"column_blocks = {blocks}: layer {name} has only {outputs} outputs to cut; use at most {outputs}"
             )
-        layers.append(_layer(name, linear, modules[start + 1 : end], blocks))
+        # Views of the network's own memory: an update of the blocks is one of the parameters.
+        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        cut = tuple(
+            Block(low, high, weight[low:high], None if bias is None else bias[low:high])
+            for low, high in cut_columns(outputs, blocks)
+        )
+        # Not in place: backward begins at the linear layer's output, which must not be overwritten.
+        after = nn.Sequential(*(copy.copy(module) for module in modules[start + 1 : end])).train()
+        for module in after:
+            if hasattr(module, "inplace"):
+                module.inplace = False  # type: ignore[assignment]
+        layers.append(ColumnLayer(name, linear.in_features, outputs, cut, after))
     return ColumnTail(front, tuple(layers))
 
 
@@ -146,21 +156,6 @@ def _trailing(modules: Sequence[nn.Module]) -> int:
     return start
 
 
-def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int) -> ColumnLayer:
-    # Views of the network's own memory: an update of the blocks is one of the parameters.
-    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
-    blocks = tuple(
-        Block(low, high, weight[low:high], None if bias is None else bias[low:high])
-        for low, high in cut_columns(linear.out_features, count)
-    )
-    # Not in place: backward begins at the linear layer's output, which must not be overwritten.
-    copies = [copy.copy(module) for module in after]
-    for module in copies:
-        if hasattr(module, "inplace"):
-            module.inplace = False  # type: ignore[assignment]
-    return ColumnLayer(name, linear.in_features, linear.out_features, blocks, nn.Sequential(*copies).train())
-
-
 class ParallelTail:
     """A network's tail, divided over groups of `parallel` ranks; its parameters take no gradients of their own."""
 
@@ -183,12 +178,23 @@ class ParallelTail:
             for is_bias in (True, False)
             if not is_bias or block.bias is not None
         ]
-        self.slots = [self._slot(*key) for key in self._order]
+        self.slots = list[Slot]()
         """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
-        # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
-        parameters = dict(model.named_parameters())
-        for slot in self.slots:
-            parameters[slot.parameter].requires_grad_(False)
+        for number, index, is_bias in self._order:
+            layer, m = tail.layers[number], parallel[number]
+            parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
+            tensor = layer.blocks[index].bias if is_bias else layer.blocks[index].weight
+            assert tensor is not None
+            slot = Slot(
+                f"{parameter} (column block {index})", parameter, tensor, parallel=m, layer=number,
+                held=index in self.layouts[number].held(world.rank),
+                # Several ranks of the largest group may hold the same block of a layer with a smaller M: the first
+                # reports.
+                is_owner=world.rank % max(parallel) < m,
+            )  # fmt: skip
+            self.slots.append(slot)
+            # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
+            model.get_parameter(parameter).requires_grad_(False)
 
     @property
     def explanation(self) -> str:
@@ -230,22 +236,6 @@ class ParallelTail:
 
     def close(self) -> None:
         self.groups.close()
-
-    def _slot(self, number: int, index: int, is_bias: bool) -> Slot:
-        layer, rank = self.tail.layers[number], self.groups.world.rank
-        parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
-        tensor = layer.blocks[index].bias if is_bias else layer.blocks[index].weight
-        assert tensor is not None
-        return Slot(
-            name=f"{parameter} (column block {index})",
-            parameter=parameter,
-            tensor=tensor,
-            parallel=self.parallel[number],
-            layer=number,
-            held=index in self.layouts[number].held(rank),
-            # Several ranks of the largest group may hold the same block of a layer with a smaller M: the first reports.
-            is_owner=rank % max(self.parallel) < self.parallel[number],
-        )
 
 
 ModelParallel = int | Literal["auto"]
