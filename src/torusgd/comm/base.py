@@ -18,12 +18,10 @@ from .algorithms import Algorithm, Round
 class LateRank:
     """A rank that has made no progress for too long, and what it did last; None: not known."""
 
-    why: str
-    """one line, such as `no heartbeat for 12 s`"""
+    why: str  # one line, such as `no heartbeat for 12 s`
     rank: int | None = None
     host: str | None = None
-    phase: str | None = None
-    """as it was given to `Liveness.progress`, such as `backward`"""
+    phase: str | None = None  # as it was given to `Liveness.progress`, such as `backward`
     step: int | None = None
 
     def __str__(self) -> str:

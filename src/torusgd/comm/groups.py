@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -330,12 +329,24 @@ class Group:
     def _connect(self, store: Store, split: tuple[Any, int] | None = None) -> ProcessGroup:
         # As `connected`, with errors that are ours, until the wait is given up.
         allow_files(self.size if self._has_gloo else 0)
-        begin = time.perf_counter()
+        begin, answer = time.perf_counter(), Future[ProcessGroup]()
+
+        def run(store: Store) -> None:
+            try:
+                answer.set_result(self.connected(store, split))
+            except RuntimeError as error:
+                answer.set_exception(error)
+
         try:
             if self._is_given_up is None:
                 return self.connected(store, split)
             own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-            return _unless(self._is_given_up, partial(self.connected, own, split))
+            # Nothing interrupts torch's rendezvous, so it runs in a thread that may be left behind, with its store.
+            threading.Thread(target=run, args=(own,), daemon=True, name="torusgd-connect").start()
+            while not wait_for([answer], _POLL_SECONDS).done:
+                if self._is_given_up():
+                    raise ConnectionLost("a rank was lost while a group was formed")
+            return answer.result()
         except RuntimeError as error:
             if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= self.timeout - SLACK:
                 raise CommTimeout(f"the {self.size} ranks of a group did not meet within {self.timeout:g} s") from error
@@ -409,24 +420,6 @@ def build(
     if nccl or not meshes:
         group.process_group = group._connect(store, split)
     return group
-
-
-def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-    # The result of `connect()`, or ConnectionLost once `is_given_up()`.
-    # Nothing interrupts torch's rendezvous, so it runs in a thread that may be left behind, with its store.
-    answer: Future[ProcessGroup] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(connect())
-        except RuntimeError as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="torusgd-connect").start()
-    while not wait_for([answer], _POLL_SECONDS).done:
-        if is_given_up():
-            raise ConnectionLost("a rank was lost while a group was formed")
-    return answer.result()
 
 
 def allow_files(size: int) -> None:

@@ -142,9 +142,7 @@ class _Enqueued(Work):
         return self._event.query()
 
 
-@cache
-def launch_order(device: torch.device) -> LaunchOrder:
-    return LaunchOrder(device)
+launch_order = cache(LaunchOrder)
 
 
 class LaneWork:

@@ -110,9 +110,7 @@ def cached_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Ten
     return _cached_table(rows, device)
 
 
-@lru_cache(maxsize=64)
-def _cached_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return table_of(rows, device)
+_cached_table = lru_cache(maxsize=64)(table_of)
 
 
 @lru_cache(maxsize=4096)

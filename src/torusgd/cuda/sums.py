@@ -2,15 +2,9 @@
 
 The integers, messages, scales and status are those of `IntegerGradientSum` and `ControlMessage`; what differs is how
 often the host calls. There each gradient is rounded when it comes, which is fastest while it is still in a cache. Here
-the gradients of a bucket wait for one another, and then one call takes them all:
+the gradients of a bucket wait for one another, and then one call takes them all.
 
-    add_gradients   rounds the gradients of a bucket and adds them to its message
-    add_bounds      adds what the message says of them: bounds, counts
-    add_statistics  adds the batch statistics and the loss of a pass to the exact sums of a step
-    verdict         whether the step may be used, the next scales, batch norm's running statistics
-    mean            the mean gradient from the summed messages
-
-None of them makes the host wait, none changes a shape, all write into memory that never moves: they may be captured in
+No operator makes the host wait or changes a shape, and all write into memory that never moves: they may be captured in
 a CUDA graph. The forms here are made of torch's own operators; `triton_kernels` has kernels with the same bits.
 """
 

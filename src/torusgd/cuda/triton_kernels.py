@@ -1,17 +1,15 @@
 """The operators of torch.ops.torusgd as Triton kernels, with the bits of their forms by torch's own operators.
 
-    add_gradients    one kernel a bucket: a gradient is read once, in its own dtype and layout, and its sum read and
-                     written once; 0.07 to 0.1 ms for a ResNet-50 by an H100's bandwidth
-    add_bounds       one kernel a bucket
-    add_statistics   one kernel
-    verdict          two: all that may refuse the step, each of whose programs can do so; then all that follows from it
-    mean             one kernel for all buckets
-    update           `_momentum`, one program a block: weights and momentum, or nothing if the step is refused; with
-                     LARS after `_block_norms` of 4,096 elements each, and `_rates`, one program a layer: the tree over
-                     its blocks' norms, and the rate that a variant of LARS makes of it
-    copy_weights     one kernel
-    look_up          one kernel. Torch's own operators take six launches there, and read and write 29 bytes for each
-                     value, where 5 would do
+Each is one kernel, those of gradients and bounds one a bucket, but for two:
+
+    verdict   two: all that may refuse the step, each of whose programs can do so; then all that follows from it
+    update    `_momentum`, one program a block: weights and momentum, or nothing if the step is refused; with LARS after
+              `_block_norms` of 4,096 elements each, and `_rates`, one program a layer: the tree over its blocks' norms,
+              and the rate that a variant of LARS makes of it
+
+`add_gradients` reads a gradient once, in its own dtype and layout, and its sum once, and writes that: 0.07 to 0.1 ms
+for a ResNet-50 by an H100's bandwidth. For `look_up` torch's own operators take six launches, and read and write 29
+bytes for each value, where 5 would do.
 
 Integer maxima and counts are atomic, which no order can change; of floats only norms are sums, which have the bits of
 `optim.norms` on a GPU: squares in float64, by lanes, then in a tree. Other float64 operations are exact but for one,

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from ..recipe import schema as recipe
 from ..scalars import power
 from .adam import AdamW, Lamb
-from .lars import Lars, Norms
-from .norms import layer_norms
+from .lars import Lars
 from .sgd import Sgd
 
 Kind = Literal["weight", "norm", "bias"]
@@ -65,14 +64,13 @@ def build_optimizer(
     model: nn.Module,
     lr: float,
     blocks: Mapping[str, Sequence[Tensor]] | None = None,
-    norms: Norms = layer_norms,
     head: Collection[str] = (),
 ) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters, in groups by weight decay, trust and rate factor.
 
     `lr` is the recipe's highest; each step sets its own (`set_hyperparameters`). `blocks` are column blocks, maybe
-    none, that this rank updates in place of the parameter of that name; `norms` gives LARS and LAMB the norms of whole
-    layers then; `head` are the tensors that depend on the number of classes, for `head_lr` and `layer_decay`.
+    none, that this rank updates in place of the parameter of that name; `head` are the tensors that depend on the
+    number of classes, for `head_lr` and `layer_decay`.
     """
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
     factors = rate_factors(settings, model, head)
@@ -96,11 +94,10 @@ def build_optimizer(
     if settings.name == "sgd":
         return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
     if settings.name == "lars":
-        eps, variant = settings.eps, settings.variant
-        return Lars(described, lr=lr, momentum=settings.momentum, eps=eps, variant=variant, norms=norms)
+        return Lars(described, lr=lr, momentum=settings.momentum, eps=settings.eps, variant=settings.variant)
     if settings.name == "adamw":
         return AdamW(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-8)
-    return Lamb(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-6, norms=norms)
+    return Lamb(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-6)
 
 
 def _layer(name: str) -> str:

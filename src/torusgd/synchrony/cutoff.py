@@ -86,25 +86,20 @@ class MovingAverage:
         # If a worker was left out for long its mean is made of draws alone: its first time replaces them.
         is_new = is_seen & (self.unseen >= _FORGOTTEN / self._weight)
         self.unseen = np.where(is_seen, 0, self.unseen + 1)
-        seconds = self._imputed(seconds, cutoff)
+        if not is_seen.all():
+            deviation = self._deviation()
+            chances = keyed_uniform(CUTOFF, self._seed, self._steps, -1, np.arange(len(seconds)))
+            # For each worker that was left out a draw of the prediction beyond the cutoff: the inverse of the
+            # distribution function above the cutoff only, a truncated normal draw.
+            arrived = _below((cutoff - self._mean) / deviation)
+            beyond = self._mean + deviation * _inverse(np.clip(arrived + chances * (1 - arrived), _SURE, 1 - _SURE))
+            seconds = np.where(is_seen, seconds, np.maximum(beyond, cutoff))
         # An average of all observations until there are 1 / weight of them, so that the first has no greater weight.
         self._steps += 1
         weight = np.where(is_new, 1.0, max(self._weight, 1 / self._steps))
         change = seconds - self._mean
         self._mean = self._mean + weight * change
         self._variance = (1 - weight) * (self._variance + weight * change**2)
-
-    def _imputed(self, seconds: F64, cutoff: float) -> F64:
-        left_out = np.isnan(seconds)
-        if not left_out.any():
-            return seconds
-        deviation = self._deviation()
-        chances = keyed_uniform(CUTOFF, self._seed, self._steps, -1, np.arange(len(seconds)))
-        # For each worker that was left out a draw of the prediction beyond the cutoff: the inverse of the distribution
-        # function above the cutoff only, a truncated normal draw.
-        arrived = _below((cutoff - self._mean) / deviation)
-        beyond = self._mean + deviation * _inverse(np.clip(arrived + chances * (1 - arrived), _SURE, 1 - _SURE))
-        return np.where(left_out, np.maximum(beyond, cutoff), seconds)
 
     def _deviation(self) -> F64:
         # At least a thousandth of the mean, for the first step has no spread yet.
@@ -134,14 +129,13 @@ def with_counts(times: F64, choose: Choice) -> CutoffRun:
     return CutoffRun(counts, seconds)
 
 
-def with_predictor(times: F64, predictor: Predictor, draws: int = 64) -> CutoffRun:
+def with_predictor(times: F64, predictor: Predictor) -> CutoffRun:
     """The run of a predictor on known times, which learns those within its cutoffs; the first step waits for all."""
-    counts: list[int] = []
-    seconds: list[float] = []
+    chosen: list[tuple[int, float]] = []
     for row in times:
-        count = best_cutoff(expected_order(predictor.samples(draws))) if counts else len(row)
+        count = best_cutoff(expected_order(predictor.samples(64))) if chosen else len(row)
         cutoff = float(np.sort(row)[count - 1])
         predictor.observe(np.where(row <= cutoff, row, np.nan), cutoff)
-        counts.append(count)
-        seconds.append(cutoff)
+        chosen.append((count, cutoff))
+    counts, seconds = zip(*chosen, strict=True)
     return CutoffRun(np.array(counts, dtype=np.int64), np.array(seconds))

@@ -34,10 +34,8 @@ class Threshold:
     """A threshold and its effect on the times by which it was chosen."""
 
     seconds: float
-    dropped: float
-    """fraction of the micro-batches that are left out"""
-    gain: float
-    """micro-batches a second, over those without a threshold, minus 1"""
+    dropped: float  # fraction of the micro-batches that are left out
+    gain: float  # micro-batches a second, over those without a threshold, minus 1
 
 
 def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
@@ -145,9 +143,10 @@ class Limits:
             self._average.observe(finished, float(np.nanmax(finished)))
         if self._predictor is not None and self._predictor is not self._average:
             self._predictor.observe(finished, float(np.nanmax(finished)))
-        if self._is_measuring or self._is_learning:
-            self._measured.append(finished)
-        if len(self._measured) < self._warmup or not (self._is_measuring or self._is_learning):
+        if not (self._is_measuring or self._is_learning):
+            return None
+        self._measured.append(finished)
+        if len(self._measured) < self._warmup:
             return None
         if self._is_learning:
             self._learn()

@@ -153,13 +153,10 @@ class StateSpace:
         known = torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float()
         times = self._model.standardised(known)
         if left_out.any():
-            times = torch.where(left_out, self._beyond(times), times)
+            # A draw above the cutoff from one joint prediction: its normals, truncated there.
+            mean, deviation = (each[0].double() for each in self._model.forecast(self._window, 1, self._draws))
+            below = torch.special.ndtr((times - mean) / deviation)
+            chances = below + (1 - below) * torch.rand(len(mean), generator=self._draws, dtype=torch.float64)
+            drawn = mean + deviation * torch.special.ndtri(chances.clamp(1e-9, 1 - 1e-9))
+            times = torch.where(left_out, torch.maximum(drawn.float(), times), times)
         self._window = torch.cat([self._window, times[None]])[-WINDOW:]
-
-    def _beyond(self, limit: Tensor) -> Tensor:
-        """A draw above `limit` [n] from one joint prediction: its normals, truncated there."""
-        mean, deviation = (each[0].double() for each in self._model.forecast(self._window, 1, self._draws))
-        below = torch.special.ndtr((limit - mean) / deviation)
-        chances = below + (1 - below) * torch.rand(len(mean), generator=self._draws, dtype=torch.float64)
-        drawn = mean + deviation * torch.special.ndtri(chances.clamp(1e-9, 1 - 1e-9))
-        return torch.maximum(drawn.float(), limit)
