@@ -113,7 +113,7 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
     )
     optimizer = build_optimizer(recipe.optimizer, model, 1e-4, tail.held)
     update = Update(model, optimizer, reducer, sum_over_ranks=world.all_reduce, columns=tail)
-    slots = tail.held_slots()
+    slots = tail.held_slots
 
     def take_gradients(layer: int, block: int, weight: "Tensor", bias: "Tensor | None") -> None:
         assert bias is not None

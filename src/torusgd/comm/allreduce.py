@@ -217,26 +217,22 @@ class ShardCollectives:
 
     def start_reduce_scatter(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Sums into shards: after `wait` this rank's shard of `tensor` holds the sum over ranks, the rest anything."""
-        return self._start(tensor, stops, self._native_scatter, lambda scatter: scatter)
+        rounds = self._rounds(tensor.numel(), stops)
+        return self._start(tensor, rounds, lambda: self._native_scatter(tensor, stops))
 
     def start_all_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers shards: `tensor` holds this rank's, and after `wait` those of all."""
-        return self._start(tensor, stops, self._native_gather, mirror)
+        rounds = self._rounds(tensor.numel(), stops)
+        return self._start(tensor, rounds and mirror(rounds), lambda: self._native_gather(tensor, stops))
 
-    def _start(
-        self,
-        tensor: torch.Tensor,
-        stops: Stops,
-        native: Callable[[torch.Tensor, list[int]], Work],
-        direction: Callable[[list[Round]], list[Round]],
-    ) -> Work:
+    def _start(self, tensor: torch.Tensor, rounds: list[Round] | None, native: Callable[[], Work]) -> Work:
         assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        left, rounds = time.perf_counter(), self._rounds(tensor.numel(), stops)
+        left = time.perf_counter()
         if rounds is None or isinstance(self._allreduce, NativeAllReduce):
-            return self._watch(native(tensor, cut(0, tensor.numel(), self.size, stops)), left)
-        return self._watch(self._allreduce.connection.engine.run_rounds(tensor, direction(rounds)), left)
+            return self._watch(native(), left)
+        return self._watch(self._allreduce.connection.engine.run_rounds(tensor, rounds), left)
 
     def _algorithm(self, length: int) -> Algorithm | None:
         # The algorithm for a tensor of `length` elements; None for the backend's own collectives.
@@ -252,8 +248,8 @@ class ShardCollectives:
         algorithm = self._algorithm(length)
         return None if algorithm is None else algorithm.scatter(self.rank, length, stops)[0]
 
-    def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
-        group = self._group
+    def _native_scatter(self, tensor: torch.Tensor, stops: Stops) -> Work:
+        group, edges = self._group, cut(0, tensor.numel(), self.size, stops)
         # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
         if tensor.device.type == "cpu" or not group.has_nccl:
             return group.start_backend_all_reduce(tensor)
@@ -263,8 +259,9 @@ class ShardCollectives:
         work = group.start_reduce_scatter_single(own, padded)
         return Followed(work, lambda: tensor[low:high].copy_(own[: high - low]))
 
-    def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
+    def _native_gather(self, tensor: torch.Tensor, stops: Stops) -> Work:
         # One length for all shards: Gloo takes no others.
+        edges = cut(0, tensor.numel(), self.size, stops)
         own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
         gathered = tensor.new_empty(longest * self.size)
 

@@ -82,41 +82,26 @@ class Slot(NamedTuple):
     completed: int = 0  # index in the order of backward; the order of sending differs if wide slots are sent last
 
 
-@dataclass(frozen=True)
 class ParameterLayout:
-    """Slots over all ranks, and the buckets of those that this rank holds."""
+    """Slots over all ranks, and the buckets of those that this rank holds.
 
-    slots: tuple[Slot, ...]  # all slots in sending order, the same on every rank but for `held` and `is_owner`
-    buckets: tuple[Bucket, ...]  # buckets of the held slots, which have indices of their own
+    `slots` are all in sending order, the same on every rank but for `held` and `is_owner`; `buckets` are of the held
+    slots, which have indices of their own.
+    """
 
-    @cached_property
-    def held(self) -> tuple[Slot, ...]:
-        """The slots that this rank sums, in sending order."""
-        return tuple(slot for slot in self.slots if slot.held)
-
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """The index of each held slot among all slots."""
-        return tuple(number for number, slot in enumerate(self.slots) if slot.held)
-
-    @cached_property
-    def bucket_of(self) -> tuple[int, ...]:
-        return tuple(index for index, bucket in enumerate(self.buckets) for _ in range(bucket.first, bucket.stop))
-
-    @cached_property
-    def sections(self) -> tuple[int, ...]:
-        """The numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own."""
-        columns = sum(slot.layer is not None for slot in self.slots)
-        return tuple(count for count in (columns, len(self.slots) - columns) if count)
-
-    @cached_property
-    def is_whole(self) -> bool:
-        return len(self.held) == len(self.slots)
-
-    @cached_property
-    def parallel(self) -> tuple[int, ...]:
-        """By bucket, `Slot.parallel` of its slots, which all have the same."""
-        return tuple(self.held[bucket.first].parallel for bucket in self.buckets)
+    def __init__(self, slots: Sequence[Slot], buckets: Sequence[Bucket]) -> None:
+        self.slots, self.buckets = tuple(slots), tuple(buckets)
+        self.places = tuple(number for number, slot in enumerate(slots) if slot.held)
+        """the index of each held slot among all slots"""
+        self.held = tuple(slots[place] for place in self.places)
+        """the slots that this rank sums, in sending order"""
+        self.is_whole = len(self.held) == len(slots)
+        self.bucket_of = tuple(index for index, bucket in enumerate(buckets) for _ in bucket.numels)
+        columns = sum(slot.layer is not None for slot in slots)
+        self.sections = tuple(count for count in (columns, len(slots) - columns) if count)
+        """the numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own"""
+        self.parallel = tuple(self.held[bucket.first].parallel for bucket in buckets)
+        """by bucket, `Slot.parallel` of its slots, which all have the same"""
 
 
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
@@ -132,7 +117,7 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
             cut = plan_buckets(numels, largest(rule))
         sent = buckets[-1].stop if buckets else 0
         buckets += [bucket.moved(sent) for bucket in cut]
-    return ParameterLayout(tuple(slots), tuple(buckets))
+    return ParameterLayout(slots, buckets)
 
 
 def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:

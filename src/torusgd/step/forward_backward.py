@@ -112,7 +112,7 @@ class SharedTail(ForwardBackward):
         self, recipe: Recipe, state: StepState, tail: ParallelTail, world: Group, order: Context = nullcontext
     ) -> None:
         self._recipe, self._state, self._front, self._world, self._order = recipe, state, tail.tail.front, world, order
-        slots, add = tail.held_slots(), state.reducer.add
+        slots, add = tail.held_slots, state.reducer.add
 
         def take(layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:

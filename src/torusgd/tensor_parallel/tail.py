@@ -180,6 +180,10 @@ class ParallelTail:
         ]
         self.slots = list[Slot]()
         """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
+        self.held: dict[str, list[Tensor]] = {}
+        """the column blocks that this rank updates, by parameter"""
+        self.held_slots: dict[tuple[int, int, bool], int] = {}
+        """the index among this rank's slots by (layer, block, whether it is the bias)"""
         for number, index, is_bias in self._order:
             layer, m = tail.layers[number], parallel[number]
             parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
@@ -193,6 +197,9 @@ class ParallelTail:
                 is_owner=world.rank % max(parallel) < m,
             )  # fmt: skip
             self.slots.append(slot)
+            if slot.held:
+                self.held.setdefault(parameter, []).append(tensor)
+                self.held_slots[number, index, is_bias] = len(self.held_slots)
             # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
             model.get_parameter(parameter).requires_grad_(False)
 
@@ -200,20 +207,6 @@ class ParallelTail:
     def explanation(self) -> str:
         layers = (f"{layer.name} {m}" for layer, m in zip(self.tail.layers, self.parallel, strict=True))
         return f"column blocks {self.layouts[0].blocks}; model-parallel ranks of each layer: {', '.join(layers)}"
-
-    @property
-    def held(self) -> dict[str, list[Tensor]]:
-        """The column blocks that this rank updates, by parameter."""
-        found: dict[str, list[Tensor]] = {}
-        for slot in self.slots:
-            if slot.held:
-                found.setdefault(slot.parameter, []).append(slot.tensor)
-        return found
-
-    def held_slots(self) -> dict[tuple[int, int, bool], int]:
-        """The index among this rank's slots by (layer, block, whether it is the bias)."""
-        held = [key for key, slot in zip(self._order, self.slots, strict=True) if slot.held]
-        return {key: number for number, key in enumerate(held)}
 
     def gather(self, rows: Mapping[int, Tensor]) -> None:
         """Fills the rows of every column block, by slot index, from the ranks that hold it; every rank calls it."""
