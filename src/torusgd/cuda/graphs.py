@@ -15,9 +15,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -236,8 +236,7 @@ def _are_waited_for(device: torch.device) -> bool:
     return seen.tolist() == list(range(1, _ROUNDS + 1))
 
 
-@dataclass(frozen=True)
-class PassParts:
+class PassParts(NamedTuple):
     """What a captured pass works with; the reducer has a `DeviceGradientSum`."""
 
     network: WholeNetwork

@@ -13,7 +13,8 @@ anew from the same state, with the same bits as if nobody had run ahead.
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +92,7 @@ class GraphedUpdate:
         self._flat.update(total.going)
 
 
-@dataclass(frozen=True)
-class _Launched:
+class _Launched(NamedTuple):
     """A step that the device has been given."""
 
     step: Step

@@ -16,8 +16,7 @@ back only a shard of a sum, or not all slots, the trailers travel in a message o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,8 +34,7 @@ COUNT_BITS = 16  # of the lower value of a count, which may be beyond int32: 8,1
 _CHUNK = 1 << 17
 
 
-@dataclass(frozen=True)
-class SumReport:
+class SumReport(NamedTuple):
     """What a finished sum says, on the host; the same on every rank."""
 
     overflow: list[int]  # slots whose sum may have left the range: the step must be measured and redone
@@ -45,8 +43,7 @@ class SumReport:
     """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
 
 
-@dataclass(frozen=True)
-class SumStatus:
+class SumStatus(NamedTuple):
     """The status of a finished sum, on its device."""
 
     flags: Tensor  # bool [2, slots]: out of range, not finite

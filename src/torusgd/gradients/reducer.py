@@ -18,9 +18,8 @@ A step's life:
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +44,14 @@ T = TypeVar("T")
 MakeSum = Callable[[ParameterLayout], GradientSum]
 
 
-@dataclass(frozen=True)
-class Channel:
+class Channel(NamedTuple):
     """How the ranks that hold the same slots sum them: into whole buckets, or with `shards` into one shard each."""
 
     allreduce: AllReduce
     shards: ShardCollectives | None = None
 
 
-@dataclass(frozen=True)
-class Reduced(Generic[T]):
+class Reduced(NamedTuple, Generic[T]):
     """A step whose sums may be used, or hold inf or nan."""
 
     result: T  # of the last call of `backward`

@@ -13,9 +13,8 @@ block edges ends with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ from .sgd import add_param_group, has_gradient, momentum_buffer, momentum_step, 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """The choices in which published codes differ; the defaults are the paper's."""
 
     decay: Literal["weight_decay", "none", "premultiplied"] = "weight_decay"

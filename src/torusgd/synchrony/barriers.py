@@ -14,8 +14,8 @@ import heapq
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from ..rng import BARRIER, keyed_uniform
 from .delays import F64, DelayModel, Ints
 
 
-@dataclass(frozen=True)
-class Barrier:
+class Barrier(NamedTuple):
     """The rule by which a worker waits for others."""
 
     staleness: float  # number of steps by which it may be ahead of the workers in its sample; may be infinite
@@ -61,8 +60,7 @@ def barrier(text: str) -> Barrier:
     return Barrier(float(staleness), float(sample))
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """Workers, ascending, that pass their barriers at one virtual time, each with the steps that it has completed."""
 
     time: float
@@ -131,8 +129,7 @@ def steps_begun(workers: int, rule: Barrier, delays: DelayModel, compute: float,
     return steps
 
 
-@dataclass(frozen=True)
-class LagBounds:
+class LagBounds(NamedTuple):
     """Of the updates that a worker under PSP has not seen yet."""
 
     mean: float

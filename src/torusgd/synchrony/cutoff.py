@@ -13,9 +13,8 @@ the times of the workers that arrived, and the cutoff.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -110,8 +109,7 @@ Choice = Callable[[F64], int]
 """function from the times of n workers in a step, which only an oracle knows before, to how many it waits for"""
 
 
-@dataclass(frozen=True)
-class CutoffRun:
+class CutoffRun(NamedTuple):
     """Of each step the number of gradients, the first to arrive, and the seconds until then."""
 
     counts: Ints

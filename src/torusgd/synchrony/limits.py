@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -29,8 +29,7 @@ CANDIDATES = 200
 FIRST_CANDIDATE = 6
 
 
-@dataclass(frozen=True)
-class Threshold:
+class Threshold(NamedTuple):
     """A threshold and its effect on the times by which it was chosen."""
 
     seconds: float
@@ -172,8 +171,7 @@ class Limits:
             self._model = trained[-1]
 
 
-@dataclass(frozen=True)
-class VirtualStep:
+class VirtualStep(NamedTuple):
     """A step in virtual time, and the workers that it takes, ascending; at least one."""
 
     workers: tuple[int, ...]

@@ -7,8 +7,8 @@ as a tree over column blocks: so the bits are the same for any number of ranks i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ from .tail import ColumnLayer, ParallelTail
 NUMBERS = 4
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """The loss of a virtual worker, and the sums over all blocks that gradients need."""
 
     loss: Tensor  # float32 []: the mean over images
@@ -89,8 +88,7 @@ Sink = Callable[[int, int, Tensor, Tensor | None], None]
 """function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
-@dataclass
-class _Saved:
+class _Saved(NamedTuple):
     """The tensors of a layer's forward pass that its backward pass needs."""
 
     # by virtual worker; by block, in the dtype of the product

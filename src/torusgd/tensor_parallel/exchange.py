@@ -10,7 +10,6 @@ part-reduce in backward, as Das et al. call it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ ActivationBlocks = dict[ActivationBlock, Tensor]  # activations by block: tensor
 _Blocks = Sequence[tuple[int, ActivationBlock]]  # blocks, each with the rank that sends or receives it
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The activations that each rank holds: `parallel` consecutive ranks divide `blocks` column blocks."""
 
     parallel: int
@@ -105,8 +103,7 @@ class ParallelGroups:
             group.close()
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Activations or their gradients under way between ranks."""
 
     work: Work | None

@@ -21,9 +21,8 @@ go on at the same time: with 0 a volume is what goes one way through a node's li
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -52,8 +51,7 @@ class HasTail(Protocol):
         """A linear layer, then linear layers and elementwise modules; the same ones on every call."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A run of a linear layer's outputs, with its rows of the layer's own parameters (views)."""
 
     low: int
@@ -62,8 +60,7 @@ class Block:
     bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class ColumnLayer:
+class ColumnLayer(NamedTuple):
     """A linear layer of the model in column blocks, and the elementwise modules that follow it."""
 
     name: str
@@ -73,8 +70,7 @@ class ColumnLayer:
     after: nn.Sequential
 
 
-@dataclass(frozen=True)
-class ColumnTail:
+class ColumnTail(NamedTuple):
     """A network cut in two; the layers share their memory with the network's parameters."""
 
     front: Callable[[Tensor], Tensor]
