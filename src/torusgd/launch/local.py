@@ -88,21 +88,19 @@ class Restarts:
     """How often ranks are started again, and after what pause: as long as new checkpoints come, for ever."""
 
     def __init__(self) -> None:
-        self.total = 0
-        self.in_vain = 0  # since the last new checkpoint
+        self.total = self.in_vain = 0  # all, and those since the last new checkpoint
         self._reached = ""
         self._last_kind: FailureKind | None = None
 
     def pause(self, failure: Failure, reached: str) -> float | None:
         """Seconds to wait before the next start; None: the run ends with this failure. `reached`: `last_checkpoint`."""
         # A new checkpoint proves that the last start was worth it, and refills the budget.
-        has_progressed = reached != self._reached
-        is_same = failure.kind is self._last_kind and not has_progressed
-        self._reached, self._last_kind = reached, failure.kind
-        self.in_vain = 0 if has_progressed else self.in_vain
+        if reached != self._reached:
+            self.in_vain, self._reached, self._last_kind = 0, reached, None
         # What a disk could not read twice it will not read the third time; a lost rank is another one each time.
-        is_of_disk = failure.kind is FailureKind.DISK_ERROR
-        if self.in_vain == MAX_RESTARTS or not (failure.is_loss or (is_of_disk and not is_same)):
+        is_again, self._last_kind = failure.kind is self._last_kind, failure.kind
+        is_worth = failure.is_loss or (failure.kind is FailureKind.DISK_ERROR and not is_again)
+        if self.in_vain == MAX_RESTARTS or not is_worth:
             return None
         self.total, self.in_vain = self.total + 1, self.in_vain + 1
         return 0.0 if self.in_vain == 1 else min(2.0 ** (self.in_vain - 2), LONGEST_PAUSE)
@@ -139,8 +137,7 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult
         try:
             time.sleep(pause)
             with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
-                rank = TrainRank(job, supervisor.size)
-                trees = supervisor.run(rank, restarts.total, quorum, requested)
+                trees = supervisor.run(TrainRank(job, supervisor.size), restarts.total, quorum, requested)
                 results = [RunResult(**tree) for tree in trees]
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain

@@ -23,6 +23,7 @@ from ..data.registry import open_sources
 from ..errors import RunError, UserError, warn
 from ..ranks import join
 from ..ranks.gpus import free_local_rank
+from ..ranks.join import Channel, pass_on
 from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..run.job import Job
@@ -45,7 +46,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
     with ExitStack() as held:
         link = _connect(address, token, join.NODE)
         interface = join.interface_of(link.getsockname()[0])
-        channel = join.Channel(link, CONNECT_SECONDS)
+        channel = Channel(link, CONNECT_SECONDS)
         held.callback(channel.close)
         try:
             channel.send(workers=workers, host=socket.gethostname(), version=version("torusgd"))
@@ -77,7 +78,7 @@ def serve_link(connect: Callable[[], socket.socket]) -> socket.socket:
 
     def join_up(near: socket.socket) -> None:
         try:
-            join.pass_on(near, connect())
+            pass_on(near, connect())
         except (UserError, RunError):  # the rank finds its connection closed
             join.hang_up(near)
 
@@ -107,7 +108,7 @@ class _Ranks:
         with held_back():
             self._processes[number] = start_rank(spec)
 
-    def wait(self, channel: join.Channel) -> tuple[bool, dict[int, int]]:
+    def wait(self, channel: Channel) -> tuple[bool, dict[int, int]]:
         """What happens within a second: whether messages have come, and exit codes by number."""
         numbers: dict[Any, int] = {process.sentinel: number for number, process in self._processes.items()}
         happened, exits = connection.wait([channel.fileno(), *numbers], BEAT_SECONDS), dict[int, int]()
@@ -125,7 +126,7 @@ class _Ranks:
             process.join()
 
 
-def _serve(channel: join.Channel, own_ranks: _Ranks, where: str) -> int:
+def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
     """Does what the launcher says, until it says that all is over; the exit code."""
     while True:
         has_messages, exits = own_ranks.wait(channel)
@@ -169,7 +170,7 @@ def _numbers(message: Mapping[str, Any], *keys: str) -> list[int]:
         return numbers
 
 
-def _answer(channel: join.Channel) -> dict[str, Any]:
+def _answer(channel: Channel) -> dict[str, Any]:
     """The first message that is not empty."""
     while True:
         channel.check_silence()
@@ -179,7 +180,7 @@ def _answer(channel: join.Channel) -> dict[str, Any]:
                     return message
 
 
-def _beat(channel: join.Channel) -> None:
+def _beat(channel: Channel) -> None:
     with suppress(join.ChannelClosed):
         while True:
             channel.send()

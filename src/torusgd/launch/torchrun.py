@@ -82,8 +82,7 @@ def run_joined(
     stop = StopFlag()
     stop.install()  # from here on there may be something to save
     try:
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        result = function(world, stop, restarts, member.heartbeat)
+        result = function(world, stop, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), member.heartbeat)
         world.barrier()
     except (Exception, SystemExit) as error:
         member.end(Failure.of(error, rank))
@@ -225,10 +224,8 @@ def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeo
 
 def _did_not_meet(seconds: float, error: Exception) -> RunError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-    return RunError(
-        f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} within "
-        f"{seconds:g} s: {str(error).splitlines()[0]}"
-    )
+    how = f"within {seconds:g} s: {str(error).splitlines()[0]}"
+    return RunError(f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} {how}")
 
 
 def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:

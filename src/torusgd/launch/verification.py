@@ -344,10 +344,8 @@ class Verifier:
         recorded, computed = (_losses(path / "events.jsonl", last, step) for path in (self.claims.folder, folder))
         for each in sorted(recorded.keys() & computed.keys()):
             if recorded[each] != computed[each]:
-                return (
-                    f"equal after step {last}, and the loss of step {each} is {recorded[each]} in events.jsonl, "
-                    f"{computed[each]} computed"
-                )
+                both = f"{recorded[each]} in events.jsonl, {computed[each]} computed"
+                return f"equal after step {last}, and the loss of step {each} is {both}"
         how = f"the losses of all {len(recorded)} steps between are equal" if recorded.keys() == computed.keys() else (
             "nothing is left of the steps between"
         )  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -68,9 +69,8 @@ class Telemetry:
         self._speed = self._left_out = 0.0
         self._slowest = ""
         if self.console.is_terminal and not is_quiet:
-            self._progress = Progress(
-                BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
-            )
+            columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False)
+            self._progress = Progress(*columns, console=self.console)
             self._task = self._progress.add_task("starting", total=steps, completed=first_step)
             self._progress.start()
 
@@ -80,10 +80,8 @@ class Telemetry:
         event = stats.as_event(self._schedule.train_images, seconds)
         self._write(event)
         if stats.overflowed:
-            self.say(
-                f"step {step.index + 1}: {stats.overflowed[0]}: gradient grew past the integer range; the scale "
-                "was measured again and the step redone"
-            )
+            what = "gradient grew past the integer range; the scale was measured again and the step redone"
+            self.say(f"step {step.index + 1}: {stats.overflowed[0]}: {what}")
         if stats.skipped:
             self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
         for line in stats.lines:
@@ -229,12 +227,11 @@ def _line_before(file: BinaryIO, end: int) -> bytes:
 
 
 def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         event = json.loads(line)
         others = {"evaluation": min(first_step, evaluated), "polished": first_step - 1}
         return line.endswith(b"\n") and event["step"] <= others.get(event.get("event"), first_step)
-    except (ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 @dataclass(frozen=True)

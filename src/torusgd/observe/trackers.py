@@ -105,10 +105,8 @@ class Trackers:
             except Exception as error:  # of any library: a run does not end because its tracker does
                 assert self._open is not None
                 del self._open[name]
-                self._warn(
-                    f"--track {name}: switched off, since it failed: {first_line(error)}; events.jsonl holds "
-                    "everything, and the next resume sends what is missing"
-                )
+                rest = "events.jsonl holds everything, and the next resume sends what is missing"
+                self._warn(f"--track {name}: switched off, since it failed: {first_line(error)}; {rest}")
 
 
 def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
@@ -176,9 +174,8 @@ class WeightsAndBiases(Tracker):
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
             )
         except Exception as error:
-            raise UserError(
-                f"--track wandb: {first_line(error).rstrip('.')}; give: wandb login, or set WANDB_MODE=offline"
-            ) from None
+            why = first_line(error).rstrip(".")
+            raise UserError(f"--track wandb: {why}; give: wandb login, or set WANDB_MODE=offline") from None
         for kind in ("train", "eval", "polished"):
             self._run.define_metric(f"{kind}/step", hidden=True)
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
@@ -198,10 +195,9 @@ class MLflow(Tracker):
         with needs("--track mlflow: not installed", "mlflow-skinny (the extra mlflow)"):
             from mlflow.entities import Metric
             from mlflow.tracking import MlflowClient
-        if not os.environ.get("MLFLOW_TRACKING_URI"):
-            raise UserError(
-                "--track mlflow: say where the server is, such as MLFLOW_TRACKING_URI=http://localhost:5000"
-            )
+        uri = "MLFLOW_TRACKING_URI"
+        if not os.environ.get(uri):
+            raise UserError(f"--track mlflow: say where the server is, such as {uri}=http://localhost:5000")
         self._metric, name = Metric, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         try:
             self._client = MlflowClient()
@@ -212,9 +208,7 @@ class MLflow(Tracker):
             self._client.update_run(self._id, status="RUNNING")
             self._sent = {kind: self._last(f"{kind}/{key}") for kind, key in _MARKS.items()}
         except Exception as error:
-            raise UserError(
-                f"--track mlflow: {first_line(error)}; MLFLOW_TRACKING_URI is {os.environ['MLFLOW_TRACKING_URI']}"
-            ) from None
+            raise UserError(f"--track mlflow: {first_line(error)}; {uri} is {os.environ[uri]}") from None
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         now = int(1e3 * time.time())

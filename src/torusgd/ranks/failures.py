@@ -99,9 +99,8 @@ class FailureChannel:
 
     def reported(self) -> dict[int, Failure]:
         """The failures so far, by rank; for the launcher, since it looks for each rank's."""
-        return {
-            rank: self._read(keys.FAILURE.format(rank=rank)) for rank in range(self._size) if self.has_reported(rank)
-        }
+        ranks = filter(self.has_reported, range(self._size))
+        return {rank: self._read(keys.FAILURE.format(rank=rank)) for rank in ranks}
 
     def causes(self) -> list[Failure]:
         """The first failures that are no mere loss of others: a few, whatever the number of ranks."""

@@ -27,10 +27,8 @@ def start_forkserver() -> None:
         with held_back():
             multiprocessing.forkserver.ensure_running()
     except OSError as error:
-        raise UserError(
-            f"{tempfile.gettempdir()}: ranks are started by way of a socket there ({error}); set TMPDIR to a folder "
-            "with a short name that can be written"
-        ) from None
+        what, remedy = "ranks are started by way of a socket there", "a folder with a short name that can be written"
+        raise UserError(f"{tempfile.gettempdir()}: {what} ({error}); set TMPDIR to {remedy}") from None
 
 
 def forkserver_process() -> int:

@@ -115,16 +115,16 @@ class Generations:
         """A rank that joins says it is ready, maybe after `follow`, and waits to take part; ConnectionLost: all end."""
         if follow is not None:
             self._store.set(keys.WANTS_STATE.format(rank=rank), "")
-        tried, until = -1, 0.0
+        tried, until, say_ready = -1, 0.0, partial(self._store.set, keys.READY.format(rank=rank), "")
         while rank not in (newest := self._newest()).ranks:
             if follow is not None and newest.number > tried and rank in newest.joining:
                 # Once a generation: a source that is lost is followed by another generation with another source.
                 tried = newest.number
                 with suppress(ConnectionLost):
-                    follow(self._meet_for_state(newest, rank, rank, lambda: False), partial(self._say_ready, rank))
+                    follow(self._meet_for_state(newest, rank, rank, lambda: False), say_ready)
                 until = time.monotonic() + _SOURCE_SECONDS
             elif follow is None or newest.waits or (newest.number == tried and time.monotonic() > until):
-                self._say_ready(rank)
+                say_ready()
             time.sleep(_POLL_SECONDS)
 
     def meet_joiner(self, rank: int, is_given_up: Callable[[], bool]) -> Group:
@@ -234,9 +234,6 @@ class Generations:
             if late := liveness.late():
                 raise CommTimeout("; ".join(map(str, late)), late)
             time.sleep(_POLL_SECONDS)
-
-    def _say_ready(self, rank: int) -> None:
-        self._store.set(keys.READY.format(rank=rank), "")
 
     def _meet_for_state(self, record: _Record, me: int, joiner: int, is_given_up: Callable[[], bool]) -> Group:
         def is_over() -> bool:

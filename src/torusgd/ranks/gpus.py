@@ -50,10 +50,8 @@ def own_gpu(ranks_per_gpu: int) -> torch.device:
     count, local = torch.cuda.device_count(), local_rank()
     index = local // ranks_per_gpu if count > 1 else 0
     if index >= count:
-        raise UserError(
-            f"rank {local} of this machine: it has {count} GPUs; start at most {count * ranks_per_gpu} ranks here, "
-            "or give more --set runtime.ranks_per_gpu"
-        )
+        remedy = f"start at most {count * ranks_per_gpu} ranks here, or give more --set runtime.ranks_per_gpu"
+        raise UserError(f"rank {local} of this machine: it has {count} GPUs; {remedy}")
     return torch.device("cuda", index)
 
 
@@ -75,10 +73,9 @@ def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
             ranks_of[gpu].append(rank)
     for gpu, ranks in ranks_of.items():
         if len(ranks) > ranks_per_gpu:
-            raise UserError(
-                f"{named('rank', ranks)} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
-                f"show each rank its own GPU, or let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
-            )
+            own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
+            share = f"let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
+            raise UserError(f"{named('rank', ranks)} have the same GPU ({gpu}): {own}, or {share}")
 
 
 def device_of(device: str, ranks_per_gpu: int) -> torch.device:

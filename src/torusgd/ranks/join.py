@@ -512,10 +512,8 @@ def interface_of(address: str) -> str:
             return name
     if address.startswith("127."):
         return "lo"  # which answers to all of them
-    raise UserError(
-        f"{address}: no network interface of this machine has it; give one of this machine's IPv4 addresses, through "
-        "which the others reach it"
-    )
+    remedy = "give one of this machine's IPv4 addresses, through which the others reach it"
+    raise UserError(f"{address}: no network interface of this machine has it; {remedy}")
 
 
 def interface_addresses() -> list[tuple[str, str]]:

@@ -46,6 +46,8 @@ QUIET_SECONDS = 2.0
 GRACE_SECONDS = 5.0
 _FRAMES = 6
 
+Report = Callable[[str], object]  # takes a line for people
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -263,7 +265,7 @@ class Heartbeat(Liveness):
         limits: Limits,
         watched: Iterable[int] = (),
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
-        report: Callable[[str], object] = lambda line: None,
+        report: Report = lambda line: None,
         follows: int | None = None,
         generations: Generations | None = None,
     ) -> None:
@@ -273,7 +275,7 @@ class Heartbeat(Liveness):
         self.store = own  # connection that no wait of the main thread holds up; calls on it must be short
         self._store, self._rank, self._limits, self._on_late = PrefixStore(keys.BEATS, own), rank, limits, on_late
         self.watch = Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
-        self.generations = generations
+        self.generations = generations or Generations(own)  # whose number stays -1, as long as none is announced
         self._report = report
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._doing, self._failed, self._ended = ("start", 0, 0), "", False
@@ -306,20 +308,20 @@ class Heartbeat(Liveness):
         # The thread itself may hang in a store that does not answer; then this thread must not wait for it for ever.
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
-        if self.generations is not None and self._forsaken == self.generations.number >= 0:
+        if self._forsaken == self.generations.number >= 0:
             return [LateRank("the launcher reports lost ranks")]
         self._is_known = self._is_known or bool(late)
         return late
 
     def ranks_change(self) -> bool:
-        return self.generations is not None and self.generations.is_planned
+        return self.generations.is_planned
 
     def lacks_ranks(self) -> bool:
-        return self.generations is not None and self.generations.waits
+        return self.generations.waits
 
     @property
     def lost(self) -> tuple[int, ...]:
-        return self.generations.lost if self.generations is not None else ()
+        return self.generations.lost
 
     def fail(self, why: str) -> None:
         """Lets all others know that this rank will not answer any more; it goes on beating until `close`."""
@@ -353,9 +355,8 @@ class Heartbeat(Liveness):
                     return
                 looks = self._looks
                 self._late = self.watch.look()
-                if self.generations is not None:
-                    generation = self.generations.number
-                    self._forsaken = generation if self.generations.has_lost_ranks(self.store) else -1
+                generation = self.generations.number
+                self._forsaken = generation if self.generations.has_lost_ranks(self.store) else -1
                 self.watch.publish()
                 if line := self.watch.outside_wait():
                     self._report(line)

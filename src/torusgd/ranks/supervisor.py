@@ -6,6 +6,7 @@ started beside those at work, or let go, which is a new generation as well.
 """
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from .forkserver import forkserver_has_ended, forkserver_process, start_forkserv
 from .generations import Generations
 from .gpus import free_local_rank
 from .join import JoinedNode, Listener, RemoteRank
-from .liveness import BEAT_SECONDS, Limits, Unchanged, Watch
+from .liveness import BEAT_SECONDS, Limits, Report, Unchanged, Watch
 from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 
 # Seconds for the other ranks to say why they end as well, before they are killed.
@@ -76,10 +77,8 @@ class RankEntry:
 @dataclass(frozen=True)
 class Exit:
     rank: int
-    code: int  # minus the signal's number if a signal ended it
+    code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
     how: str
-    is_remote: bool = False
-    is_orphan: bool = False  # the fork server was ended, and the rank with it
 
 
 class RankFailed(Exception):
@@ -94,12 +93,7 @@ class Supervisor:
     """Starts ranks on this machine (rank i has GPU i // ranks_per_gpu) and watches them; a context that kills them."""
 
     def __init__(
-        self,
-        size: int,
-        device: str,
-        limits: Limits,
-        ranks_per_gpu: int = 1,
-        report: Callable[[str], object] = lambda line: None,
+        self, size: int, device: str, limits: Limits, ranks_per_gpu: int = 1, report: Report = lambda line: None
     ) -> None:
         start_forkserver()
         self._report = report
@@ -362,12 +356,10 @@ class Supervisor:
             if sentinel in ready or (rank.node is not None and rank.process.exitcode is not None):
                 rank.process.join()
                 rank.runs, code = False, rank.process.exitcode or 0
-                if isinstance(rank.process, RemoteRank):
-                    exits.append(Exit(rank.number, code, rank.process.why, is_remote=True))
-                    continue
-                is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended(rank.server)
-                how = "ended with the fork server" if is_orphan else how_it_ended(code)
-                exits.append(Exit(rank.number, code, how, is_orphan=is_orphan))
+                how = rank.process.why if isinstance(rank.process, RemoteRank) else how_it_ended(code)
+                if rank.node is None and code == _WITHOUT_PARENT and forkserver_has_ended(rank.server):
+                    code, how = -signal.SIGKILL, "ended with the fork server"
+                exits.append(Exit(rank.number, code, how))
         return exits
 
     def _end_within(self, seconds: float) -> None:
@@ -387,9 +379,9 @@ class Supervisor:
         """Whether a rank was ended from outside, without a word."""
         # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
         # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
-        if exit.code < 0 or exit.is_orphan:
-            return True
-        return exit.is_remote and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
+        if exit.code < 0 or self._table[exit.rank].node is None:
+            return exit.code < 0
+        return not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
 
     def _has_result(self, rank: int) -> bool:
         return self._store.check([keys.RESULT.format(rank=rank)])

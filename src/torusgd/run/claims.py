@@ -129,9 +129,8 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
             text = read_text(folder.journal, records.MOST_BYTES)
         text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
         try:
-            journal = parse_journal(
-                text, "journal.txt", recipe.sha256(), recipe.virtual_workers, summary.get("journal")
-            )
+            end = summary.get("journal")
+            journal = parse_journal(text, "journal.txt", recipe.sha256(), recipe.virtual_workers, end)
         except UserError as error:
             problem = str(error)
     return Claims(run, folder.path, recipe, tuple(lines), head, problem, summary, journal, text)

@@ -136,10 +136,9 @@ def _decoders(recipe: Recipe) -> Conditions:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return ""
+    return ""
 
 
 _WHAT = {
@@ -176,19 +175,15 @@ class Fingerprint:
             then, now = getattr(other, key), getattr(self, key)
             if then != now:
                 was, is_now = _shown(then, now)
-                raise UserError(
-                    f"{whose} was trained with {what} ({key} {was}, now {is_now}); choose another --out, or give "
-                    "--fresh"
-                )
+                both = f"{key} {was}, now {is_now}"
+                raise UserError(f"{whose} was trained with {what} ({both}); choose another --out, or give --fresh")
 
     def check_joins(self, run: "Fingerprint", mixed: bool) -> None:
         """UserError if this rank doesn't belong to a `run` at work, which may allow `mixed` conditions."""
         unequal, _ = _unequal(run.as_dict(), self.as_dict(), mixed)
         for key, (theirs, mine) in unequal.items():
-            raise UserError(
-                f"{_WHAT.get(key, 'other conditions')}: {key} is {mine} on {socket.gethostname()}, of the run it is "
-                f"{theirs}; all ranks of a run need the same"
-            )
+            both = f"{key} is {mine} on {socket.gethostname()}, of the run it is {theirs}"
+            raise UserError(f"{_WHAT.get(key, 'other conditions')}: {both}; all ranks of a run need the same")
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -247,10 +242,8 @@ def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: G
         if are_conditions:
             remedy += ", or --mixed, with which the weights can't be had again bit for bit"
         for key, (one, two) in unequal.items():
-            raise UserError(
-                f"rank {world.ranks[place]} on {other_host}: {key} is {two}, of rank {world.ranks[0]} on {host} it is "
-                f"{one}; {remedy}"
-            )
+            both = f"{key} is {two}, of rank {world.ranks[0]} on {host} it is {one}"
+            raise UserError(f"rank {world.ranks[place]} on {other_host}: {both}; {remedy}")
         if other["conditions"] not in found:
             found.append(other["conditions"])
     return found
@@ -323,8 +316,7 @@ def library_of(name: str) -> str:
 
 def check_stored(name: str) -> None:
     """UserError if a network whose operators are stored, by its library's version, has others by this torch."""
-    stored = json.loads(files(__package__).joinpath(STORED).read_text())
-    entry = stored.get(name)
+    entry = json.loads(files(__package__).joinpath(STORED).read_text()).get(name)
     if entry is None or entry["library"] != library_of(name):
         return
     words = words_of(name, entry)

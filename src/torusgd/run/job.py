@@ -67,8 +67,8 @@ class Job:
         """From what `as_dict` gave, with the data set of this machine; UserError if it is something else."""
         found = validate(_JobTree, tree, "the run's job")
         trace = None if found.trace is None else TracedSteps(*found.trace)
-        job = cls(found.recipe, found.runtime, found.device, Path(found.out), data, max_steps=found.max_steps)
-        return replace(job, delays=found.delays, trace=trace)
+        rest: dict[str, Any] = {"max_steps": found.max_steps, "delays": found.delays, "trace": trace}
+        return cls(found.recipe, found.runtime, found.device, Path(found.out), data, **rest)
 
     def command(self) -> dict[str, Any]:
         """What the user gave beside the recipe, as plain JSON, so that the same command can be given again."""

@@ -228,8 +228,7 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
     offer = beginning.offer(world.rank == 0) if beginning is not None else Offer()
     if retained.state is not None:
         offer = offer._replace(progress=2 * retained.state.step + (retained.state.evaluated == retained.state.step))
-    rows = world.all_gather(torch.tensor(offer, device=world.small_device))
-    offers = [Offer(*row.tolist()) for row in rows]
+    offers = [Offer(*row.tolist()) for row in world.all_gather(torch.tensor(offer, device=world.small_device))]
     # SIGKILL 11: the newest state that two ranks confirm; every rank finds the same one in the same offers.
     choice = choose(offers)
     if choice is None:
@@ -293,9 +292,7 @@ def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, ori
         telemetry.say(f"resumed from {origin} of step {state.step}")
     now = state.fingerprint.conditions
     if state.other_conditions and state.other_conditions[-1] != now:
-        warn(
-            f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)}): the weights "
-            "may differ in their bits from an undisturbed run"
-        )
+        how = f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)})"
+        warn(f"{how}: the weights may differ in their bits from an undisturbed run")
     if state.mixed_conditions:
         warn(f"ranks compute under mixed conditions ({changes(now, state.mixed_conditions[0])}): bits don't repeat")

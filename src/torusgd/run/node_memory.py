@@ -124,15 +124,13 @@ def _sweep() -> None:
 
 def _namespace() -> str:
     """The number of the namespace in which this process and its agent have their process ids; 0: not known."""
-    try:
+    with suppress(OSError):
         return re.sub("[^0-9]", "", os.readlink("/proc/self/ns/pid")) or "0"
-    except OSError:
-        return "0"
+    return "0"
 
 
 def start_of(pid: int) -> int | None:
     """When a process began, in the kernel's ticks: a later process may have its number; None: there is none."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    return None

@@ -52,10 +52,8 @@ class Recorder:
         if not self._every or not self._is_first:
             return ""
         size, left = checkpoint_bytes(tensors), sum(step > state.step for step in self._every)
-        return (
-            f"verify_every {self._job.options.verify_every}: {plural(left, 'light checkpoint')} of about "
-            f"{byte_size(size)}, {byte_size(left * size)} in all"
-        )
+        sizes = f"{byte_size(size)}, {byte_size(left * size)} in all"
+        return f"verify_every {self._job.options.verify_every}: {plural(left, 'light checkpoint')} of about {sizes}"
 
     def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
         if not stats.record:
@@ -85,18 +83,15 @@ class Recorder:
         return {"sha256": self._file.head, "states": states, "seconds": round(self._spent, 6)}
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for each in (self._writer, self._file):
+            if each is not None:
+                each.close()
+        self._writer = self._file = None
 
     def _open(self, state: RunState) -> None:
         known = state.fingerprint.as_dict()
-        begin = records.BeginLine(
-            step=0, **{name: known[name] for name in records.BeginLine.model_fields.keys() & known.keys()}
-        )
+        names = records.BeginLine.model_fields.keys() & known.keys()
+        begin = records.BeginLine(step=0, **{name: known[name] for name in names})
         folder = RunDir(self._job.out)
         self._file = records.RecordFile(folder.records, state.step, state.evaluated)
         first = self._file.lines[0] if self._file.lines else None

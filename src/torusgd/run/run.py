@@ -29,7 +29,7 @@ from ..step.records import figures_of
 from ..step.stats import StepStats
 from ..step.watch import Requests
 from ..weights import weights_sha256
-from .build import Trainer, build
+from .build import build
 from .job import Job
 from .newest_state import Agreed, Beginning, Retained, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
@@ -94,22 +94,18 @@ class Run:
         limit, images = job.recipe.data.max_replaced, self.schedule.train_images
         replaced = ReplacedImages(limit, images, lambda: self.state.totals.replaced)
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
-        self.trainer: Trainer = build(
-            job, retained.data, world, self.liveness, requests, [replaced, self._recorder.watch],
-            retained.generation + 1,
-            retained.fingerprint, retained.network,
-        )  # fmt: skip
+        watchers, generation = [replaced, self._recorder.watch], retained.generation + 1
+        known = retained.fingerprint, retained.network
+        self.trainer = build(job, retained.data, world, self.liveness, requests, watchers, generation, *known)
         self.membership = self.trainer.membership
         if job.plan is not None:
             job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(retained.began))
-        self.state = RunState(self.trainer.fingerprint)
+        self.state, self._counted, self._is_ready = RunState(self.trainer.fingerprint), 0.0, False
         self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None
         self._feeds: StateFeeds | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
-        self._counted = 0.0
-        self._is_ready = False
 
     def run(self) -> RunResult:
         """Trains from the last good checkpoint, from what the ranks have retained, or from the start, to the end.
@@ -121,10 +117,8 @@ class Run:
         try:
             agreed = self._take_newest()
             if not agreed.holders and self.state.step > self.steps:
-                raise UserError(
-                    f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
-                    "already; give at least as many, or --fresh"
-                )
+                done = f"has done {self.state.step} steps already; give at least as many, or --fresh"
+                raise UserError(f"--max-steps {self.steps}: the run in {self.job.out} {done}")
             self._is_ready = True
             state, job, path = self.state, self.job, self.retained.run_dir.journal if self._is_first else None
             self.journal = journal_of(job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
@@ -295,12 +289,9 @@ class Run:
         return True
 
     def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        step, settings = self.trainer.step, self.job.recipe.evaluate
-        return evaluate(
-            step.state.model, self.trainer.data.held_out, settings, self.world, step.allreduce,
-            step.state.precision, stop,
-            partial(self.liveness.progress, "evaluate", self.state.step),
-        )  # fmt: skip
+        state, held_out, allreduce = self.trainer.step.state, self.trainer.data.held_out, self.trainer.step.allreduce
+        settings, progress = self.job.recipe.evaluate, partial(self.liveness.progress, "evaluate", self.state.step)
+        return evaluate(state.model, held_out, settings, self.world, allreduce, state.precision, stop, progress)
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
@@ -317,11 +308,9 @@ class Run:
                 top1["top1_without_average"] = without.top1
                 self._say(f"without the average of the weights top-1 is {without.top1:.2%}")
             if self.job.recipe.polish is not None:
-                polish_by_recipe(
-                    step.state.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce,
-                    step.state.precision,
-                    partial(self.liveness.progress, "polish", state.step),
-                )  # fmt: skip
+                images, progress = self.trainer.data.training, partial(self.liveness.progress, "polish", state.step)
+                model, precision = step.state.model, step.state.precision
+                polish_by_recipe(model, images, self.job.recipe, self.world, step.allreduce, precision, progress)
                 evaluation = self._classify()
                 assert evaluation is not None
                 if self.telemetry is not None:
@@ -405,11 +394,11 @@ class Run:
         if not agreed.holders and self.memory is None:
             return self.state.step, False  # from which the run begins, or it begins with nothing
         # Rank 0 may have been lost before it had written its last; a silent disk is the next write's error.
-        checkpoints = self.retained.run_dir.checkpoints
-        saved = step_on_disk(checkpoints, unread=self.state.step) if self._is_first else 0
+        step = self.state.step
+        saved = step_on_disk(self.retained.run_dir.checkpoints, unread=step) if self._is_first else 0
         # The same on all ranks, since all compare their weights before one is written.
         saved = int(self.world.broadcast_json(saved))
-        return saved, saved < self.state.step
+        return saved, saved < step
 
     @property
     def _is_first(self) -> bool:

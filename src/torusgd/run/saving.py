@@ -88,10 +88,8 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
     """The state of a run that goes on from a checkpoint's progress; UserError if it is not of this run."""
     whose = f"the checkpoint of step {tree.get('step')}"
     if tree.get("format") != FORMAT:
-        raise UserError(
-            f"{whose} has format {tree.get('format')}, this torusgd reads {FORMAT}; choose another --out, or give "
-            "--fresh"
-        )
+        both = f"format {tree.get('format')}, this torusgd reads {FORMAT}"
+        raise UserError(f"{whose} has {both}; choose another --out, or give --fresh")
     try:
         state = RunState.from_dict(tree)
     except ValueError as error:
@@ -219,7 +217,5 @@ def write_result(folder: RunDir, tensors: Tensors, summary: Mapping[str, Any], m
         save_weights(folder.model, tensors, metadata)
         write_text(folder.summary, json_text(summary, indent=1) + "\n")  # the last: with it the run is finished
     except OSError as error:
-        raise RunError(
-            f"{folder.path}: can't write the result: {error.strerror}; the last checkpoint holds the trained weights: "
-            "free space and give the same command again"
-        ) from None
+        remedy = "the last checkpoint holds the trained weights: free space and give the same command again"
+        raise RunError(f"{folder.path}: can't write the result: {error.strerror}; {remedy}") from None

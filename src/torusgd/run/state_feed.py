@@ -118,9 +118,8 @@ class StateFollower:
         self._retained, self._state = retained, retained.state
         self._event: Event = {}
         requests = Requests(lambda: False, liveness)
-        self._trainer = build(
-            job, retained.data, world, liveness, requests, fingerprint=retained.fingerprint, network=retained.network
-        )
+        known: dict[str, Any] = {"fingerprint": retained.fingerprint, "network": retained.network}
+        self._trainer = build(job, retained.data, world, liveness, requests, **known)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
         """Takes what a `StateFeeds` sends, until it ends or is lost; see `LastingFunction.follow`."""

@@ -63,7 +63,6 @@ class TrainRank:
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
         assert isinstance(liveness, Heartbeat), "of a rank that is ours"
-        assert liveness.generations is not None, "likewise"
         with arithmetic_of(self._job.recipe):
             # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
             if (ended := self._run or self._follower) is not None:  # a rank that follows has not run yet

@@ -208,10 +208,9 @@ def check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
     }
     for key, (name, is_known) in known.items():
         if not is_known and given.isdisjoint({key, key.partition(".")[0]}):
-            raise UserError(
-                f"{file}: its metadata names {key} {name!r}, which is not torusgd's own, and a file may not choose "
-                f"what code runs; if you trust that code, give --set {key}=package.module:factory yourself"
-            )
+            why = "which is not torusgd's own, and a file may not choose what code runs"
+            remedy = f"if you trust that code, give --set {key}=package.module:factory yourself"
+            raise UserError(f"{file}: its metadata names {key} {name!r}, {why}; {remedy}")
 
 
 def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -187,10 +188,9 @@ class LightWriter:
 
 def step_on_disk(folder: Path, unread: int = 0) -> int:
     """The step of the newest checkpoint, 0 where there is none; `unread` where the disk does not answer."""
-    try:
+    with suppress(OSError):
         return max((int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)), default=0)
-    except OSError:
-        return unread
+    return unread
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -202,14 +202,11 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint |
         try:
             return _patiently(read_checkpoint, path)
         except UserError as error:
-            aside = _patiently(set_aside, path)
-            warn(f"{error}; it is set aside as {aside.name}")
+            warn(f"{error}; it is set aside as {_patiently(set_aside, path).name}")
     damaged = [name for name in _patiently(_names, folder) if DAMAGED in name]
     if damaged:
-        raise RunError(
-            f"{folder}: no good checkpoint is left, {len(damaged)} damaged ones are set aside; put a good copy there, "
-            "or begin anew with --fresh, which deletes them"
-        )
+        remedy = "put a good copy there, or begin anew with --fresh, which deletes them"
+        raise RunError(f"{folder}: no good checkpoint is left, {len(damaged)} damaged ones are set aside; {remedy}")
     return None
 
 
@@ -264,10 +261,8 @@ class CheckpointWriter:
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error)
             kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError
-            raise kind(
-                f"{self.folder}: can't write a checkpoint: {reason}; {self._last_good()}; free space or mend the "
-                "folder, then give the same command again"
-            ) from None
+            remedy = "free space or mend the folder, then give the same command again"
+            raise kind(f"{self.folder}: can't write a checkpoint: {reason}; {self._last_good()}; {remedy}") from None
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -317,17 +312,15 @@ def _patiently(read: Callable[[Path], T], path: Path) -> T:
     try:
         return retry(lambda: read(path), READ_PAUSES, lambda error: isinstance(error, OSError))
     except OSError as error:
-        raise RunError(
-            f"{path}: can't be read: {error.strerror}; {len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; "
-            "nothing was changed: mend the disk, then give the same command again"
-        ) from None
+        tried = f"{len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; nothing was changed"
+        remedy = "mend the disk, then give the same command again"
+        raise RunError(f"{path}: can't be read: {error.strerror}; {tried}: {remedy}") from None
 
 
 def _names(folder: Path) -> list[str]:
-    try:
+    with suppress(FileNotFoundError):
         return [entry.name for entry in os.scandir(folder)]
-    except FileNotFoundError:
-        return []
+    return []
 
 
 def _partial(checkpoint: Path) -> Path:

@@ -147,11 +147,10 @@ class Lease:
         return sorted((int(each[1]) for each in found if each), reverse=True)
 
     def _held(self) -> tuple[int, str]:
-        try:
+        with suppress(OSError, ValueError):
             number, _, token = read_text(self._folder / TOKEN).partition(" ")
             return int(number), token
-        except (OSError, ValueError):
-            return 0, ""
+        return 0, ""
 
 
 def _data(holder: Holder) -> bytes:

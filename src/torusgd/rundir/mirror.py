@@ -35,11 +35,8 @@ class Mirror:
     """What a run has in a bucket, its --out, and the folder in which it works; `warn` gets lines for people."""
 
     def __init__(self, url: str, warn: Callable[[str], None] = lambda line: None) -> None:
-        self.url = url
-        self.folder = working_folder(url)
-        self._store = Store(url)
+        self.url, self.folder, self._store, self._warn = url, working_folder(url), Store(url), warn
         self._lease = Lease(self._store, self.folder)
-        self._warn = warn
         self._is_seen = False
 
     @classmethod
@@ -150,10 +147,8 @@ class Mirror:
             shutil.rmtree(partial)
             self._warn(f"{self.url}/checkpoints/{name}: {problem}; an older one is taken")
         if there and not here:
-            raise RunError(
-                f"{self.url}: none of its {len(there)} checkpoints is good; put a good copy there, or begin anew with "
-                "--fresh, which deletes them"
-            )
+            remedy = "put a good copy there, or begin anew with --fresh, which deletes them"
+            raise RunError(f"{self.url}: none of its {len(there)} checkpoints is good; {remedy}")
         return False
 
     def _put_small(self, but: str) -> None:

@@ -152,10 +152,8 @@ class RunDir:
             what = f"holds {min(ambiguous)!r}, which no run of torusgd left there; choose another folder"
             raise UserError(f"--out {self.path}: {what}")
         if names and not fresh:
-            raise UserError(
-                f"--out {self.path}: holds {min(names)!r} but no run; choose an empty folder, or give --fresh to "
-                "write beside what is there"
-            )
+            remedy = "choose an empty folder, or give --fresh to write beside what is there"
+            raise UserError(f"--out {self.path}: holds {min(names)!r} but no run; {remedy}")
 
     def _make_room(self, recipe: Recipe) -> None:
         """Refuses the folder of another recipe's run, unless that one ended before its first step, as by a mistake."""
@@ -165,10 +163,8 @@ class RunDir:
                 self._delete_run()
                 return
             key = _first_difference(other.as_dict(), recipe.as_dict())
-            raise UserError(
-                f"--out {self.path}: holds a run of another recipe ({other.name}; {key} differs); choose another "
-                "folder, or give --fresh to delete that run"
-            )
+            what, remedy = f"{other.name}; {key} differs", "choose another folder, or give --fresh to delete that run"
+            raise UserError(f"--out {self.path}: holds a run of another recipe ({what}); {remedy}")
 
     def _has_begun(self) -> bool:
         return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))

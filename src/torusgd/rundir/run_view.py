@@ -57,9 +57,7 @@ class RunRequests:
     """Requests to a run since this was made."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._looked = time.monotonic()
-        self._is_stopping = False
+        self._folder, self._looked, self._is_stopping = folder, time.monotonic(), False
 
     def to_stop(self) -> bool:
         """Whether to stop; it costs a look at the disk once a second."""

@@ -16,7 +16,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,10 +121,8 @@ class DriftWatch(StepWatch):
             "different weights, and no majority says which are right: a memory or processor has failed"
         )  # fmt: skip
         verb = "hold" if len(suspects) > 1 else "holds"
-        return (
-            f"step {step}: {who} {verb} {what}; nothing of it was saved: leave that machine out and give the same "
-            "command again, which goes on from the last checkpoint"
-        )
+        remedy = "leave that machine out and give the same command again, which goes on from the last checkpoint"
+        return f"step {step}: {who} {verb} {what}; nothing of it was saved: {remedy}"
 
 
 def named_with_host(world: Group, index: int) -> str:
@@ -162,14 +160,6 @@ def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
 
 _REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
 _SHIFT, _TURN, _KEY = range(3)
-
-
-class Check(NamedTuple):
-    """A virtual worker that is computed twice: by its owner (a rank's index), and again by an auditor."""
-
-    worker: int
-    owner: int
-    auditor: int
 
 
 class Audit(StepWatch):
@@ -250,25 +240,23 @@ class Audit(StepWatch):
         # at the same time, none waits for another, and each audits and is audited as often as any other.
         return _draw(self._share, self._seed, step, max(membership.counts), len(membership.ranks))
 
-    def _first_difference(self, step: int, membership: Membership) -> tuple[Check, int, int]:
-        """The first virtual worker of which two ranks found different hashes, and these; all hashes are sent for it."""
-        turns, distance = self._turns(step, membership)
-        checks = [
-            Check(worker, owner, (owner + distance) % self._world.size)
-            for owner, workers in enumerate(membership.shares)
-            for worker in _at(turns, workers)
-        ]
+    def _first_difference(self, step: int, membership: Membership) -> tuple[int, dict[int, int]]:
+        """The first virtual worker of which two ranks found different hashes, and these by the ranks' indices, its
+        owner's first; all hashes are sent for it."""
+        (turns, distance), size = self._turns(step, membership), self._world.size
+        checks = [(owner, worker) for owner, mine in enumerate(membership.shares) for worker in _at(turns, mine)]
         hashes = torch.zeros(2, len(checks), dtype=torch.int64)
-        for number, check in enumerate(checks):
-            if check.owner == self._world.rank:
-                hashes[0, number] = self._own[check.worker].value()
-            if check.auditor == self._world.rank:
-                hashes[1, number] = self._again[check.worker]
+        for number, (owner, worker) in enumerate(checks):
+            if owner == self._world.rank:
+                hashes[0, number] = self._own[worker].value()
+            if (owner + distance) % size == self._world.rank:
+                hashes[1, number] = self._again[worker]
         sent, what = hashes.to(self._world.device).reshape(-1), "two ranks found other integers"
         self._sum(sent, f"step {step}: {what} for the same virtual worker", "they could be named")
         first, second = sent.cpu().view(2, -1)
         number = int((first != second).nonzero()[0])
-        return checks[number], int(first[number]), int(second[number])
+        owner, worker = checks[number]
+        return worker, {owner: int(first[number]), (owner + distance) % size: int(second[number])}
 
     def _sum(self, tensor: Tensor, what: str, purpose: str) -> None:
         """Sums over ranks; if some are lost, those that are left must not take the step: one may be the wrong one."""
@@ -277,31 +265,27 @@ class Audit(StepWatch):
         except CommError as error:
             raise CorruptionError(f"{what}, and ranks were lost before {purpose}{_REMEDY}") from error
 
-    def _blame(self, step: int, check: Check, first: int, second: int, recompute: Callable[[int], IntegerHash]) -> None:
-        pair, size = [check.owner, check.auditor], self._world.size
-        what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
-        third = next((index for index in range(size) if index not in pair), None)
+    def _blame(self, step: int, worker: int, pair: dict[int, int], recompute: Callable[[int], IntegerHash]) -> None:
+        what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({worker})"
+        third = next((index for index in range(self._world.size) if index not in pair), None)
         if third is None:
             one, two = (named_with_host(self._world, index) for index in pair)
-            raise CorruptionError(
-                f"{what.format(f'{one} found', two)}: one of them computes wrongly, and it takes a third rank to say "
-                f"which{_REMEDY}"
-            )
+            who = f"one of them computes wrongly, and it takes a third rank to say which{_REMEDY}"
+            raise CorruptionError(f"{what.format(f'{one} found', two)}: {who}")
         answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
-            answer.copy_(torch.tensor(_value(recompute, check.worker)))
+            answer.copy_(torch.tensor(_value(recompute, worker)))
         two = " and ".join(f"rank {self._world.ranks[index]}" for index in pair)
-        both = f"step {step}: {two} found other integers for the same virtual worker ({check.worker})"
+        both = f"step {step}: {two} found other integers for the same virtual worker ({worker})"
         self._sum(answer, both, "a third could say which is right")
         value, unread = answer.tolist()
-        alone = [index for index, found in zip(pair, (first, second), strict=True) if found != value or unread]
+        alone = [index for index, found in pair.items() if found != value or unread]
         others = [index for index in (*pair, third) if index not in alone]
         names = [named_with_host(self._world, index) for index in [*alone, *others]]
         if len(alone) > 1:
             raise CorruptionError(f"{what.format(', '.join(names) + ' each found', 'the others')}{_REMEDY}")
-        raise CorruptionError(
-            f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{_REMEDY}"
-        )
+        wrong, right = f"{names[0]} computes wrongly: it found", f"{names[1]} and {names[2]}"
+        raise CorruptionError(f"{what.format(wrong, right)}{_REMEDY}")
 
 
 def _value(recompute: Callable[[int], IntegerHash], worker: int) -> tuple[int, int]:

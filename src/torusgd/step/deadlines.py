@@ -41,6 +41,7 @@ from .forward_backward import WholeNetwork
 from .journal import Journaled, JournalEntry, entry_of, synchronous
 from .membership import Membership
 from .model_state import StepState
+from .watch import StepView
 from .work_stealing import GroupStore
 
 # Virtual seconds of a virtual worker without its delay.
@@ -63,14 +64,8 @@ class Deadlines:
         form, workers = recipe.synchrony, recipe.virtual_workers
         if form.delays is not None:
             shares, first_step = each_alone(workers), 0  # the same steps in a run that is resumed
-        self._limits = Limits(
-            shares,
-            recipe.seed,
-            count=form.count_of(workers),
-            threshold=form.threshold,
-            warmup=form.warmup,
-            warm=first_step + form.warmup,
-        )
+        count, warm = form.count_of(workers), first_step + form.warmup
+        self._limits = Limits(shares, recipe.seed, count=count, threshold=form.threshold, warmup=form.warmup, warm=warm)
         self._virtual: VirtualSteps | None = None
         if form.delays is not None:
             self._virtual = VirtualSteps(self._limits, workers, delay_model(form.delays, recipe.seed), PASS)
@@ -85,10 +80,9 @@ class Deadlines:
         found = self._limits.observe(finished, seconds) if len(finished) else None
         if found is None:
             return ""
-        return (
-            f"from now on a step takes what a rank finishes in {found.seconds:.3f} s; so far that would have left out "
-            f"{found.dropped:.1%} of the work, and brought {found.gain:+.1%} gradients a second"
-        )
+        so_far = f"left out {found.dropped:.1%} of the work, and brought {found.gain:+.1%} gradients a second"
+        now = f"from now on a step takes what a rank finishes in {found.seconds:.3f} s"
+        return f"{now}; so far that would have {so_far}"
 
 
 @dataclass(frozen=True)
@@ -273,14 +267,10 @@ class PassThread:
         return done
 
     def in_time(
-        self,
-        step: Step,
-        membership: Membership,
-        limit: Limit,
-        take: Callable[[int], Batch],
-        is_stopped: Callable[[int], bool],
+        self, view: StepView, limit: Limit, take: Callable[[int], Batch], is_stopped: Callable[[int], bool]
     ) -> Iterator[tuple[Passed, float]]:
         """This rank's virtual workers that finish before the step is closed, with the seconds; a stop closes it."""
+        step, membership = view.step, view.membership
         window = StepWindow(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
         left = list(reversed(membership.mine))
         is_mine = False

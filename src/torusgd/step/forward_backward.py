@@ -250,10 +250,8 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
         theirs = _seconds(one, device)
         with portable():
             ours, method = _seconds(one, device), fastest_method(device)
-    return (
-        f"portable arithmetic: products by {method}; a pass of {count} images takes about {ours / theirs:.1f} times "
-        f"float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
-    )
+    times = f"{ours / theirs:.1f} times float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
+    return f"portable arithmetic: products by {method}; a pass of {count} images takes about {times}"
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:

@@ -82,7 +82,5 @@ class ReplacedImages(StepWatch):
         step, replaced = view.step, self._replaced() + control.counts.replaced
         # Against at least one epoch, so that one bad image among the first few is no reason to stop.
         if replaced > self._limit * max(step.start + step.batch, self._train_images):
-            raise RunError(
-                f"step {step.index}: {replaced} training images could not be decoded, more than the "
-                f"share of {self._limit} that data.max_replaced allows; mend the images, or raise it"
-            )
+            what = f"{replaced} training images could not be decoded, more than the share of {self._limit}"
+            raise RunError(f"step {step.index}: {what} that data.max_replaced allows; mend the images, or raise it")

@@ -98,9 +98,8 @@ class Journal:
             what = "is missing, and the run can't go on without it: put it back, or give --fresh"
             raise UserError(f"{path}: {what}") from None
         except OSError as error:
-            raise RunError(
-                f"{path}: can't be read: {error.strerror}; mend the disk, and give the same command again"
-            ) from None
+            remedy = "mend the disk, and give the same command again"
+            raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
         self._file = LineFile(path, head.size - len(head.last))
         self._file.write(head.last.encode())
 
@@ -142,12 +141,11 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
     return journal
 
 
+Head = Mapping[str, Any] | None
+
+
 def read_journal(
-    path: Path,
-    recipe_sha256: str,
-    virtual_workers: int,
-    head: Mapping[str, Any] | None = None,
-    reached: Mapping[str, Any] | None = None,
+    path: Path, recipe_sha256: str, virtual_workers: int, head: Head = None, reached: Head = None
 ) -> Journaled:
     """As `parse_journal`, of the text in a file; UserError also if it can't be read."""
     try:
@@ -159,12 +157,7 @@ def read_journal(
 
 
 def parse_journal(
-    text: str,
-    where: str,
-    recipe_sha256: str,
-    virtual_workers: int,
-    expected: Mapping[str, Any] | None = None,
-    reached: Mapping[str, Any] | None = None,
+    text: str, where: str, recipe_sha256: str, virtual_workers: int, expected: Head = None, reached: Head = None
 ) -> Journaled:
     """The updates of a journal of a run with this recipe; UserError if it was cut, edited or reordered, naming where.
 
@@ -183,10 +176,8 @@ def parse_journal(
         digest = _digest(digest, line.rpartition(" ")[0])
         runs = _runs(found["left_out"], virtual_workers) if found is not None else None
         if found is None or runs is None or int(found["step"]) != number or digest[:_CHECK] != found["check"]:
-            raise UserError(
-                f"{where}: line {number + 2}, of step {number}, is not what the run wrote after the lines before it; "
-                "the journal was cut, edited or reordered: put a good copy there"
-            )
+            what = f"line {number + 2}, of step {number}, is not what the run wrote after the lines before it"
+            raise UserError(f"{where}: {what}; the journal was cut, edited or reordered: put a good copy there")
         updates.append(runs)
         last = f"{line}\n"
         size += len(last)

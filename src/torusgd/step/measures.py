@@ -127,8 +127,7 @@ class NoiseWatch(StepWatch):
         if view.is_redone or not all(0.0 < each < math.inf for each in squares):
             return
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
-        mean = self._mean_norm() ** 2
-        self._estimate.add(small, mean, view.step.images_per_worker, view.step.batch)
+        self._estimate.add(small, self._mean_norm() ** 2, view.step.images_per_worker, view.step.batch)
 
     @property
     def value(self) -> float | None:

@@ -133,9 +133,8 @@ class RecordFile:
         try:
             text = path.read_bytes()[:MOST_BYTES].decode(errors="replace") if path.exists() else ""
         except OSError as error:
-            raise RunError(
-                f"{path}: can't be read: {error.strerror}; mend the disk, and give the same command again"
-            ) from None
+            remedy = "mend the disk, and give the same command again"
+            raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
         stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
         kept = text.split("\n")[: len(stays)]
         self._file = LineFile(path, sum(len(each.encode()) + 1 for each in kept))

@@ -133,10 +133,9 @@ class TrainStep:
             # Gradient 8: the step is accepted, the integers become the mean gradient.
             if not control.is_finite:
                 layer = self.state.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
-                raise DivergedError(
-                    f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has "
-                    "diverged: lower rate.lr or lengthen rate.warmup.length"
-                )
+                what = "a batch statistic is not finite, or beyond 2**57; the run has diverged"
+                remedy = "lower rate.lr or lengthen rate.warmup.length"
+                raise DivergedError(f"step {step.index}: {layer}: {what}: {remedy}")
             self.reducer.apply_mean(control.counts.contributions)
             for watcher in self.watchers:
                 watcher.with_mean(view)
@@ -261,7 +260,7 @@ class TrainStep:
             return batches[worker]
 
         try:
-            for passed, seconds in self.pass_thread.in_time(step, membership, limit, take, is_stopped):
+            for passed, seconds in self.pass_thread.in_time(view, limit, take, is_stopped):
                 self.reducer.begin_worker(last=False)
                 for slot, gradient in passed.gradients:
                     self.reducer.add(slot, gradient)
