@@ -102,8 +102,7 @@ class _Ranks:
         self._local[number] = local = free_local_rank({self._local[each] for each in self._processes})
         spec = RankSpec(
             rank, size, self._port, attempt, self._job.device, self._job.options.ranks_per_gpu, limits_of(self._job),
-            TrainRank(self._job, size), joins=True, interface=self._interface, local=local,
-            stops_run=False,
+            TrainRank(self._job, size), joins=True, interface=self._interface, local=local, stops_run=False,
         )  # fmt: skip
         with held_back():
             self._processes[number] = start_rank(spec)

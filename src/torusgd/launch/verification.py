@@ -279,11 +279,9 @@ class Verifier:
             journal = parse_journal(text, "journal", job.recipe.sha256(), job.recipe.virtual_workers).head
         is_updated = any(name.startswith("optimizer/") for name in tensors)
         replayed = "" if job.replay is None else job.replay.head.sha256
-        state = RunState(
-            replace(self._fingerprint, replayed_sha256=replayed),
-            step=step, evaluated=step, journal=journal,
-            totals=StepTotals(skipped=0 if is_updated else step),
-        )  # fmt: skip
+        fingerprint = replace(self._fingerprint, replayed_sha256=replayed)
+        totals = StepTotals(skipped=0 if is_updated else step)
+        state = RunState(fingerprint, step=step, evaluated=step, journal=journal, totals=totals)
         write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
 
     def _compare(self, segment: Segment, folder: Path, lines: Sequence[records.Line], diverged: str) -> int | None:
@@ -329,12 +327,11 @@ class Verifier:
                 return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}"
             return _wrong("the result", recorded.figures, computed.figures)
         found = {line.step: line.figures for line in lines if isinstance(line, records.EvaluationLine)}
-        return "; ".join(
-            wrong
-            for step, line in self.claims.evaluations.items()
-            if each.first < step <= each.last
-            and (wrong := _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {})))
-        )
+        wrong = (
+            _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {}))
+            for step, line in self.claims.evaluations.items() if each.first < step <= each.last
+        )  # fmt: skip
+        return "; ".join(filter(None, wrong))
 
     def _since(self, start: int, step: int, states: Mapping[int, records.StateLine], folder: Path) -> str:
         """Up to where the run is what was computed, by all that it has of the steps before one that differs."""

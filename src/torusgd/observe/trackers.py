@@ -257,11 +257,8 @@ def _few_attempts() -> Iterator[None]:
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
 
 
-MAKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
+Maker = Callable[[Path, Mapping[str, Any]], Tracker]
+MAKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
 def _run_id(folder: Path) -> str:

@@ -180,12 +180,9 @@ class Generations:
             if rank not in newest.ranks:
                 raise Released
             try:
-                return meet(
-                    PrefixStore(keys.MEETING.format(generation=self.number), self._store),
-                    newest.ranks, rank, device, ranks_per_gpu,
-                    wait=partial(self._wait_for_all, liveness),
-                    is_given_up=self._is_over,
-                )  # fmt: skip
+                own = PrefixStore(keys.MEETING.format(generation=self.number), self._store)
+                wait, is_over = partial(self._wait_for_all, liveness), self._is_over
+                return meet(own, newest.ranks, rank, device, ranks_per_gpu, wait, is_given_up=is_over)
             except ConnectionLost:
                 if not self._is_followed(liveness):
                     raise
@@ -281,8 +278,8 @@ def meet_within(
     ranks_per_gpu: int = 1,
 ) -> Group:
     """The group of `size` ranks that come within so many seconds; UserError for shared GPUs, DistError if late."""
-    limit = timedelta(seconds=seconds)
-    return meet(
-        store, range(size), rank, device_of(device, ranks_per_gpu), ranks_per_gpu,
-        wait=lambda store: store.wait([keys.ALL_HERE], limit), timeout=timeout,
-    )  # fmt: skip
+
+    def wait(store: Store) -> None:
+        store.wait([keys.ALL_HERE], timedelta(seconds=seconds))
+
+    return meet(store, range(size), rank, device_of(device, ranks_per_gpu), ranks_per_gpu, wait, timeout)

@@ -378,10 +378,8 @@ class Heartbeat(Liveness):
     def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
         # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
-        beat = Beat(
-            number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack,
-            self._failed, self._ended,
-        )  # fmt: skip
+        doing = number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack
+        beat = Beat(*doing, self._failed, self._ended)
         self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
 
     def _stack(self) -> str:

@@ -119,10 +119,8 @@ def _be_rank(spec: RankSpec) -> None:
                 follow = spec.function.follow
             generations.wait_for_admission(spec.rank, follow)
             failures = store
-        result = generations.run(
-            spec.function, (stop, spec.attempt, heartbeat), spec.rank,
-            device, spec.ranks_per_gpu, heartbeat,
-        )  # fmt: skip
+        arguments, own = (stop, spec.attempt, heartbeat), (spec.rank, device, spec.ranks_per_gpu)
+        result = generations.run(spec.function, arguments, *own, heartbeat)
         store.set(keys.RESULT.format(rank=spec.rank), json.dumps(result))
     except Released:
         heartbeat.close()

@@ -77,6 +77,7 @@ def machine(device: torch.device) -> Conditions:
     # A kernel is chosen by the processor's instructions and caches, by the build of a library, and by variables of the
     # environment. Equal conditions are to mean equal bits, so all of these are in them. What has no part in the
     # arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
+    names = [name for name in os.environ if _LIBRARY_VARIABLE.match(name) and not _HARMLESS.search(name)]
     return {
         "device": device.type,
         **_cpu(),
@@ -86,11 +87,8 @@ def machine(device: torch.device) -> Conditions:
         "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
         "numpy": np.__version__,
         # By which libraries may choose other kernels.
-        "environment": " ".join(
-            sorted(f"{name}={value}" for name, value in os.environ.items()
-                   if _LIBRARY_VARIABLE.match(name) and not _HARMLESS.search(name))
-        ),
-    }  # fmt: skip
+        "environment": " ".join(sorted(f"{name}={os.environ[name]}" for name in names)),
+    }
 
 
 def _cpu() -> Conditions:

@@ -52,15 +52,10 @@ class Job:
     def as_dict(self) -> dict[str, Any]:
         """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""
         # Ranks that join get weights and write nothing, so neither `init` nor `bucket` is in it.
-        return {
-            "recipe": self.recipe.as_dict(),
-            "runtime": self.options.model_dump(mode="json", exclude_unset=True),
-            "device": self.device,
-            "out": str(self.out),
-            "max_steps": self.max_steps,
-            "delays": self.delays,
-            "trace": None if self.trace is None else [self.trace.first, self.trace.last],
-        }
+        trace = None if self.trace is None else [self.trace.first, self.trace.last]
+        plain = {"device": self.device, "out": str(self.out), "max_steps": self.max_steps, "delays": self.delays}
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        return {"recipe": self.recipe.as_dict(), "runtime": options, **plain, "trace": trace}
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":

@@ -253,15 +253,9 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
         raise (UserError if message["is_mistake"] else RunError)(message["problem"])
     state = RunState.from_dict(message["state"])
     others = [rank for index, rank in enumerate(world.ranks) if index not in choice.holders]
-    return Agreed(
-        state,
-        choice.holders,
-        share_tensors(tensors, world, choice.source),
-        message["origin"],
-        message["last_event"],
-        LastSaved(*message["saved"]) if message["saved"] else None,
-        f"all waited while the state of step {state.step} was sent to {named('rank', others)}" if others else "",
-    )
+    line = f"all waited while the state of step {state.step} was sent to {named('rank', others)}" if others else ""
+    sent, saved = share_tensors(tensors, world, choice.source), message["saved"] and LastSaved(*message["saved"])
+    return Agreed(state, choice.holders, sent, message["origin"], message["last_event"], saved, line)
 
 
 def _found(

@@ -373,9 +373,9 @@ class Run:
             self.liveness.outside("the servers of --track", ", ".join(job.options.track))
         trackers, about = self.retained.trackers, self.retained.about
         trackers.open(path, {**about, "recipe": job.recipe.as_dict()})
-        self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers,
-            is_quiet=job.expected is not None)  # fmt: skip
-        if job.expected is not None:
+        done, is_quiet = (state.step, state.evaluated), job.expected is not None
+        self.telemetry = Telemetry(path, self.schedule, self.steps, *done, about, trackers, is_quiet)
+        if is_quiet:
             return
         if not agreed.holders:
             greet(self.telemetry, job, self.trainer, state, agreed.origin)

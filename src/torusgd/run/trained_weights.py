@@ -99,12 +99,8 @@ def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callabl
     new = head if head and others >= head else set()
     body, expected = ({name: t for name, t in each.items() if name not in new} for each in (given, wanted))
     match_weights(body, expected, f"--init {initial.source}")
-    return Fit(
-        initial.source,
-        sorted(fits),
-        {name: list(given[name].shape) for name in sorted(new) if name in given},
-        {name: list(network[name].shape) for name in sorted(new)},
-    )
+    left, drawn = ({name: list(of[name].shape) for name in sorted(new) if name in of} for of in (given, network))
+    return Fit(initial.source, sorted(fits), left, drawn)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..runtime import loader_threads
 Indices = npt.NDArray[np.int64]
 # Called with the logits of a chunk's decodable images, their batch, and the indices of all images of the chunk.
 Observe = Callable[[Tensor, Batch, Indices], object]
+Progress = Callable[[int], object]  # called with the index of each chunk of this rank
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def evaluate(
     allreduce: AllReduce,
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], object] = lambda chunk: None,
+    progress: Progress = lambda chunk: None,
     observe: Observe = lambda logits, batch, chunk: None,
 ) -> Evaluation | None:
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
@@ -118,10 +119,7 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def read_ahead(
-    prepare: Callable[[Indices], Batch],
-    chunks: Iterable[Indices],
-    threads: int,
-    progress: Callable[[int], object] = lambda chunk: None,
+    prepare: Callable[[Indices], Batch], chunks: Iterable[Indices], threads: int, progress: Progress = lambda done: None
 ) -> Iterator[Batch]:
     """The batches of index chunks, in order, prepared by so many threads while the ones before are used."""
     with ThreadPoolExecutor(threads) as pool:

@@ -169,19 +169,15 @@ class StepTotals:
     def as_summary(self) -> dict[str, Any]:
         seconds = max(self.step_seconds, 1e-9)
         return {
-            "train_loss": self.train_loss,
-            "samples": self.samples,
+            **{key: getattr(self, key) for key in ("train_loss", "samples", "slow_ranks", "late_ranks", "lost_pairs")},
             **{key: getattr(self, name) for name, key in _COUNTED.items()},
             "skipped_steps": self.skipped,
             "moved_workers": self.moved,
             "saved_seconds": round(self.saved_seconds, 3),
-            "slow_ranks": self.slow_ranks,
             "taken_over_workers": self.taken_over,
-            "late_ranks": self.late_ranks,
             "taken_over_saved_seconds": round(self.taken_over_saved_seconds, 3),
             "left_out_share": round(self.images_left_out / max(self.samples, 1), 4),
             "underflow": self.underflow / max(self.samples, 1),
-            "lost_pairs": self.lost_pairs,
             "images_per_second": round((self.samples - self.images_left_out) / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),

@@ -119,8 +119,8 @@ class Requests(StepWatch):
         save_due: Callable[[int], bool] = lambda steps: False,
         copy_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stop_requested, self._liveness = stop_requested, liveness
-        self._looks, self._save_due, self._copy_due = frozenset(looks), save_due, copy_due
+        self._stop_requested, self._liveness, self._looks = stop_requested, liveness, frozenset(looks)
+        self._save_due, self._copy_due = save_due, copy_due
         self.is_stopping = self._is_changing = False
 
     def look(self) -> bool:
