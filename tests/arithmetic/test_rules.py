@@ -203,7 +203,7 @@ def test_optimizers_are_near_torchs_and_the_fused_sgd_has_the_bits_of_the_plain_
         assert torch.allclose(trained(make, threads(1)), trained(make, portable()), rtol=1e-5, atol=1e-6)
 
 
-def test_integers_go_by_torchs_own_operators() -> None:
+def test_integers_go_by_torchs_own_operators_and_float64_in_row_order_with_ieee_roots() -> None:
     a, b, index = torch.arange(6).view(2, 3), torch.arange(6).view(3, 2), torch.tensor([0, 0])
 
     def results() -> tuple[Tensor, ...]:
@@ -212,9 +212,6 @@ def test_integers_go_by_torchs_own_operators() -> None:
     with portable():
         found = results()
     assert all(torch.equal(x, y) for x, y in zip(found, results(), strict=True))
-
-
-def test_float64_is_added_in_row_order_and_has_ieee_roots() -> None:
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((7, 3))) ** 2
     total = torch.zeros(3, dtype=torch.float64)
     for row in x:

@@ -1,11 +1,16 @@
-"""exact_all_reduce: the same bits however addends are spread, within the stated bound, for every dtype and backend."""
+"""Exact sums: in limbs equal to math.fsum, by exact_all_reduce within the stated bound; the same bits in any order.
+
+For every dtype and backend, however addends are spread; honest about what is not finite.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torusgd.comm import create, exact_all_reduce, fixed_point
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.base import Work
+from torusgd.comm.exact_sum import FULL, NARROW, decode, encode
 from torusgd.comm.groups import Group, build
 from torusgd.comm.groups import alone as rank_alone
 from torusgd.errors import UserError
@@ -115,15 +121,12 @@ def test_a_tensor_alone_is_its_own_sum_and_stays_as_it_was():
     assert not exact_all_reduce([needs_gradient]).requires_grad
 
 
-def test_blocks_have_scales_of_their_own():
+def test_blocks_have_scales_of_their_own_and_sums_beyond_the_dtype_are_infinite_unless_they_come_back():
     values = torch.ones(3 * fixed_point.BLOCK + 1, dtype=torch.float64)
     for block, scale in enumerate((1e300, 1e-300, 5e-324, 1.0)):
         values[block * fixed_point.BLOCK :] = scale
     assert exact_all_reduce([values, values]).equal(2 * values)
     assert exact_all_reduce([values, -values]).equal(torch.zeros_like(values))
-
-
-def test_sums_beyond_the_dtype_are_infinite_unless_they_come_back():
     large = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
     assert exact_all_reduce([large, large]).item() == math.inf
     assert exact_all_reduce([large, large, -large]).equal(large)
@@ -221,3 +224,47 @@ def test_the_same_bits_by_every_algorithm_and_group():
         allreduce = create(name)
         assert exact_all_reduce(mine, allreduce=allreduce).equal(alone)
         allreduce.close()
+
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+moderate = st.floats(min_value=-1e15, max_value=1e15, allow_nan=False).filter(lambda x: x == 0 or abs(x) > 1e-30)
+
+
+def exact_sum(values: torch.Tensor) -> torch.Tensor:
+    return decode(encode(values).sum(dim=1))
+
+
+def tensors(floats: st.SearchStrategy[float], dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
+    return st.lists(floats, min_size=1, max_size=40).map(partial(torch.tensor, dtype=dtype))
+
+
+@given(tensors(floats32, torch.float32) | tensors(moderate, torch.float64))
+@settings(max_examples=300, deadline=None)
+def test_the_sum_is_the_rounded_exact_sum(values: torch.Tensor) -> None:
+    expected = math.fsum(values.tolist())
+    assert abs(exact_sum(values).item() - expected) <= math.ulp(expected)
+
+
+@given(st.lists(floats32, min_size=2, max_size=30), st.randoms(use_true_random=False), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_bits_do_not_depend_on_order_or_on_how_ranks_share(values: list[float], random, ranks: int) -> None:
+    shuffled = values.copy()
+    random.shuffle(shuffled)
+    parts = [torch.tensor(shuffled[r::ranks], dtype=torch.float32) for r in range(ranks)]
+    shared = decode(torch.stack([encode(part).sum(dim=1) for part in parts]).sum(dim=0))
+    assert shared.item() == exact_sum(torch.tensor(values, dtype=torch.float32)).item()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 2.0**58])
+def test_what_does_not_fit_is_nan_and_touches_no_neighbour(bad: float) -> None:
+    values = torch.tensor([[1.0, 2.0], [bad, 3.0]])
+    assert decode(encode(values, NARROW).sum(dim=1), NARROW).tolist()[1] == 5.0
+    assert math.isnan(decode(encode(values, NARROW).sum(dim=1), NARROW).tolist()[0])
+
+
+def test_a_narrow_window_drops_bits_of_each_value_alone_and_a_full_one_holds_a_million_of_the_largest() -> None:
+    small = decode(encode(torch.tensor([1.0, 2.0**-60, 2.0**-70, -1.0]), NARROW).sum(dim=1), NARROW).item()
+    assert small == 2.0**-60
+    largest = float(np.finfo(np.float32).max)
+    limbs = encode(torch.tensor([largest], dtype=torch.float32)) * 2**20
+    assert decode(limbs, FULL).item() == largest * 2**20

@@ -23,17 +23,29 @@ from torusgd.ranks.rank import serve_store
 CPU = torch.device("cpu")
 
 
+def small_collectives(group: groups.Group) -> None:
+    rank, size = group.rank, group.size
+    total, largest = torch.tensor([rank]), torch.tensor([-1.0, float(rank)])
+    group.all_reduce(total)
+    group.all_reduce(largest, maximum=True)
+    assert (total.item(), largest.tolist()) == (size * (size - 1) // 2, [-1.0, size - 1.0])
+    for source in (0, size // 2, size // 2 + 1, size - 1):
+        word = torch.tensor([rank])
+        group.broadcast(word, source)
+        assert word.item() == source
+    assert group.broadcast_json([rank], size - 1) == [size - 1]
+    for kind in (torch.float64, torch.int32):
+        rows = group.all_gather(torch.tensor([[rank, -rank]], dtype=kind))
+        assert torch.equal(torch.cat(rows), torch.tensor([[each, -each] for each in range(size)], dtype=kind))
+    group.barrier()
+    assert abs(Clock(group).offset) < 60.0
+
+
 @on_ranks(3)
 def test_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = groups.group_of()
-    value = torch.tensor([float(rank)])
-    world.all_reduce(value)
-    assert value.item() == sum(range(size))
-    largest = torch.tensor([rank])
-    world.all_reduce(largest, maximum=True)
-    assert largest.item() == size - 1
-    assert [int(t) for t in world.all_gather(torch.tensor([rank]))] == list(range(size))
+    small_collectives(world)
     assert world.broadcast_text("h\u00e9" if rank == 1 else "", source=1) == "h\u00e9"
     assert world.broadcast_text("") == ""
     received = torch.zeros(size)
@@ -185,24 +197,6 @@ def open_sockets() -> int:
         with suppress(OSError):
             found += os.readlink(f"/dev/fd/{file}").startswith("socket:")
     return found
-
-
-def small_collectives(group: groups.Group) -> None:
-    rank, size = group.rank, group.size
-    total, largest = torch.tensor([rank]), torch.tensor([-1.0, float(rank)])
-    group.all_reduce(total)
-    group.all_reduce(largest, maximum=True)
-    assert (total.item(), largest.tolist()) == (size * (size - 1) // 2, [-1.0, size - 1.0])
-    for source in (0, size // 2, size // 2 + 1, size - 1):
-        word = torch.tensor([rank])
-        group.broadcast(word, source)
-        assert word.item() == source
-    assert group.broadcast_json([rank], size - 1) == [size - 1]
-    for kind in (torch.float64, torch.int32):
-        rows = group.all_gather(torch.tensor([[rank, -rank]], dtype=kind))
-        assert torch.equal(torch.cat(rows), torch.tensor([[each, -each] for each in range(size)], dtype=kind))
-    group.barrier()
-    assert abs(Clock(group).offset) < 60.0
 
 
 def ring(group: groups.Group) -> None:

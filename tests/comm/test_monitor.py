@@ -17,16 +17,13 @@ from torusgd.comm.groups import group_of
 from torusgd.comm.monitor import DeviceClock, Monitor, hidden_share
 
 
-def test_messages_that_travel_together_count_once():
+def test_messages_that_travel_together_count_once_and_what_is_hidden_is_a_share():
     monitor = Monitor()
     for left, ended in ((1.0, 3.0), (2.0, 4.0), (2.5, 2.75), (6.0, 7.0)):
         monitor.arrived(left, ended)
     assert monitor.on_way == 4.0
     monitor.arrived(8.0, None)
     assert hidden_share(monitor.on_way, 1.0) is None
-
-
-def test_what_is_hidden_is_a_share():
     assert hidden_share(0.0, 0.0) is None
     assert hidden_share(2.0, 0.5) == 0.75
     assert hidden_share(1.0, 1.001) == 0.0

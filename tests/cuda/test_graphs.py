@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import alike, on_ranks
 from tests.cuda.fake_cuda import CPU, Again, FakeEvent, FakeGpu, FakeStream, Races, Refused
-from tests.cuda.trainers import SGD, SMALL_BUCKETS, STEPS, all_steps, left, make_trainer
+from tests.cuda.trainers import SGD, SMALL_BUCKETS, STEPS, all_steps, left, make_trainer, plain_bits, steps_of_all
 
 from torusgd.comm.groups import alone, group_of
 from torusgd.cuda import form, graphs
@@ -22,12 +22,6 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer
 
 Notes = list[tuple[str, int]]
-
-
-def plain_bits(*changes: str) -> str:
-    trainer = make_trainer(False, *changes)
-    all_steps(trainer)
-    return left(trainer)
 
 
 def network_of(trainer: Trainer) -> GraphedNetwork:
@@ -44,11 +38,9 @@ def network_of(trainer: Trainer) -> GraphedNetwork:
     ],
 )
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
-    plain, gpu = make_trainer(False, *changes), FakeGpu()
+    gpu = FakeGpu()
     with gpu.streams():
-        trainer = make_trainer(True, *changes)
-        assert all_steps(trainer) == all_steps(plain)
-    assert left(trainer) == left(plain)
+        steps_of_all([make_trainer(True, *changes), make_trainer(False, *changes)])
     assert len(gpu.captured) == 4, "two graphs for each of the two stages"
 
 
@@ -140,26 +132,19 @@ def noting_messages(trainer: Trainer, notes: Notes) -> None:
     run.control.send = control
 
 
-def on_ranks() -> list[tuple[str, int, Notes]]:
-    return [on_streams(streams) for streams in (1, 2)]
-
-
-def on_streams(streams: int) -> tuple[str, int, Notes]:
-    group, sent = group_of(), Notes()
-    gpu = FakeGpu(graph=Refused if group.rank else Again)  # the second rank can't capture its passes
-    with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
-        trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
-        noting_messages(trainer, sent)
-        all_steps(trainer)
-    return left(trainer), sum(len(each.graphs[True]) for each in network_of(trainer)._passes.values() if each), sent
-
-
+@on_ranks(2)
 def test_messages_leave_in_one_order_whether_a_rank_captures_its_passes_or_not() -> None:
-    for (captured, last_passes, sent), (usual, none, sent_too) in zip(*run_ranks(2, on_ranks), strict=True):
-        assert captured == usual == plain_bits(SGD)
-        assert last_passes > none == 0
-        assert sent == sent_too
-        buckets = 1 + max(bucket for _, bucket in sent)
+    group = group_of()
+    for streams in (1, 2):
+        gpu, sent = FakeGpu(graph=Refused if group.rank else Again), Notes()  # the second rank can't capture its passes
+        with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
+            trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
+            noting_messages(trainer, sent)
+            all_steps(trainer)
+        assert left(trainer) == plain_bits(SGD)
+        last_passes = sum(len(each.graphs[True]) for each in network_of(trainer)._passes.values() if each)
+        assert (last_passes == 0) == (group.rank == 1)
+        buckets = 1 + max(bucket for _, bucket in alike(sent))
         assert buckets > 3
         messages = [("bucket", bucket) for bucket in range(buckets)] + [("control", 0)]
         assert sent == [("control", 0), *STEPS * messages], "the first measures the scales"

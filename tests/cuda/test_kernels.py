@@ -45,13 +45,10 @@ def test_tables_beyond_what_was_taken_end_a_capture() -> None:
         table_of([(0, 0)] * (1 << 16) + [(0, 0)], GPU)
 
 
-def test_a_table_takes_other_values_where_it_lies() -> None:
+def test_a_table_takes_other_values_where_it_lies_and_blocks_leave_out_tensors_of_nothing() -> None:
     table = torch.zeros(2, 2, dtype=torch.float64)
     write_table(table, [(0.1, 1.0), (2.0, 3.0)])
     assert table.tolist() == [[0.1, 1.0], [2.0, 3.0]]
     assert table_of([(2**62, 1)], CPU).tolist() == [[2**62, 1]]
-
-
-def test_blocks_leave_out_tensors_of_nothing() -> None:
     assert blocks_of((0, 5), 4, CPU).tolist() == [[1, 0, 4, 0], [1, 4, 1, 4]]
     assert blocks_of((0,), 4, CPU).shape == (0, 4)

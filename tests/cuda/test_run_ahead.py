@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.cuda.fake_cuda import FakeGpu, Races, Recorded, Refused
 from tests.cuda.test_host_reads import counted
 from tests.cuda.trainers import (
@@ -27,6 +27,8 @@ from tests.cuda.trainers import (
     left,
     make_trainer,
     never,
+    plain_bits,
+    steps_of_all,
     take,
 )
 from tests.messages import refused
@@ -83,10 +85,8 @@ def graphs_of(trainer: Trainer) -> int:
     ],
 )
 def test_steps_in_advance_are_those_one_by_one(changes: tuple[str, ...], graphs: int) -> None:
-    plain, launched, replayed = make_trainer(False, *changes), make_trainer(True, *changes), captured(*changes)
-    reports = [all_steps(trainer) for trainer in (plain, launched, replayed)]
-    assert reports[0] == reports[1] == reports[2]
-    assert left(plain) == left(launched) == left(replayed)
+    replayed = captured(*changes)
+    steps_of_all([make_trainer(False, *changes), make_trainer(True, *changes), replayed])
     assert graphs_of(replayed) == graphs, "one for each combination of numbers"
 
 
@@ -99,10 +99,7 @@ def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits(
     trainers = make_trainer(False, SGD, change), make(SGD, change)
     for trainer in trainers:
         grow_once(trainer, by=2.0**12)
-    plain, ahead = map(all_steps, trainers)
-    assert plain == ahead
-    assert [step["redone"] for step in plain][:5] == [0, 0, 0, 0, 1]
-    assert left(trainers[0]) == left(trainers[1])
+    assert [step["redone"] for step in steps_of_all(trainers)][:5] == [0, 0, 0, 0, 1]
 
 
 def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
@@ -110,11 +107,7 @@ def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
     trainers = [make_trainer(False, *changes), make_trainer(True, *changes), captured(*changes)]
     for trainer in trainers:
         grow_once(trainer, by=float("inf"))
-    reports = list(map(all_steps, trainers))
-    assert [bool(step["skipped"]) for step in reports[0]] == [False] * 4 + [True] + [False] * 2
-    scales = [[step["loss_scale"] for step in report] for report in reports]
-    assert scales[0] == scales[1] == scales[2]
-    assert left(trainers[0]) == left(trainers[1]) == left(trainers[2])
+    assert [bool(step["skipped"]) for step in steps_of_all(trainers)] == [False] * 4 + [True] + [False] * 2
     assert graphs_of(trainers[2]) == 2
 
 
@@ -172,24 +165,19 @@ def test_steps_are_launched_two_in_advance(workers: int, counts: list[int]) -> N
     assert launches(trainer, partial(take, trainer)) == counts
 
 
-def on_ranks() -> list[Any]:
+@on_ranks(2)
+def test_on_ranks_the_bits_are_those_of_one_and_the_record_never_moves() -> None:
     """Comparisons in steps between those that are launched in advance send longer records."""
     options = RuntimeOptions(drift_every=3)
-    with FakeGpu().streams():
+    with FakeGpu().streams(), warnings.catch_warnings(action="error"):
         trainer = make_trainer(True, SGD, world=group_of(), options=options)
         control: Any = trainer.step.control
         lies = control.summed.data_ptr()
         all_steps(trainer)
     longest = {str(number): torch.zeros(each.words) for number, each in enumerate(trainer.step.watchers)}
     control.send(Sent(), {name: words.long() for name, words in longest.items()})
-    return [left(trainer), graphs_of(trainer), lies == control.summed.data_ptr()]
-
-
-def test_on_ranks_the_bits_are_those_of_one_and_the_record_never_moves() -> None:
-    trainer = make_trainer(False, SGD)
-    all_steps(trainer)
-    with warnings.catch_warnings(action="error"):
-        assert run_ranks(2, on_ranks) == [[left(trainer), 1, True]] * 2
+    assert (graphs_of(trainer), control.summed.data_ptr()) == (1, lies)
+    assert left(trainer) == plain_bits(SGD)
 
 
 def test_a_checkpoint_that_is_due_during_a_launched_step_is_of_its_weights() -> None:
@@ -220,11 +208,10 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
 
 
 def test_updates_that_cannot_be_captured_go_on_without() -> None:
-    plain, trainer = make_trainer(False, SGD), captured(SGD, capture=Refused)
+    trainer = captured(SGD, capture=Refused)
     with pytest.warns(UserWarning, match="updates run without a CUDA graph, .*: operation not permitted") as warned:
         all_steps(trainer)
-    all_steps(plain)
-    assert left(trainer) == left(plain)
+    assert left(trainer) == plain_bits(SGD)
     assert len(warned) == 1
 
 

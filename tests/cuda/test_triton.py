@@ -203,38 +203,27 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = 0.9) ->
     return tensors, [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
 
 
-@pytest.mark.parametrize(("rule", "momentum"), [("sgd", 0.9), ("nesterov", 0.9), ("sgd", 0.0)])
-def test_sgd_has_the_bits_of_foreach(rule: str, momentum: float) -> None:
-    weights, momenta = drawn(0), [torch.zeros(shape) for shape in TENSORS]
-    for seed in (1, 2):
-        for group, mine in enumerate((slice(0, 2), slice(2, 4))):
-            sgd(
-                weights[mine], drawn(seed)[mine], list(momenta[mine]), foreach=True, lr=RATES[group],
-                weight_decay=DECAYS[group], momentum=momentum, dampening=0.0, nesterov=rule == "nesterov",
-                maximize=False,
-            )  # fmt: skip
-    ours = updated(rule, going=1.0, momentum=momentum)
-    assert all(map(torch.equal, ours[0], weights))
-    assert all(map(torch.equal, ours[1], momenta))
-
-
 def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
     """As `optim.norms` has them on a GPU, on any device."""
     return norms_from_blocks([norms_by_lanes([tensor.reshape(-1)]) for tensor in tensors])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_lars_has_the_bits_of_foreach_with_the_norms_of_a_gpu(variant: str) -> None:
-    eps = 1e-3 if VARIANTS[variant].eps else 0.0
+@pytest.mark.parametrize(
+    ("rule", "momentum"), [("sgd", 0.9), ("nesterov", 0.9), ("sgd", 0.0), *((variant, 0.9) for variant in VARIANTS)]
+)
+def test_updates_have_the_bits_of_foreach_and_lars_with_the_norms_of_a_gpu(rule: str, momentum: float) -> None:
+    eps = 1e-3 if rule in VARIANTS and VARIANTS[rule].eps else 0.0
     weights, momenta = drawn(0), [torch.zeros(shape) for shape in TENSORS]
     for seed in (1, 2):
         for group, mine in enumerate((slice(0, 2), slice(2, 4))):
-            lars(
-                weights[mine], drawn(seed)[mine], momenta[mine], lr=RATES[group], momentum=0.9,
-                weight_decay=DECAYS[group], trust=None if group else 0.01, eps=eps, variant=variant, peak_lr=PEAK,
-                foreach=True, norms=layer_norms,
-            )  # fmt: skip
-    ours = updated(variant, going=1.0, eps=eps)
+            given: Any = (weights[mine], drawn(seed)[mine], momenta[mine])
+            how: Any = {"lr": RATES[group], "momentum": momentum, "weight_decay": DECAYS[group], "foreach": True}
+            if rule in VARIANTS:
+                how |= {"trust": None if group else 0.01, "eps": eps, "variant": rule, "peak_lr": PEAK}
+                lars(*given, **how, norms=layer_norms)
+            else:
+                sgd(*given, **how, dampening=0.0, nesterov=rule == "nesterov", maximize=False)
+    ours = updated(rule, going=1.0, eps=eps, momentum=momentum)
     assert all(map(torch.equal, ours[0], weights))
     assert all(map(torch.equal, ours[1], momenta))
 

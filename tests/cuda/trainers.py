@@ -72,6 +72,20 @@ def left(trainer: Trainer) -> str:
     return weights_sha256(trainer.step.state.state_dict(STEPS, keep=True))
 
 
+def steps_of_all(trainers: Sequence[Trainer]) -> list[dict[str, Any]]:
+    """What each step reported, of all trainers alike, as is what they leave."""
+    reports = [all_steps(trainer) for trainer in trainers]
+    assert all(report == reports[0] for report in reports)
+    assert len({left(trainer) for trainer in trainers}) == 1
+    return reports[0]
+
+
+def plain_bits(*changes: str) -> str:
+    trainer = make_trainer(False, *changes)
+    all_steps(trainer)
+    return left(trainer)
+
+
 def grow_once(trainer: Trainer, by: float) -> None:
     """The fifth step's gradients are so many times as large, however often it is taken."""
     passes: Any = trainer.step.forward_backward
@@ -87,7 +101,6 @@ def grow_once(trainer: Trainer, by: float) -> None:
 
 def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
     """Of each step, how many the device is given when it is taken."""
-    assert trainer.ahead is not None
     ahead: Any = trainer.ahead
     launch, counts = ahead._launch, [0] * STEPS
 

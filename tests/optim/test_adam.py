@@ -39,7 +39,7 @@ def test_adamw_is_torchs_but_for_rounding_and_loads_its_state() -> None:
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_lamb_by_hand() -> None:
+def test_lamb_by_hand_and_without_trust_at_the_plain_rate() -> None:
     param = weights(3, 2)
     start, grad = param.detach().double(), gradient(param, 0)
     take(Lamb([param], lr=0.1, eps=1e-6, weight_decay=0.01), [param], [grad])
@@ -47,9 +47,6 @@ def test_lamb_by_hand() -> None:
     direction = grad.double() / (grad.double().abs() + 1e-6) + 0.01 * start
     expected = start - 0.1 * start.norm() / direction.norm() * direction
     assert torch.allclose(param.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_without_trust_lamb_takes_the_plain_rate() -> None:
     scaled, plain = weights(5), weights(5)
     grad = gradient(scaled, 0)
     take(Lamb([{"params": [plain], "trust": False}], lr=0.1), [plain], [grad])

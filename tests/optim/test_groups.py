@@ -36,12 +36,6 @@ BIASES = {"attention.in_proj_bias", "attention.out_proj.bias", "head.bias"}
 NORMS = {"bn.weight", "bn.bias", "groups.weight", "groups.bias", "own.gain"}
 
 
-def test_kinds() -> None:
-    kinds = parameter_kinds(Net())
-    for expected, kind in ((WEIGHTS, "weight"), (BIASES, "bias"), (NORMS, "norm")):
-        assert {name for name, found in kinds.items() if found == kind} == expected
-
-
 def test_the_settings_of_lars_reach_its_groups() -> None:
     settings = recipe.Optimizer(name="lars", weight_decay=1e-4, trust=0.02, eps=1e-6, variant="mxnet", momentum=0.8)
     optimizer = build_optimizer(settings, Net(), lr=13.0)
@@ -76,7 +70,10 @@ def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(
     }
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_kinds_and_frozen_parameters_that_are_left_out() -> None:
+    kinds = parameter_kinds(Net())
+    for expected, kind in ((WEIGHTS, "weight"), (BIASES, "bias"), (NORMS, "norm")):
+        assert {name for name, found in kinds.items() if found == kind} == expected
     model = Net()
     model.conv.requires_grad_(False)
     optimizer = build_optimizer(recipe.Optimizer(), model, lr=0.1)
@@ -84,7 +81,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars"])
-def test_biases_alone_get_caffes_doubled_rate(name: str) -> None:
+def test_rates_and_values_of_a_step_reach_every_group_and_biases_alone_get_caffes_doubled_rate(name: str) -> None:
     model = Net()
     settings = recipe.Optimizer.model_validate({"name": name, "bias_rate": 2.0})
     optimizer = build_optimizer(settings, model, lr=1.0)
@@ -93,10 +90,6 @@ def test_biases_alone_get_caffes_doubled_rate(name: str) -> None:
     found = dict(zip(rates, names(model, optimizer), strict=False))
     assert found[0.6] == BIASES
     assert set().union(*names(model, optimizer)) - found[0.6] == WEIGHTS | NORMS
-
-
-@pytest.mark.parametrize("name", ["sgd", "lars"])
-def test_the_values_of_a_step_reach_every_group(name: str) -> None:
     settings = recipe.Optimizer.model_validate({"name": name, "weight_decay": 0.01})
     optimizer = build_optimizer(settings, Net(), lr=1.0)
     for factor in (0.5, 0.25):

@@ -71,20 +71,19 @@ def close(actual: Tensor, expected: list[float], scale: float) -> None:
     seed=st.integers(0, 2**31),
     zero=st.sampled_from(["", "weights", "gradient"]),
     lr=st.sampled_from([0.0, 1e-3, 0.1, 30.0]),
-    momentum=st.sampled_from([0.0, 0.9, 0.96]),
-    weight_decay=st.sampled_from([0.0, 5e-5, 0.1]),
-    trust=st.sampled_from([None, 1e-3, 0.5]),
-    eps=st.sampled_from([0.0, 1e-9, 0.1]),
-)
+    hyper=st.fixed_dictionaries({
+        "momentum": st.sampled_from([0.0, 0.9, 0.96]), "weight_decay": st.sampled_from([0.0, 5e-5, 0.1]),
+        "trust": st.sampled_from([None, 1e-3, 0.5]), "eps": st.sampled_from([0.0, 1e-9, 0.1]),
+    }),
+)  # fmt: skip
 def test_three_steps_follow_the_published_formula(
-    variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, momentum: float,
-    weight_decay: float, trust: float | None, eps: float,
-) -> None:  # fmt: skip
-    eps = eps if VARIANTS[variant].eps else 0.0
+    variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, hyper: dict[str, Any]
+) -> None:
+    hyper["eps"] *= VARIANTS[variant].eps
+    momentum, weight_decay, trust, eps = hyper.values()
     generator = torch.Generator().manual_seed(seed)
     start = torch.zeros(shape) if zero == "weights" else torch.randn(shape, generator=generator)
     param = nn.Parameter(start.clone())
-    hyper: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
     how: dict[str, Any] = {"variant": variant, "foreach": PATHS[path], "trust_one_dimensional": True}
     optimizer = Lars([param], lr=13.0, **hyper, **how)
     w, v = start.flatten().double().tolist(), [0.0] * start.numel()
@@ -100,11 +99,11 @@ def test_three_steps_follow_the_published_formula(
         w, v = reference_step(variant, w, g, v, momentum, weight_decay, rate)
         optimizer.step()
         scale = max(scale, *(abs(x) for x in w), *(abs(x) for x in v))
+        buffer = optimizer.state[param]["momentum_buffer"]
         close(param.data, w, scale)
-        close(optimizer.state[param]["momentum_buffer"], v, scale)
+        close(buffer, v, scale)
         # The next step starts from the rounded values, so that errors don't add up in the comparison.
-        w = param.data.flatten().double().tolist()
-        v = optimizer.state[param]["momentum_buffer"].flatten().double().tolist()
+        w, v = (each.flatten().double().tolist() for each in (param.data, buffer))
 
 
 def model_and_groups(seed: int = 0) -> tuple[nn.Module, list[dict[str, object]]]:
@@ -195,23 +194,19 @@ def test_without_trust_it_is_sgd_and_each_takes_the_others_state() -> None:
         assert torch.equal(sgd.state[theirs]["momentum_buffer"], optimizer.state[mine]["momentum_buffer"])
 
 
-def test_a_parameter_without_gradient_stays() -> None:
+def test_parameters_without_a_gradient_or_elements_stay_and_nan_reaches_the_whole_layer() -> None:
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = Lars([used, unused], lr=1.0, weight_decay=0.1, trust=0.1, trust_one_dimensional=True)
     used.grad = torch.ones(3)
     optimizer.step()
     assert unused.tolist() == [1.0, 1.0, 1.0]
     assert used[0].item() == pytest.approx(1 - 0.1 / 1.1 * 1.1)
-
-
-def test_an_empty_shard_is_no_error() -> None:
+    # An empty shard is no error.
     param = nn.Parameter(torch.zeros(0))
     param.grad = torch.zeros(0)
     Lars([param], lr=1.0).step()
     lars([], [], [], lr=1.0)
-
-
-def test_a_nan_in_the_gradient_reaches_the_whole_layer_and_an_infinite_one_has_the_rate_0() -> None:
+    # A nan reaches the whole layer; an infinite norm has the rate 0.
     param = nn.Parameter(torch.ones(20))
     param.grad = torch.ones(20)
     param.grad[3] = math.nan

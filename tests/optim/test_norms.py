@@ -52,7 +52,7 @@ def test_a_norm_does_not_depend_on_the_tensors_beside_it(sizes: list[int], seed:
     assert torch.equal(together, torch.stack([norms_from_blocks([block_norms(t)])[0] for t in tensors]))
 
 
-def test_threads_change_nothing() -> None:
+def test_threads_and_memory_formats_change_nothing() -> None:
     tensor = random_tensor(300 * BLOCK + 5, 0)
     before = torch.get_num_threads()
     try:
@@ -63,9 +63,6 @@ def test_threads_change_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*norms)
-
-
-def test_a_memory_format_changes_nothing() -> None:
     tensor = random_tensor(64 * 32 * 9, 1).view(64, 32, 3, 3)
     assert torch.equal(block_norms(tensor.contiguous(memory_format=torch.channels_last)), block_norms(tensor))
 
@@ -95,7 +92,7 @@ def test_other_dtypes_are_measured_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(block_norms(tensor), block_norms(tensor.float()))
 
 
-def test_the_norms_of_a_gpu_are_those_of_their_definition_near_those_of_a_cpu() -> None:
+def test_the_norms_of_a_gpu_are_those_of_their_definition_in_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(BLOCK + 77, generator=torch.Generator().manual_seed(5))
     ours = norms_by_lanes([tensor])
     torch.testing.assert_close(ours, block_norms(tensor), rtol=1e-6, atol=0)
@@ -108,9 +105,7 @@ def test_the_norms_of_a_gpu_are_those_of_their_definition_near_those_of_a_cpu() 
         low, high = np.split(lanes, 2, axis=1)
         lanes = low + high
     assert np.array_equal(ours.numpy(), np.sqrt(lanes[:, 0]).astype(np.float32))
-
-
-def test_on_a_gpu_shards_have_the_norms_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Shards have the norms of the whole.
     tensor, other = torch.randn(2 * BLOCK + 9), torch.randn(45)
     whole = norms_by_lanes([other, tensor])
     monkeypatch.setattr(norms, "_BLOCKS_AT_A_TIME", 2)

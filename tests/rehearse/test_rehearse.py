@@ -132,13 +132,10 @@ def test_a_scaled_message_takes_as_much_longer_as_a_step_does(ceiling, seconds, 
     assert scale.stretch * seconds <= max(limit, seconds) * (1 + 1e-9)
 
 
-def test_messages_shrink_but_never_vanish():
+def test_messages_shrink_but_never_vanish_and_a_part_survives_its_file():
     send = Send("a", "sum", "gradients", 4000.0)
     assert [elements(send, shrink, torch.int32) for shrink in (1, 10, 1e9)] == [1000, 100, 1]
     assert elements(send, 1, torch.float16) == 2000
-
-
-def test_a_part_survives_its_file():
     script: list[Action] = [Compute(0.5), Send("a", "sum", "gradients", 8.0, 2, 4), Wait("a")]
     part = json.loads(dump(script, 3, 2.0, 4.0, "ring", "int32"))
     assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]

@@ -62,12 +62,6 @@ def test_a_sample_of_all_is_the_plain_barrier(staleness: int) -> None:
     assert all_ == plain != fewer
 
 
-def test_a_sample_of_none_is_asynchronous() -> None:
-    none, free = (first(6, rule, 100) for rule in (Barrier(0, sample=0), barrier("asp")))
-    assert none == free
-    assert all(len(passage.workers) == 1 for passage in none[1:])
-
-
 def test_nobody_is_further_ahead_than_the_staleness() -> None:
     done = np.zeros(8, dtype=int)
     for passage in first(8, barrier("ssp:2"), 500, compute=0.0):
@@ -75,7 +69,10 @@ def test_nobody_is_further_ahead_than_the_staleness() -> None:
         assert all(step - 2 <= done.min() + 1 for step in passage.steps)
 
 
-def test_equal_times_are_taken_in_the_order_of_workers() -> None:
+def test_a_sample_of_none_is_asynchronous_and_equal_times_are_taken_in_the_order_of_workers() -> None:
+    none, free = (first(6, rule, 100) for rule in (Barrier(0, sample=0), barrier("asp")))
+    assert none == free
+    assert all(len(passage.workers) == 1 for passage in none[1:])
     found = first(3, barrier("asp"), 4, delay_model("constant", seed=0), compute=0.0)
     assert [(passage.time, passage.workers) for passage in found] == [(0, (0, 1, 2)), (1, (0,)), (1, (1,)), (1, (2,))]
 

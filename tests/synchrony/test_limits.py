@@ -163,12 +163,9 @@ def test_gain_of_the_automatic_threshold(ranks: int, gain: int, step: float) -> 
     assert coming.sum(axis=2).max(axis=1).mean() == pytest.approx(step, abs=0.25)
 
 
-def test_nothing_is_left_out_where_nothing_is_late() -> None:
+def test_nothing_is_left_out_where_nothing_is_late_and_overhead_makes_dropping_dearer() -> None:
     found = choose_threshold(np.ones((3, 4, 8)))
     assert (found.seconds, found.dropped, found.gain) == (8, 0, 0)
-
-
-def test_overhead_makes_dropping_dearer() -> None:
     seconds = times(32, 0, LOOKED_AT)
     assert choose_threshold(seconds, overhead=10.0).gain < choose_threshold(seconds).gain
     assert choose_threshold(seconds, overhead=10.0).dropped < choose_threshold(seconds).dropped

@@ -172,13 +172,12 @@ def test_ranks_of_a_host_share_its_link(hosts, each):
     assert leader == pytest.approx(across + within + 2e-6 + 2 * (each - 1) / each * SIZE * 1e-10)
 
 
-def test_fewer_ranks_than_a_host_holds_are_near_each_other():
+def test_what_holds_messages_back_or_lets_them_pass():
+    # Fewer ranks than a host holds are near each other.
     wide, alone = (Topology(each, AlphaBeta(1e-6, 1e-10), AlphaBeta(A, B)) for each in (8, 3))
     for algorithm in candidates(3, 3):
         assert seconds(algorithm, SIZE, wide) == seconds(algorithm, SIZE, alone) < A
-
-
-def test_racks_and_single_connections_hold_back_what_leaves():
+    # Racks and single connections hold back what leaves.
     free = Topology(4, AlphaBeta(1e-6, 1e-10), AlphaBeta(5e-6, 5e-11))
     racks, tcp = free._replace(rack_hosts=8, taper=0.25), free._replace(stream=1e-9)
     # One flow in eight hosts leaves its rack with a ring; of halving's first round all do, and a quarter fits.
@@ -186,21 +185,14 @@ def test_racks_and_single_connections_hold_back_what_leaves():
     assert took("halving-doubling", 512, racks) > 2 * took("halving-doubling", 512, free)
     # One connection a host can't fill the card; the four of a torus with a row a host can.
     assert took("ring", 512, tcp, 1e9) > 2 * took("torus", 512, tcp, 1e9, grid=(128, 4))
-
-
-def test_chunks_hide_the_faster_axis_behind_the_slower():
+    # Chunks hide the faster axis behind the slower.
     topology = Topology(4, AlphaBeta(0, 1e-9), AlphaBeta(0, 4e-9))
     one, four = (took("torus", 16, topology, grid=(4, 4), chunks=chunks) for chunks in (1, 4))
     slower = 2 * 3 / 4 * SIZE * 4e-9
     assert slower < four < one
-
-
-def test_messages_have_a_price_of_their_own():
+    # Messages have a price of their own, and an axis of one is free.
     busy = one_rank_a_host(message=1e-3)
     assert took("direct", 16, busy, 4096) > took("doubling", 16, busy, 4096)
-
-
-def test_an_axis_of_one_is_free():
     assert reduce_scatter(one_rank_a_host(), Axis(1), "ring").seconds(1e9) == 0
     assert took("ring", 1, size=1e9) == 0
 

@@ -96,20 +96,15 @@ def chosen(measured: Profile, size: int) -> str:
     return str(expect(measured, size)[0] or "native")
 
 
-def test_what_was_fastest_runs():
+def test_what_was_fastest_runs_and_beyond_the_timed_sizes_the_formulas_carry_on():
     assert chosen(profile(), 4096) == "doubling"
     assert expect(profile(), 1 << 20) == (parse_algorithm("torus:direct", 16, (4, 4)), 0.05, 0.3)
     assert chosen(profile(rows=[(4096, "native", 0.03), *ROWS[1:]]), 4096) == "native"
-
-
-def test_beyond_the_timed_sizes_the_formulas_carry_on():
-    """Doubling moves four times what a torus does: however fast at 4 KiB, it must not be taken for 64 MiB."""
+    # Doubling moves four times what a torus does: however fast at 4 KiB, it must not be taken for 64 MiB.
     small = profile(rows=ROWS[:3])
     assert chosen(small, 4096) == "doubling"
     assert not chosen(small, 1 << 26).startswith("doubling")
-
-
-def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
+    # Far beyond the timed sizes native stays unless much is won.
     for ours, size, name in ((0.745, 1 << 22, "torus"), (0.745, 1 << 24, "native"), (0.3, 1 << 24, "torus")):
         rows = [(1 << 22, "native", 0.872), (1 << 22, "torus:direct", ours, (4, 4))]
         assert chosen(profile(8e-8, rows), size).startswith(name)
