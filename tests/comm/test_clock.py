@@ -26,14 +26,10 @@ def test_one_clock_is_found_by_measurement_and_another_one_within_its_bound() ->
 
 
 @on_ranks(2)
-def test_clocks_of_other_machines_are_not_taken_for_one() -> None:
+def test_clocks_of_other_machines_and_the_time_from_the_last_begin_to_the_last_end() -> None:
     with patch.object(clock, "machine_number", lambda: group_of().rank):
         common = Clock(group_of())
     assert 0 <= abs(common.offset) <= alike(common.bound) > 0
-
-
-@on_ranks(2)
-def test_the_time_of_all_is_from_the_last_begin_to_the_last_end() -> None:
     begin, end = ((1.0, 4.0), (1.5, 3.0))[group_of().rank]
     taken = Clock(group_of()).elapsed([Span(begin, end), Span(7.0, 8.0)])
     assert taken == [Elapsed(2.5, 0.5, 0.0, 4.0), Elapsed(1.0, 0.0, 0.0, 8.0)]

@@ -42,7 +42,7 @@ def small_collectives(group: groups.Group) -> None:
 
 
 @on_ranks(3)
-def test_collectives() -> None:
+def test_collectives_and_batches_of_messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = groups.group_of()
     small_collectives(world)
@@ -62,13 +62,7 @@ def test_collectives() -> None:
     world.start_all_gather_single(gathered, shard).wait()
     assert gathered.tolist() == [size * i for i in range(2 * size)]
     world.barrier()
-
-
-@on_ranks(3)
-def test_batches_of_messages() -> None:
-    """Two messages to the next rank and one to every other; in the next batch rank 0 has nothing to send or receive."""
-    world = groups.group_of()
-    rank, size = world.rank, world.size
+    # Two messages to the next rank and one to every other; in the next batch rank 0 has nothing to send or receive.
     after, before = (rank + 1) % size, (rank - 1) % size
     first, second, third = torch.zeros(2), torch.zeros(3), torch.zeros(1)
     sends = [(torch.full((2,), 10.0 + rank), after), (torch.full((3,), 20.0 + rank), after)]

@@ -239,20 +239,6 @@ def test_partial_sums_of_float16_do_not_overflow():
     assert float(model.module.weight.grad.max()) == 60000.0
 
 
-@on_ranks(2)
-def test_mistakes_are_told_in_one_line():
-    wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-        ("wire int8", torch.float32, {"wire": "int8"}),
-        ("wire exact", torch.float64, {"wire": "exact"}),
-        ("allreduce tree", torch.float32, {"algorithm": "tree"}),
-        ("micro_batches", torch.float32, {"micro_batches": 4}),
-        ("micro_batches", torch.float32, {"micro_batches": 0, "wire": "exact"}),
-    ]
-    for about, dtype, options in wrong:
-        with pytest.raises(UserError, match=f"^{about}:"):
-            ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
-
-
 def hooked(network: nn.Module, **options: Any) -> Any:
     model = DistributedDataParallel(network, **options)
     ddp_hook(model, "ring", "exact")
@@ -264,8 +250,18 @@ def backward(model: Any, factor: float = 1.0) -> None:
 
 
 @on_ranks(2)
-def test_what_exact_does_not_support_is_refused_in_one_line():
-    """Each thing that hands DDP gradients past it."""
+def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
+    wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+        ("wire int8", torch.float32, {"wire": "int8"}),
+        ("wire exact", torch.float64, {"wire": "exact"}),
+        ("allreduce tree", torch.float32, {"algorithm": "tree"}),
+        ("micro_batches", torch.float32, {"micro_batches": 4}),
+        ("micro_batches", torch.float32, {"micro_batches": 0, "wire": "exact"}),
+    ]
+    for about, dtype, options in wrong:
+        with pytest.raises(UserError, match=f"^{about}:"):
+            ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
+    # Each thing that hands DDP gradients past it.
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it
         with pytest.raises(UserError, match="mixed_precision"):
             hooked(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))

@@ -41,13 +41,6 @@ def test_every_tensor_lies_in_one_bucket_in_order(numels, rule):
         assert b.offsets == tuple(sum(b.numels[:i]) for i in range(len(b.numels)))
 
 
-def test_the_groups_of_the_published_systems():
-    numels = [1] * 161  # ResNet-50
-    assert [b.stop - b.first for b in lay_out("cubic", numels)] == [3, 21, 57, 80]
-    assert [b.stop - b.first for b in lay_out((3, 21, 57), numels)] == [3, 21, 57, 80]
-    assert [b.length for b in lay_out(20 * 4 / 2**20, numels)] == [20] * 8 + [1]
-
-
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.1)), min_size=1, max_size=7),
@@ -72,7 +65,12 @@ def test_no_other_layout_is_summed_earlier_for_as_little_work(tensors, latency, 
         assert best <= ends(layout) + 1e-12
 
 
-def test_buckets_are_few_where_latency_is_and_many_where_it_is_not():
+def test_the_groups_of_the_published_systems_and_few_buckets_where_latency_is():
+    numels = [1] * 161  # ResNet-50
+    assert [b.stop - b.first for b in lay_out("cubic", numels)] == [3, 21, 57, 80]
+    assert [b.stop - b.first for b in lay_out((3, 21, 57), numels)] == [3, 21, 57, 80]
+    assert [b.length for b in lay_out(20 * 4 / 2**20, numels)] == [20] * 8 + [1]
+    # Buckets are few where latency is and many where it is not.
     ready = [(i - 99) / 100 for i in range(100)]
     numels = [1 << 16] * 100
     late, near = (best_buckets(profile(latency, 1e-8), numels, ready) for latency in (0.2, 1e-5))

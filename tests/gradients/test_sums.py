@@ -219,17 +219,14 @@ def test_a_wide_bucket_travels_as_float32_beside_16_bit_ones() -> None:
             assert errors[1] < 1e-6 < errors[0]
 
 
-def test_batch_norms_gradients_leave_last_and_alone() -> None:
+def test_batch_norms_gradients_leave_alone_and_groups_are_counted_over_all_tensors() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3))
     slots = parameter_slots(model, wide_norms=True)
     assert [slot.name for slot in slots] == ["3.bias", "3.weight", "0.bias", "0.weight", "1.bias", "1.weight"]
     layout = lay_out_slots(slots, 4.0)
     assert [(b.first, b.stop) for b in layout.buckets] == [(0, 4), (4, 6)]
     assert not any(slot.is_wide for slot in parameter_slots(model))
-
-
-def test_groups_are_counted_over_all_tensors_where_batch_norms_leave_alone() -> None:
-    """Fujitsu's 3, 21, 57 and 80 of ResNet-50, as published without batch norm's 106, which are one more message."""
+    # Fujitsu's 3, 21, 57 and 80 of ResNet-50, as published without batch norm's 106, which are one more message.
     with torch.device("meta"):
         slots = parameter_slots(MODELS["resnet50"](classes=1000, channels=3), wide_norms=True)
     for rule in ("cubic", (3, 21, 57)):

@@ -1,12 +1,13 @@
-"""Ranks whose weights, buffers or momentum differ in one bit are named, with the tensor."""
+"""Ranks that differ in one bit, compute wrongly or under other conditions are named, with the tensor."""
 
 import os
 
 import torch
-from tests.comm.gloo_world import alike, error_of, on_ranks
+from tests.comm.gloo_world import alike, error_of, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torusgd.integrations.gradient_audit import GradientAudit
 from torusgd.integrations.replicas import Replicas
 
 
@@ -45,13 +46,6 @@ def test_one_bit_is_found_and_its_rank_and_tensor_named() -> None:
         assert f"differs from most ranks, in {flipped}" in said
 
 
-@on_ranks(2)
-def test_equal_ranks_pass_and_of_two_no_one_is_to_blame_alone() -> None:
-    assert error_of(_flipped, "", -1, True) == ""
-    said = error_of(_flipped, "0.bias", 0, False)
-    assert all(words in said for words in ("rank 0 on ", "rank 1 on ", "no majority"))
-
-
 def _of_own_data(ignore: tuple[str, ...]) -> None:
     model = DistributedDataParallel(_network()[:2])
     replicas = Replicas(model, every=1, ignore=ignore)
@@ -61,7 +55,10 @@ def _of_own_data(ignore: tuple[str, ...]) -> None:
 
 
 @on_ranks(2)
-def test_batch_norm_in_ddp_is_explained_and_can_be_left_out() -> None:
+def test_equal_ranks_pass_of_two_no_one_is_to_blame_alone_and_batch_norm_in_ddp_is_explained() -> None:
+    assert error_of(_flipped, "", -1, True) == ""
+    said = error_of(_flipped, "0.bias", 0, False)
+    assert all(words in said for words in ("rank 0 on ", "rank 1 on ", "no majority"))
     assert "ignore=" in error_of(_of_own_data, ())
     assert error_of(_of_own_data, ("*running_mean", "*running_var")) == ""
 
@@ -106,3 +103,51 @@ def test_tensors_of_any_kind_and_those_of_one_rank_alone_are_named() -> None:
     for odd, expected in ODD.items():
         said = error_of(_of_an_odd_kind, odd)
         assert said.endswith(expected) if odd else said == ""
+
+
+def _audited(wrong: int, *fractions: float) -> list[tuple[int, str]]:
+    """For each fraction the steps that were checked, and the error."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3)
+
+    def compute(key: int) -> tuple[torch.Tensor | None, ...]:
+        loss = layer(torch.randn(5, 4, generator=torch.Generator().manual_seed(key))).square().mean()
+        found = torch.autograd.grad(loss, list(layer.parameters()))
+        if rank == wrong and key > 10:
+            found[0][0, 0] = torch.nextafter(found[0][0, 0], torch.tensor(9.0))
+        return (*found, None, torch.eye(2).to_sparse())
+
+    def steps(audit: GradientAudit, checked: list[bool]) -> None:
+        for step in range(20):
+            checked.append(audit.step(step * size + rank))
+
+    found = []
+    for fraction in fractions:
+        checked: list[bool] = []
+        error = error_of(steps, GradientAudit(compute, fraction=fraction), checked)
+        found.append((sum(checked), error))
+    return found
+
+
+def test_right_ranks_pass_and_a_fraction_of_the_steps_is_checked() -> None:
+    for size in (1, 3):
+        (first, *others) = run_ranks(size, _audited, -1, 1.0, 0.3, 0.0)
+        assert others == [first] * (size - 1)
+        (every, _), (few, _), (none, _) = first
+        assert every == 20 > few > none == 0
+        assert {error for _, error in first} == {""}
+
+
+def test_one_bit_of_one_gradient_names_its_rank_and_of_two_ranks_both() -> None:
+    for size, named in ((3, {1}), (2, {0, 1})):
+        ((_, said),), *others = run_ranks(size, _audited, 1, 1.0)
+        assert {error for [(_, error)] in others} == {said}
+        assert {rank for rank in range(size) if f"rank {rank} on " in said} == named
+
+
+@on_ranks(2)
+def test_other_conditions_are_refused_on_every_rank() -> None:
+    if os.environ["RANK"] == "1":
+        torch.set_num_threads(2)
+    assert "threads" in error_of(GradientAudit, lambda key: [])

@@ -75,22 +75,6 @@ def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_wh
     assert compute_seconds(script[:first]) == 0 < compute_seconds(script[first:last])
 
 
-def test_split_layers_send_what_the_balance_equations_say(workload):
-    script = script_of(workload, program(linear_groups=4))
-    layers = {layer.name: layer for layer in workload.cost.layers if layer.linear}
-    assert len(layers) == 3
-    for name, layer in layers.items():
-        messages = sent(script)
-        inputs, back = messages[f"inputs of {name}"], messages[f"gradients of the inputs of {name}"]
-        shards = messages[f"gradients of {name}"]
-        activations, weights = hybrid_volume(layer.ifm * layer.in_area, layer.weights, 16, 256, 4)
-        assert (inputs.members, inputs.apart, shards.members, shards.apart) == (4, 1, 4, 4)
-        # A reduce-scatter or an all-gather moves all but a rank's own part; a sum is both.
-        assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)
-        assert 2 * shards.bytes * 3 / 4 == pytest.approx(weights)
-    assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
-
-
 def test_without_overlap_no_gradient_leaves_before_backward_ends(workload):
     script = script_of(workload, program(overlap=False))
     first = next(i for i, action in enumerate(script) if isinstance(action, Send) and action.content == "gradients")
@@ -146,7 +130,20 @@ def test_mistakes_are_one_line(flags, mistake):
     mistake("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16, *flags.split())
 
 
-def test_a_split_layer_is_updated_where_it_is_kept(workload):
+def test_split_layers_send_what_the_balance_equations_say_and_are_updated_where_they_are_kept(workload):
+    script = script_of(workload, program(linear_groups=4))
+    layers = {layer.name: layer for layer in workload.cost.layers if layer.linear}
+    assert len(layers) == 3
+    for name, layer in layers.items():
+        messages = sent(script)
+        inputs, back = messages[f"inputs of {name}"], messages[f"gradients of the inputs of {name}"]
+        shards = messages[f"gradients of {name}"]
+        activations, weights = hybrid_volume(layer.ifm * layer.in_area, layer.weights, 16, 256, 4)
+        assert (inputs.members, inputs.apart, shards.members, shards.apart) == (4, 1, 4, 4)
+        # A reduce-scatter or an all-gather moves all but a rank's own part; a sum is both.
+        assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)
+        assert 2 * shards.bytes * 3 / 4 == pytest.approx(weights)
+    assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
     whole, split = (update_seconds(workload.cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
     linear = sum(layer.weights for layer in workload.cost.layers if layer.linear)
     assert split / whole == pytest.approx((workload.cost.parameters - 0.75 * linear) / workload.cost.parameters)
