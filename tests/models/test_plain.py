@@ -1,4 +1,4 @@
-"""All networks but the large ResNets: sizes, widths, weights that can learn; tests/plan/test_layers.py has costs."""
+"""All networks but the large ResNets: sizes, widths, weights that can learn; tests/plan/test_design.py has costs."""
 
 from typing import Any
 

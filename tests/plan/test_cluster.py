@@ -2,19 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.messages import refused
-from torusgd.plan.cluster import (
-    calibrated,
-    cluster_names,
-    load_cluster,
-    load_parameters,
-    load_software,
-    software_names,
-    tree_of,
-)
+from torusgd.plan import cluster as files
+from torusgd.plan.cluster import calibrated, load_cluster, load_software, tree_of
 from torusgd.recipe.load import parse_yaml
 
 CLUSTERS = [
@@ -33,57 +25,44 @@ between: {alpha: 30e-6, bandwidth: 3.1e9}
 """
 
 
-def test_the_clusters_of_the_published_results_ship() -> None:
-    assert cluster_names() == sorted(CLUSTERS)
-    for name in cluster_names():
+def test_the_clusters_of_the_published_results_ship_and_they_and_every_profile_say_where_they_come_from() -> None:
+    assert files.cluster_names() == sorted(CLUSTERS)
+    for name in files.cluster_names():
         cluster = load_cluster(name)
-        assert cluster.name == name
-        assert len(cluster.source) > 60
-
-
-def test_every_profile_says_where_it_comes_from() -> None:
-    for name in software_names():
+        assert (cluster.name, len(cluster.source) > 60) == (name, True)
+    for name in files.software_names():
         software = load_software(name)
-        assert software.name == name
-        assert (software.program is None) == (name == "torusgd")
-        assert len(software.source) > 60
+        assert (software.name, software.program is None, len(software.source) > 60) == (name, name == "torusgd", True)
         assert 0 < software.error < 0.5
 
 
 def test_calibration_multiplies_stated_values_only() -> None:
     tree = tree_of("software", "nnl-fp16")
-    ones = {parameter.name: 1.0 for parameter in load_parameters()}
+    ones = {parameter.name: 1.0 for parameter in files.load_parameters()}
     assert calibrated("software", "nnl-fp16", tree, ones) == tree
     twice = calibrated("software", "nnl-fp16", tree, {**ones, "nnl": 2.0})
-    assert twice["math"] == 2 * tree["math"]
-    assert twice["launch"] == tree["launch"]
+    assert (twice["math"], twice["launch"]) == (2 * tree["math"], tree["launch"])
     assert tree == tree_of("software", "nnl-fp16")
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"device": None}, "device"),
-        ({"between": {"alpha": 1e-6}}, "between.bandwidth:"),
-        ({"between": {"alpha": -1.0, "bandwidth": 1e9}}, "between.alpha = -1.0:"),
-        ({"devices_per_node": 0}, "devices_per_node = 0:"),
-        ({"bandwith": 1}, "bandwith:"),
-        ({"taper": 2.0}, "taper = 2.0:"),
-        ({"inside": {"alpha": 1e-6, "bandwidth": "fast"}}, 'inside.bandwidth = "fast":'),
-        ({"between": {"alpha": 1e9, "bandwidth": 1e9}}, "between.alpha = 1000000000.0:"),
-        ({"between": {"alpha": 1e-6, "bandwidth": 1.0}}, "between.bandwidth = 1.0:"),
-        ({"inside": {"alpha": 1e-6, "bandwidth": 1e9, "efficiency": 1e-9}}, "inside.efficiency = 1e-09:"),
-        ({"speeds": [1.0, 1e-9]}, "speeds.1 = 1e-09:"),
-    ],
-)
-def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], key: str) -> None:
+WRONG: dict[str, dict[str, object]] = {
+    "device": {"device": None}, "devices_per_node = 0:": {"devices_per_node": 0}, "bandwith:": {"bandwith": 1},
+    "taper = 2.0:": {"taper": 2.0}, "speeds.1 = 1e-09:": {"speeds": [1.0, 1e-9]},
+    "between.bandwidth:": {"between": {"alpha": 1e-6}},
+    "between.alpha = -1.0:": {"between": {"alpha": -1.0, "bandwidth": 1e9}},
+    'inside.bandwidth = "fast":': {"inside": {"alpha": 1e-6, "bandwidth": "fast"}},
+    "between.alpha = 1000000000.0:": {"between": {"alpha": 1e9, "bandwidth": 1e9}},
+    "between.bandwidth = 1.0:": {"between": {"alpha": 1e-6, "bandwidth": 1.0}},
+    "inside.efficiency = 1e-09:": {"inside": {"alpha": 1e-6, "bandwidth": 1e9, "efficiency": 1e-9}},
+}  # fmt: skip
+
+
+def test_wrong_keys_and_names_are_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({**parse_yaml(MINE, "mine"), **change}))
-    with refused(f"a cluster: {key}", f"cluster {path}: {key}", TMP=tmp_path):
-        load_cluster(str(path))
-
-
-def test_names_that_there_are_not() -> None:
+    for key, change in WRONG.items():
+        path.write_text(yaml.safe_dump({**parse_yaml(MINE, "mine"), **change}))
+        with refused(f"a cluster: {key}", f"cluster {path}: {key}", TMP=tmp_path):
+            load_cluster(str(path))
     for name in ("abic", "no/such.yaml", "local"):  # files that are no mapping: tests/recipe/test_recipe.py
         with refused(f"no cluster {name}", f"cluster {name}:"):
             load_cluster(name)

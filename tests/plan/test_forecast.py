@@ -7,19 +7,10 @@ from typing import Literal
 import pytest
 
 from tests.messages import refused
-from torusgd.plan import (
-    forecast,
-    load_cluster,
-    load_software,
-    program_for,
-    search_settings,
-    step_time,
-    sweep,
-    workload_of,
-)
+from torusgd.plan import forecast, load_cluster, load_software, program_for, step_time, workload_of
 from torusgd.plan.cluster import Cluster
 from torusgd.plan.forecast import Workload, staged, with_communication
-from torusgd.plan.search import device_counts, fixed_batch, fixed_share, knee_of
+from torusgd.plan.search import device_counts, fixed_batch, fixed_share, knee_of, search_settings, sweep
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
@@ -49,9 +40,7 @@ def test_steps_are_the_schedules_own() -> None:
         ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
     ],
 )
-def test_published_runs_take_about_as_long_as_published(
-    name: str, cluster: str, software: str, seconds: float, overrides: list[str]
-) -> None:
+def test_published_runs_take_about_as_long_as_published(name, cluster, software, seconds: float, overrides) -> None:
     """Records: tests/plan/test_published.py."""
     recipe, machine = load_recipe(name, overrides).recipe, load_cluster(cluster)
     program = program_for(recipe, RuntimeOptions(workers=8), machine, load_software(software))
@@ -61,11 +50,9 @@ def test_published_runs_take_about_as_long_as_published(
 
 
 def test_a_recipe_says_its_precision_and_width_on_the_wire() -> None:
+    recipes = (load_recipe("sony-122s", [f"reduction={kind}"]).recipe for kind in ("exact", "float16"))
     profile, runtime = load_software("torusgd"), RuntimeOptions(workers=4)
-    exact, half = (
-        program_for(load_recipe("sony-122s", [f"reduction={kind}"]).recipe, runtime, ABCI, profile)
-        for kind in ("exact", "float16")
-    )
+    exact, half = (program_for(recipe, runtime, ABCI, profile) for recipe in recipes)
     assert (exact.communication.wire_bits, half.communication.wire_bits) == (32, 16)
     assert half.precision == "float16"
 
@@ -104,37 +91,32 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
     assert 0.5 < forecast(planned, mixed, software, 3).efficiency < 1.0
 
 
-def test_the_parts_add_up() -> None:
+def test_the_parts_add_up_and_one_device_is_fully_efficient() -> None:
     found = forecast(workload("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
     for step in found.steps:
         parts = {k: v for k, v in vars(step).items() if k != "hidden"}
         assert step.seconds == pytest.approx(sum(parts.values()))
     assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
     assert found.images_per_second == pytest.approx(workload("sony-224s").images / found.run.training)
-
-
-def test_one_device_is_fully_efficient() -> None:
-    assert forecast(workload("fujitsu-74s"), ABCI, load_software("mxnet-fujitsu"), 1).efficiency == pytest.approx(1)
+    planned, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
+    assert forecast(planned, ABCI, program, 1).efficiency == pytest.approx(1)
+    assert forecast(planned, ABCI, program, 2048).steps[0] == step_time(planned.cost, ABCI, program, 2048, 40)
 
 
 def test_what_limits() -> None:
-    found = workload("fujitsu-74s")
-    program = load_software("mxnet-fujitsu")
-    slow = with_communication(program, message=1e-3)
-    assert forecast(found, ABCI, slow, 2048).limit.startswith("communication")
-    starved = program.model_copy(update={"input_rate": 50.0})
-    assert forecast(found, ABCI, starved, 2048).limit.startswith("input")
-    clumsy = program.model_copy(update={"launch": 1e-3})
-    assert forecast(found, ABCI, clumsy, 2048).limit.startswith("kernel launches")
+    found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
+    for limit, limited in {
+        "communication": with_communication(program, message=1e-3),
+        "input": program.model_copy(update={"input_rate": 50.0}),
+        "kernel launches": program.model_copy(update={"launch": 1e-3}),
+    }.items():
+        assert forecast(found, ABCI, limited, 2048).limit.startswith(limit)
 
 
-def test_a_plan_needs_the_size_of_the_data() -> None:
+def test_a_plan_needs_the_size_of_the_data_and_has_no_frozen_layers() -> None:
     with refused("a plan without data"):
         workload("folder")
     assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
-
-
-def test_frozen_layers_are_not_planned() -> None:
     with refused("a plan of frozen layers", "model.freeze:"):
         workload("resnet50", "model.freeze=[body]")
 
@@ -174,9 +156,6 @@ def test_a_sweep_has_a_knee_and_falling_efficiency_in_weak_scaling() -> None:
     strong = sweep(found, ABCI, lambda devices: program, [4, 64, 1024, 16384], fixed_batch)
     assert [f.batches[0] for f in strong.forecasts][:3] == [81920] * 3
     assert strong.forecasts[-1].efficiency < curve.forecasts[-2].efficiency
-
-
-def test_the_knee_by_hand() -> None:
     assert knee_of([(1, 100.0), (2, 190.0), (4, 360.0), (8, 600.0), (16, 900.0)]) == 4
     assert knee_of([(8, 100.0)]) == 8
 
@@ -185,8 +164,7 @@ def test_the_knee_by_hand() -> None:
 def test_device_counts_end_at_the_limit_and_share_evenly(limit: int, workers: int) -> None:
     counts = device_counts(limit, workers)
     assert counts == sorted(set(counts))
-    assert counts[-1] == limit
-    assert counts[0] == 1
+    assert (counts[0], counts[-1]) == (1, limit)
     assert all(workers / (n * math.ceil(workers / n)) >= 0.95 for n in counts[:-1] if n <= workers)
     assert len(counts) <= 5 * math.log2(limit + 1) + 2
 
@@ -197,39 +175,29 @@ def test_the_search_never_makes_it_slower_and_says_what_each_choice_brings() -> 
     assert result.forecast.run.seconds < result.before.run.seconds
     assert {choice.setting for choice in result.choices} >= {"all-reduce"}
     assert all(choice.saves > 0 for choice in result.choices)
-    again = search_settings(found, ABCI, program, 3456)
-    assert again.choices == result.choices
+    assert search_settings(found, ABCI, program, 3456).choices == result.choices
     # What was found can't be bettered by any single change that was tried.
     for name in ("ring", "halving-doubling", "doubling"):
         other = with_communication(result.software, algorithm=name)
         assert forecast(result.workload, ABCI, other, 3456).run.seconds >= result.forecast.run.seconds * (1 - 1e-3)
 
 
-def test_the_search_cuts_the_batch_anew() -> None:
+def test_the_search_cuts_the_batch_anew_and_splits_heavy_layers() -> None:
     """4 passes of 8 images launch four times the kernels of one pass of 32."""
     found = workload("fujitsu-74s", "virtual_workers=8192", "stages.0.images_per_worker=10")
     result = search_settings(found, ABCI, load_software("mxnet-fujitsu"), 2048)
     assert result.workload.stages[0].workers < 8192
     assert result.workload.stages[0].images * result.workload.stages[0].workers == 81920
     assert result.choices[-1].setting == "images a worker"
-
-
-def test_the_search_splits_heavy_layers() -> None:
     found, slow = workload("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
     result = search_settings(found, slow, load_software("intel-caffe"), 64)
     assert "linear layers" in {choice.setting for choice in result.choices}
 
 
 def test_an_extra_pass_is_a_forward_pass_more_in_its_stage() -> None:
-    program = load_software("mxnet-fujitsu")
-    usual = forecast(workload("fujitsu-74s"), ABCI, program, 2048)
-    extra = forecast(workload("fujitsu-74s", "stages.1.extra_pass=true"), ABCI, program, 2048)
+    works = (workload("fujitsu-74s", *changes) for changes in ([], ["stages.1.extra_pass=true"]))
+    usual, extra = (forecast(work, ABCI, load_software("mxnet-fujitsu"), 2048) for work in works)
     assert extra.steps[0] == usual.steps[0]
     assert extra.steps[1].forward == pytest.approx(2 * usual.steps[1].forward)
     assert extra.steps[1].backward == usual.steps[1].backward
     assert extra.run.seconds > usual.run.seconds
-
-
-def test_a_step_of_a_forecast_is_a_step() -> None:
-    found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
-    assert forecast(found, ABCI, program, 2048).steps[0] == step_time(found.cost, ABCI, program, 2048, 40)

@@ -1,6 +1,7 @@
 """This machine as a cluster: a measured network and a measured run of one worker."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,18 +28,18 @@ def plan_from(folder: Path, measured: Profile) -> tuple[Workload, Cluster, Softw
 
 
 def test_hosts_and_links_become_nodes_and_links() -> None:
-    cluster = local_cluster(network((0, 0, 1, 1, 2, 2)))
-    assert cluster.devices_per_node == 2
-    assert (cluster.between.alpha, cluster.inside.alpha) == (1e-3, 1e-5)
+    cluster, alone = local_cluster(network((0, 0, 1, 1, 2, 2))), local_cluster(network((0, 0)))
+    assert (cluster.devices_per_node, cluster.between.alpha, cluster.inside.alpha) == (2, 1e-3, 1e-5)
     assert (cluster.between.bandwidth, cluster.inside.bandwidth) == pytest.approx((1e8, 1e10))
-    assert local_cluster(network((0, 0))).between == local_cluster(network((0, 0))).inside
+    assert alone.between == alone.inside
+
+
+def timing(size: int, algorithm: str, median: float) -> Timing:
+    return Timing(size=size, algorithm=algorithm, grid=None, chunks=1, median=median)
 
 
 def test_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
-    timings = tuple(
-        Timing(size=size, algorithm=name, grid=None, chunks=1, median=median)
-        for size, name, median in ((4096, "native", 0.05), (4096, "ring", 0.03))
-    )
+    timings = (timing(4096, "native", 0.05), timing(4096, "ring", 0.03))
     cluster, communication = local_cluster(network((0, 1, 2), timings=timings)), Communication(algorithm="auto")
     assert [phase.seconds for phase in phases(cluster, communication, 3, 4096)] == [pytest.approx(0.03)]
     assert phases(cluster, communication, 8, 4096)[0].seconds != pytest.approx(0.03)
@@ -53,14 +54,10 @@ def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_buckets_are_those_that_a_run_rebuilds() -> None:
-    timings = tuple(
-        Timing(size=1 << power, algorithm=name, grid=None, chunks=1, median=1e-5 + 1e-8 * (1 << power))
-        for power in (12, 14, 16, 18, 20)
-        for name in ("native", "ring")
-    )
+    sizes = [1 << power for power in (12, 14, 16, 18, 20)]
+    timings = tuple(timing(size, name, 1e-5 + 1e-8 * size) for size in sizes for name in ("native", "ring"))
     workload, measured = workload_of(RECIPE), network(timings=timings)
-    software = with_communication(load_software("torusgd"), algorithm="auto")
-    cluster = local_cluster(measured)
+    software, cluster = with_communication(load_software("torusgd"), algorithm="auto"), local_cluster(measured)
     work = step_work(workload.cost, cluster, software, 2, 16)
 
     def sent(software: Software) -> list[float]:
@@ -85,21 +82,19 @@ def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> 
     workload, cluster, quiet = plan_from(tmp_path / "one", network())
     measured_run(tmp_path / "one", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5))
     disturbed = measured_software(workload, cluster, load_software("torusgd"), tmp_path / "one")
-    assert quiet.quartiles == (0.2, 0.2)
-    assert disturbed.quartiles == pytest.approx((0.175, 0.275))
+    assert (quiet.quartiles, disturbed.quartiles) == ((0.2, 0.2), pytest.approx((0.175, 0.275)))
     bands = [forecast(workload, cluster, each, 1) for each in (quiet, disturbed)]
     reach = [each.high / each.run.seconds for each in bands]
     assert reach[0] < 1.3
     assert 0.455 / 0.2 < reach[1] < 2.5
 
 
-@pytest.mark.parametrize(
-    ("batch", "world_size", "name"), [(96, 2, "a measured run of two workers"), (50, 1, "a measured run too short")]
-)
-def test_runs_that_can_not_be_planned_from(tmp_path: Path, batch: int, world_size: int, name: str) -> None:
-    folder = measured_run(tmp_path / "one", 0.2, batch=batch, ranks=world_size)
+def test_runs_that_can_not_be_planned_from(tmp_path: Path) -> None:
     workload, cluster, software = workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd")
-    with refused(name, f"measured run {folder}:", TMP=tmp_path):
-        measured_software(workload, cluster, software, folder)
+    changes: dict[str, Any] = {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}
+    for name, change in changes.items():
+        folder = measured_run(tmp_path / "one", 0.2, **change)
+        with refused(f"a measured run {name}", f"measured run {folder}:", TMP=tmp_path):
+            measured_software(workload, cluster, software, folder)
     with refused("a measured run that is none", f"measured run {tmp_path}:", TMP=tmp_path):
         measured_software(workload, cluster, software, tmp_path)

@@ -24,16 +24,14 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
 
 def test_forms_with_steps_of_a_second_and_exponential_delays() -> None:
     """A step of 1 + Exp(1) s on 100 ranks: full 16.2 gradients a second, the best cutoff (69) 31.9."""
-    found = relaxed_forecasts(*planned(), ["cutoff", "backup:4", "local:16"], "exponential")
-    full, cutoff, backup, local = found
+    full, cutoff, backup, local = relaxed_forecasts(*planned(), ["cutoff", "backup:4", "local:16"], "exponential")
     harmonic = np.cumsum(1 / np.arange(1, 101))[-1]
     assert full.seconds == pytest.approx(1 + harmonic, rel=0.02)
     assert full.images_per_second == pytest.approx(4 * 16.2, rel=0.02)
     assert cutoff.images_per_second == pytest.approx(4 * 31.9, rel=0.02)
     assert cutoff.share == pytest.approx(0.69, abs=0.03)
-    assert backup.share == 0.96
+    assert (backup.share, local.share) == (0.96, 1)
     assert backup.seconds == pytest.approx(1 + harmonic - (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.02)
-    assert local.share == 1
     assert 2 < local.seconds < full.seconds
     assert cutoff.speedup == pytest.approx(31.9 / 16.2, rel=0.03)
 
@@ -53,9 +51,8 @@ def event(own: float, batch: int = 4) -> dict[str, float]:
 
 def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     """Of ten steps one takes 3 s more, at two batches; the first tenth of the run is warm-up."""
-    steps = [event(50.0)] * 11
-    steps += [event(1.0 + 3.0 * (number % 10 == 0)) for number in range(50)]
-    steps += [event(2.0 + 3.0 * (number % 10 == 0), batch=8) for number in range(50)]
+    late = [3.0 * (number % 10 == 0) for number in range(50)]
+    steps = [event(50.0)] * 11 + [event(1.0 + each) for each in late] + [event(2.0 + each, batch=8) for each in late]
     delays = measured_delays(steps)
     assert sorted(delays.amounts)[89:91] == pytest.approx([0.0, 3.0])
     full, cutoff = relaxed_forecasts(*planned(ranks=4), ["cutoff"], delays)

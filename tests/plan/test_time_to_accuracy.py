@@ -24,21 +24,24 @@ def plans(devices: int) -> list[accuracy.AccuracyPlan]:
     return accuracy.plan_to_accuracy(RECIPE, workload(), H100, MXNET, devices)
 
 
+def evaluations(epochs: float) -> int:
+    """Every fourth epoch from the third on, and at the end."""
+    return len([mark for mark in range(3, 100, 4) if mark < epochs]) + 1
+
+
 def test_the_curve_is_fitted_to_the_reference_points() -> None:
-    assert accuracy.curve().minimum == pytest.approx(34.58, abs=0.005)
-    assert accuracy.curve().critical == pytest.approx(46_909, rel=1e-3)
-    assert accuracy.curve().epochs(accuracy.curve().critical) == pytest.approx(2 * accuracy.curve().minimum)
-    exact = accuracy.EpochCurve(30.0, 20_000.0)
+    curve, exact = accuracy.curve(), accuracy.EpochCurve(30.0, 20_000.0)
+    assert curve.minimum == pytest.approx(34.58, abs=0.005)
+    assert curve.critical == pytest.approx(46_909, rel=1e-3)
+    assert curve.epochs(curve.critical) == pytest.approx(2 * curve.minimum)
     points = [type(accuracy.REFERENCE[0])(batch, exact.epochs(batch)) for batch in (1_000, 5_000, 40_000)]
-    assert accuracy.fit(points).minimum == pytest.approx(30.0)
-    assert accuracy.fit(points).critical == pytest.approx(20_000.0)
+    found = accuracy.fit(points)
+    assert (found.minimum, found.critical) == pytest.approx((30.0, 20_000.0))
 
 
 def test_each_reference_point_is_predicted_by_the_others() -> None:
     errors = [abs(error) for error in accuracy.leave_one_out()]
-    assert len(errors) == 10
-    assert median(errors) == pytest.approx(0.035, abs=0.0005)
-    assert max(errors) == pytest.approx(0.074, abs=0.0005)
+    assert (len(errors), median(errors), max(errors)) == pytest.approx((10, 0.035, 0.074), abs=0.0005)
     without = accuracy.fit([point for point in accuracy.REFERENCE if point.batch != 4_096])
     assert accuracy.leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
 
@@ -53,13 +56,10 @@ def test_each_reference_point_is_predicted_by_the_others() -> None:
         ("resnet50", ("stages=[{until: 9ep, images_per_worker: 5}, {until: 37ep, images_per_worker: 9}]",), "stages"),
     ],
 )
-def test_other_recipes_are_refused(name: str, change: tuple[str, ...], key: str) -> None:
+def test_other_recipes_and_accuracies_are_refused_and_every_row_is_known(name, change, key: str) -> None:
     with refused(f"--to of another {key}", "--to:") as caught:
         accuracy.check_known(load_recipe(name, change).recipe, 0.759)
     assert key in str(caught.value)
-
-
-def test_other_accuracies_are_refused_and_every_row_is_known() -> None:
     with refused("--to another accuracy", "--to:"):
         accuracy.check_known(RECIPE, 0.76)
     for batch in (3200, 4096, 65536):
@@ -75,32 +75,24 @@ def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last
         assert plan.schedule == pytest.approx(1.05 * needed)
         assert plan.low < plan.seconds < plan.high
         trained = plan.epochs * 1_281_167 / plan.images_per_second
-        one = MXNET.evaluation.seconds
-        evaluations = len([mark for mark in range(3, 100, 4) if mark < needed]) + 1
-        assert trained + evaluations * one < plan.seconds < 1.2 * trained + 10
+        assert trained + evaluations(needed) * MXNET.evaluation.seconds < plan.seconds < 1.2 * trained + 10
     best = accuracy.quickest(plans(64))
     assert best.cost(2.0) == pytest.approx(64 * 2.0 * best.seconds / 3600)
-
-
-def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
+    # A recipe that evaluates at its end alone does so once.
     seldom = load_recipe("resnet50", ["evaluate.every=null", "evaluate.first=null", "precision=float16"]).recipe
     for often, once in zip(plans(64), accuracy.plan_to_accuracy(seldom, workload(), H100, MXNET, 64), strict=True):
         assert (once.batch, once.run.training) == (often.batch, often.run.training)
-        assert often.run.evaluation == pytest.approx(
-            once.run.evaluation * (len([mark for mark in range(3, 100, 4) if mark < often.epochs]) + 1), rel=1e-6
-        )
+        assert often.run.evaluation == pytest.approx(once.run.evaluation * evaluations(often.epochs), rel=1e-6)
 
 
 def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
     counts = [1, 8, 64, 256, 1024, 2048]
     found = accuracy.sweep_to_accuracy(RECIPE, workload(), H100, lambda count: MXNET, counts)
-    batches = [plan.batch for plan in found.plans]
+    batches, seconds = ([getattr(plan, field) for plan in found.plans] for field in ("batch", "seconds"))
     assert batches[0] < 5_000 < batches[2] < batches[-1]
     assert found.knee in counts
-    assert found.knee <= found.useful
-    seconds = {plan.devices: plan.seconds for plan in found.plans}
-    assert min(seconds, key=lambda count: seconds[count]) == found.useful
-    assert seconds[8] < seconds[1] / 6
+    assert found.knee <= found.useful == counts[seconds.index(min(seconds))]
+    assert seconds[1] < seconds[0] / 6
 
 
 def test_too_many_devices_and_too_little_memory_are_one_line() -> None:

@@ -14,18 +14,9 @@ from torusgd.comm.tuning.profile import Link as MeasuredLink
 from torusgd.gradients.layout import lay_out_slots
 from torusgd.gradients.reducer import parameter_slots
 from torusgd.models import MODELS
+from torusgd.plan import model_cost
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
-from torusgd.plan.model_cost import (
-    Gradient,
-    Kernels,
-    ModelCost,
-    kernel_seconds,
-    known_cost,
-    matched,
-    memory_bytes,
-    pass_seconds,
-    update_seconds,
-)
+from torusgd.plan.model_cost import Gradient, Kernels, ModelCost, kernel_seconds, known_cost, update_seconds
 from torusgd.plan.program import program_for
 from torusgd.plan.step_script import Send, compose, cut_buckets
 from torusgd.plan.timeline import slowest, step_time, step_work
@@ -50,23 +41,18 @@ def toy() -> ModelCost:
 
 def program(**options: object) -> Software:
     communication = Communication.model_validate({"algorithm": "ring", "buckets": {"rule": "layer"}, **options})
-    return Software(
-        name="toy", source="", math=1.0, memory=1.0, launch=0.0, jitter=0.0, update_bytes=0, communication=communication
-    )
+    zeros = {"launch": 0.0, "jitter": 0.0, "update_bytes": 0}
+    return Software(name="toy", source="", math=1.0, memory=1.0, communication=communication, **zeros)
 
 
-def test_the_roofline_adds_up() -> None:
+def test_the_roofline_adds_up_and_fused_kernels_leave_their_arithmetic_behind() -> None:
     kernels = Kernels(*(np.array([value]) for value in (2e9, 1e6, 5e5, 2.0, 0.0, 0.0)))
     software = Software(name="x", source="", math=0.5, memory=0.8, launch=1e-5)
     expected = 2 * 1e-5 + 3 * 2e9 / 0.5e12 + (3 * 1e6 + 5e5) * 4 / 0.8e11
     assert kernel_seconds(kernels, DEVICE, software, images=3)[0] == pytest.approx(expected)
-
-
-def test_fused_kernels_leave_their_arithmetic_behind() -> None:
     kernels = Kernels(*(np.array([value]) for value in (0.0, 1e6, 0.0, 1.0, 1.0, 0.0)))
     apart, fused = (Software(name="x", source="", fused=flag) for flag in (False, True))
-    assert kernel_seconds(kernels, DEVICE, apart, 4)[0] > 0
-    assert kernel_seconds(kernels, DEVICE, fused, 4)[0] == 0
+    assert kernel_seconds(kernels, DEVICE, apart, 4)[0] > 0 == kernel_seconds(kernels, DEVICE, fused, 4)[0]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +87,9 @@ def test_messages_slow_what_hides_them_as_tune_measured() -> None:
 
 def test_a_pipelined_grid_works_on_both_axes_at_once() -> None:
     four = TWO.model_copy(update={"devices_per_node": 2})
-    steps = [
-        step_time(toy(), four, program(algorithm="torus", overlap=True, pipelined=flag), devices=4, images=1)
-        for flag in (False, True)
-    ]
-    assert steps[1].exposed < steps[0].exposed
+    programs = (program(algorithm="torus", overlap=True, pipelined=flag) for flag in (False, True))
+    apart, at_once = (step_time(toy(), four, each, devices=4, images=1) for each in programs)
+    assert at_once.exposed < apart.exposed
 
 
 def test_the_slowest_of_many_against_drawn_ones() -> None:
@@ -132,80 +116,63 @@ def test_more_of_anything_bad_never_helps(devices: int, images: int) -> None:
 def test_crowded_nodes_are_slower(part: str) -> None:
     full = TWO.model_copy(update={"crowding": {2: 1.3, 4: 2.3}})
     software = program().model_copy(update={"update_bytes": 24.0})
-    alone, both, three, many = (getattr(step_time(toy(), full, software, n, 1), part) for n in (1, 2, 3, 9))
+    alone, *others = (getattr(step_time(toy(), full, software, n, 1), part) for n in (1, 2, 3, 9))
     assert alone > 0
-    assert both == pytest.approx(1.3 * alone)
-    assert three == pytest.approx(1.8 * alone)
-    assert many == pytest.approx(2.3 * alone)
+    assert others == pytest.approx([1.3 * alone, 1.8 * alone, 2.3 * alone])
 
 
-def test_input_that_is_too_slow_is_waited_for() -> None:
-    software = program().model_copy(update={"input_rate": 100.0})
-    step = step_time(toy(), TWO, software, devices=1, images=5)
+def test_slow_input_is_waited_for_a_coordinator_costs_every_rank_and_a_sharded_update_a_strip() -> None:
+    step = step_time(toy(), TWO, program().model_copy(update={"input_rate": 100.0}), devices=1, images=5)
     assert step.seconds == pytest.approx(5 / 100)
     assert step.input > 0
-
-
-def test_a_coordinator_costs_every_rank() -> None:
     steps = [step_time(toy(), TWO, program(coordination=1e-5), n, 1).coordination for n in (1, 100)]
     assert steps == [0.0, pytest.approx(1e-3)]
-
-
-def test_a_sharded_update_costs_a_strip() -> None:
     whole = Software(name="x", source="", memory=1.0, update_bytes=20)
     shard = whole.model_copy(update={"sharded_update": True})
     assert update_seconds(toy(), TWO, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
     assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
+def unsplit(software: Software, **options: object) -> Software:
+    """Whose linear layers are whole on each device."""
+    communication = software.communication.model_copy(update={"linear_groups": None, **options})
+    return software.model_copy(update={"communication": communication})
+
+
 def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
     cori, pcl, vgg = load_cluster("cori"), load_software("pcl-dnn"), known_cost("vgg-a")
-    communication = pcl.communication.model_copy(update={"linear_groups": None})
-    split, whole = (
-        step_time(vgg, cori, pcl, 64, 4),
-        step_time(vgg, cori, pcl.model_copy(update={"communication": communication}), 64, 4),
-    )
+    split, whole = (step_time(vgg, cori, software, 64, 4) for software in (pcl, unsplit(pcl)))
     assert split.exchange > 0 == whole.exchange
     assert split.seconds < whole.seconds
 
 
-def test_a_measured_step_is_met_exactly() -> None:
+def test_a_measured_step_is_met_exactly_and_memory_grows_with_the_images() -> None:
     cost, software = known_cost("resnet50"), Software(name="x", source="", jitter=0.0)
-    fitted = matched(software, cost, DEVICE, images=8, seconds=3.5, update=0.25, passes=4)
+    fitted = model_cost.matched(software, cost, DEVICE, images=8, seconds=3.5, update=0.25, passes=4)
     step = step_time(cost, TWO, fitted, 1, 8, passes=4)
     assert (step.compute, step.update) == pytest.approx((3.5, 0.25))
     assert step_time(cost, TWO, fitted, 2, 8, passes=2).update == pytest.approx(0.25)
-
-
-def test_memory_grows_with_the_images() -> None:
-    cost, software = known_cost("resnet50"), Software(name="x", source="")
-    assert memory_bytes(cost, software, 32) - memory_bytes(cost, software, 16) == 16 * cost.activations * 4
+    more, fewer = (model_cost.memory_bytes(cost, software, images) for images in (32, 16))
+    assert more - fewer == 16 * cost.activations * 4
 
 
 def test_weights_first_lets_gradients_leave_earlier() -> None:
     cost, late = known_cost("vgg-a"), Software(name="x", source="")
     early = late.model_copy(update={"weights_first": True})
-    a, b = (pass_seconds(cost, DEVICE, s, 4) for s in (late, early))
+    a, b = (model_cost.pass_seconds(cost, DEVICE, s, 4) for s in (late, early))
     assert a.backward == b.backward
     assert (b.ready <= a.ready).all()
     assert (b.ready < a.ready).sum() == 16  # weight and bias of 8 convolutions
 
 
-def gradients_of(sizes: list[int]) -> tuple[tuple[Gradient, ...], np.ndarray]:
-    found = tuple(Gradient(f"g{i}", size, i % 3 == 0, i + 1) for i, size in enumerate(sizes))
-    return found, np.arange(1.0, len(sizes) + 1)
+RULES = [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=60),
-    rule=st.sampled_from(
-        [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
-    ),
-)
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.sampled_from(RULES))
 def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buckets) -> None:
-    gradients, ready = gradients_of(sizes)
-    found = cut_buckets(gradients, ready, rule, wire_bytes=2)
+    gradients = tuple(Gradient(f"g{i}", size, i % 3 == 0, i + 1) for i, size in enumerate(sizes))
+    found = cut_buckets(gradients, np.arange(1.0, len(sizes) + 1), rule, wire_bytes=2)
     assert sum(bucket.bytes for bucket in found) == pytest.approx(2 * sum(sizes))
     assert [bucket.ready for bucket in found] == sorted(bucket.ready for bucket in found)
     assert found[-1].ready == len(sizes)
@@ -215,8 +182,7 @@ def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buck
 
 def test_fujitsus_groups() -> None:
     """3, 21, 57 and 80 tensors; batch norm's gradients and the bias at the end in 32 bits (0.21 MB)."""
-    cost = known_cost("resnet50")
-    ready = np.linspace(0, 1, 161)
+    cost, ready = known_cost("resnet50"), np.linspace(0, 1, 161)
     found = cut_buckets(cost.gradients, ready, Buckets(rule="cubic"), wire_bytes=2)
     assert [bucket.ready for bucket in found] == pytest.approx([ready[i] for i in (2, 23, 80, 160, 160)])
     # MXNet numbers a block's shortcut elsewhere, which moves 4 MB between the second and the third.
@@ -241,12 +207,10 @@ def test_batch_norms_gradients_leave_last_in_32_bits_as_in_a_run(option: BucketS
 
 
 def test_a_plan_sends_float32_norms_where_the_recipe_asks_for_them() -> None:
-    sizes = {}
+    sizes, cost, runtime = {}, known_cost("resnet50"), RuntimeOptions(workers=16, buckets="cubic", update="sharded")
     for switch in ("true", "false"):
         recipe = load_recipe("fujitsu-62s", [f"float32_norms={switch}"]).recipe
-        runtime = RuntimeOptions(workers=16, buckets="cubic", update="sharded")
         how = program_for(recipe, runtime, load_cluster("abci"), load_software("torusgd"))
-        cost = known_cost("resnet50")
         script = compose(cost, TWO, how, 16, 28, 1, step_work(cost, TWO, how, 16, 28))
         sent = [action for action in script if isinstance(action, Send)]
         sizes[switch] = [send.bytes for send in sent if send.content == "gradients"]
@@ -257,9 +221,8 @@ def test_a_plan_sends_float32_norms_where_the_recipe_asks_for_them() -> None:
 
 
 def test_bad_buckets_are_named() -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError, match="parts: "):
         Buckets(rule="parts")
-    assert "parts: " in str(caught.value)
 
 
 def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> None:
@@ -271,8 +234,6 @@ def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> No
     assert sharded.exposed == pytest.approx(2e-3 + 4e-3, rel=1e-4)
     assert replicated.exposed == pytest.approx(4e-3)
     vgg, aws, pcl = known_cost("vgg-a"), load_cluster("aws-c4.8xlarge"), load_software("pcl-dnn")
-    communication = pcl.communication.model_copy(update={"linear_groups": None})
-    whole = pcl.model_copy(update={"communication": communication})
-    early = pcl.model_copy(update={"communication": communication.model_copy(update={"gather_ahead": True})})
-    late, soon = (step_time(vgg, aws, software, 16, 16).exposed for software in (whole, early))
+    programs = (unsplit(pcl), unsplit(pcl, gather_ahead=True))
+    late, soon = (step_time(vgg, aws, software, 16, 16).exposed for software in programs)
     assert soon < 0.8 * late
