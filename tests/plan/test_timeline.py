@@ -1,6 +1,7 @@
 """A step as a timeline: buckets, overlap, stragglers and the rest, by hand and by what must hold."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def toy() -> ModelCost:
 
 def program(**options: object) -> Software:
     communication = Communication.model_validate({"algorithm": "ring", "buckets": {"rule": "layer"}, **options})
-    zeros = {"launch": 0.0, "jitter": 0.0, "update_bytes": 0}
+    zeros: Any = {"launch": 0.0, "jitter": 0.0, "update_bytes": 0}
     return Software(name="toy", source="", math=1.0, memory=1.0, communication=communication, **zeros)
 
 
