@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,9 @@ Run = Callable[..., tuple[int, str, str]]
 Mistake = Callable[..., None]
 
 
-WORDS_THAT_NO_COMMAND_CAN_MEAN = [
-    ("data", "info", ""),
-    ("train", "digits", "--out", ""),
-    ("train", "digits", "--out="),
-    ("train", "digits", "--out", "ftp://host/run"),
-    ("train", "digits", "--out", "s3://"),
-    ("data", "info", "s4://bucket/x"),
-    ("eval", "run", "--json=file:///tmp/x"),
-    ("train", "--nothing"),
+NO_COMMAND_CAN_MEAN = [
+    *("train digits --out=", "train digits --out ftp://host/run", "train digits --out s3://", "train --nothing"),
+    *("data info s4://bucket/x", "eval run --json=file:///tmp/x"),
 ]
 WRITTEN_HERE_ALONE = [
     *("data pack images", "data index", "data index shards --out", "data prepare imagenet", "tune --out"),
@@ -32,41 +26,35 @@ WRITTEN_HERE_ALONE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "words", [*WORDS_THAT_NO_COMMAND_CAN_MEAN, *([*words.split(), "s3://b/x"] for words in WRITTEN_HERE_ALONE)]
-)
-def test_a_word_that_a_command_can_not_mean_leaves_no_folder(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+def test_a_word_that_a_command_can_not_mean_leaves_no_folder_and_a_recipe_is_a_file_of_any_name(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mistake(*words)
+    for words in (("data", "info", ""), ("train", "digits", "--out", "")):
+        mistake(*words)
+    for line in (*NO_COMMAND_CAN_MEAN, *(f"{line} s3://b/x" for line in WRITTEN_HERE_ALONE)):
+        mistake(*line.split())
     assert not list(tmp_path.iterdir())
-
-
-def test_a_recipe_may_be_a_file_of_any_name(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text("sed: 1\n")
     for name in ("mine.txt", "mine"):
         mistake("simulate", name, NAMES=re.compile("digits, .*"))
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("content", [b"", b"hello\n", b"\x80\x04"])
-def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
-    path.write_bytes(content)
-    with refused("a file without weights", f"{path}:", TMP=tmp_path):
-        load_weights(path)
+    for content in (b"", b"hello\n", b"\x80\x04"):
+        path.write_bytes(content)
+        with refused("a file without weights", f"{path}:", TMP=tmp_path):
+            load_weights(path)
 
 
-@pytest.mark.parametrize("words", [("train", "digits", "--out"), ("bench", "allreduce", "--json")])
-def test_a_wrong_profile_is_reported_before_ranks_are_started(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_a_wrong_profile_is_reported_before_ranks_are_started(mistake: Mistake, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
     (tmp_path / "profile.json").write_text("{}")
-    for name in ("missing.json", "profile.json"):
-        mistake(*words, tmp_path / "out", "--workers", 2, "--profile", tmp_path / name, TMP=tmp_path)
+    for words in (("train", "digits", "--out"), ("bench", "allreduce", "--json")):
+        for name in ("missing.json", "profile.json"):
+            mistake(*words, tmp_path / "out", "--workers", 2, "--profile", tmp_path / name, TMP=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 

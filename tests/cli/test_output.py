@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.commands import command, ran
@@ -28,16 +29,14 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize(
-    ("flag", "write"),
-    [
-        ("--out", lambda path: write_file("--out", path, 5000 * "x")),
-        ("--json", lambda path: write_json(path, 5000 * [1])),
-    ],
-)
-def test_a_full_disk_leaves_the_old_file_and_no_cut_one(
-    tmp_path: Path, flag: str, write: Callable[[Path], None]
-) -> None:
+WRITES: dict[str, Callable[[Path], None]] = {
+    "--out": lambda path: write_file("--out", path, 5000 * "x"),
+    "--json": lambda path: write_json(path, 5000 * [1]),
+}
+
+
+@pytest.mark.parametrize(("flag", "write"), WRITES.items())
+def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: str, write: Any) -> None:
     path = tmp_path / "page"
     path.write_text("old")
     with refused("a full disk", f"{flag} {path}:", FLAG=flag, TMP=tmp_path), full_disk():
@@ -69,9 +68,7 @@ def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_second_complaint(
         assert (done.returncode, done.stderr) == (1, told)
 
 
-def test_names_in_letters_that_the_terminal_lacks_are_written_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_in_letters_that_the_terminal_lacks_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal := io.BytesIO(), encoding="latin-1"))
     monkeypatch.setattr(sys, "argv", ["torusgd", "recipes"])
     with pytest.raises(SystemExit):

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,18 @@ import yaml
 from tests.commands import ran
 from tests.data.pictures import write_folder
 from tests.messages import sentences
+from typer.main import get_command
 
 import torusgd
 from tools import reference_pages
-from torusgd.cli import COMMANDS
+from torusgd.cli import COMMANDS, app
 from torusgd.cli.help import EXAMPLES as EXAMPLES_OF_COMMANDS
 from torusgd.data import Pipeline, open_sources
+from torusgd.plan.cluster import cluster_names
 from torusgd.recipe.data_schema import Data
+from torusgd.recipe.load import load_recipe, recipe_names
 from torusgd.recipe.reference import reference
 from torusgd.recipe.schema import Optimizer, Rate, Stage, Warmup
-from torusgd.recipe.section import Section
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -46,14 +49,10 @@ def blocks(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def prose(document: Path) -> str:
-    """The text without code, in which a bracket is no link; code within a line keeps its place."""
-    text = re.sub(r"^```.*?^```$|^    [^\n]*$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"`[^`\n]*`", "``", text)
-
-
 def links(document: Path) -> list[str]:
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)) if "://" not in target]
+    """Those of the text without code, in which a bracket is none."""
+    text = re.sub(r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
 
 
 def anchors(text: str) -> set[str]:
@@ -94,23 +93,26 @@ def test_the_first_pages_link_every_document_that_they_name(document: Path) -> N
     assert not re.findall(r"\b(?:[\w-]+/)*[\w-]+\.md\b|\bdocs/[\w/]*", text)
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
-def test_commands_in_the_docs_exist(page: Path) -> None:
-    assert {command.split()[1].strip("[]") for command in commands_of(page)} <= {*COMMANDS, "--version"}
-
-
-def test_the_site_has_every_page() -> None:
+def test_commands_in_the_docs_exist_and_the_site_has_every_page() -> None:
+    used = {(page.name, command.split()[1].strip("[]")) for page in DOCS.glob("*.md") for command in commands_of(page)}
+    assert not [each for each in used if each[1] not in {*COMMANDS, "--version"}]
     listed = re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert set(listed) == {path.relative_to(DOCS).as_posix() for path in {*DOCS.rglob("*.md"), *MADE}}
 
 
-def test_the_readme_has_figures_only_where_records_write_them() -> None:
+def test_the_readme_is_short_and_has_figures_only_where_records_write_them() -> None:
     """In its table, which `benchmarks.tables` writes, and in the output of commands, which a slow test runs."""
     text = (ROOT / "README.md").read_text()
     assert "<!-- benchmarks.tables: readme -->" in text
     rest = re.sub(r"<!-- benchmarks.*<!-- end of readme -->|^    [^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
     assert not re.findall(r"\d[\d.,]*\s*(?:%|times\b|x\b|ms\b|s\b|images)[^\n]*", rest)
     assert (DOCS / "pictures" / "report.png").is_file()
+    # It fits a screen, and its sentences a breath.
+    lines = text.splitlines()
+    assert len(lines) <= 100
+    prose = "\n".join(line for line in lines if not line.startswith(("    ", "|", "#", "!", ">")))
+    parts = re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)|[*`\[\]]", "", prose))
+    assert not [part for part in parts if len(part.split()) > 25]
 
 
 def test_times_that_the_proof_repeats_are_those_of_the_benchmarks() -> None:
@@ -118,27 +120,19 @@ def test_times_that_the_proof_repeats_are_those_of_the_benchmarks() -> None:
     rows = re.findall(r"^\| (?!technique|---)(.*) \|$", text[text.index("## Time") :], re.MULTILINE)
     assert len(rows) >= 7
     for row in rows:
-        told = " ".join(row.split(" | ")[1:3])
-        for figure in re.findall(r"(?<![\dx])\d[\d,.]*\d", told):
+        for figure in re.findall(r"(?<![\dx])\d[\d,.]*\d", " ".join(row.split(" | ")[1:3])):
             assert figure in there, (row, figure)
 
 
-def test_the_table_of_keys_has_every_meaning() -> None:
+def test_the_table_of_keys_has_every_meaning_and_cards_name_only_keys_that_a_recipe_has() -> None:
     text = reference_pages.keys_page()
     assert text.endswith(reference())
     assert not [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")]
-
-
-def test_cards_name_only_keys_that_a_recipe_has() -> None:
-    sections: dict[str, type[Section]] = {
-        "optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage,
-    }  # fmt: skip
+    sections: Any = {"optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage}
     named = {(card.name, key) for card in CARDS for key in re.findall(r"`([a-z_.\[\]]+)`", card.read_text())}
-    keys = {(card, key) for card, key in named if key.rpartition(".")[0] in sections}
+    keys = [(card, *key.rpartition(".")) for card, key in named if key.rpartition(".")[0] in sections]
     assert len(keys) > 10
-    for card, key in keys:
-        section, _, name = key.rpartition(".")
-        assert name in sections[section].model_fields, f"{card}: {key}"
+    assert not [each for each in keys if each[3] not in sections[each[1]].model_fields]
 
 
 @pytest.mark.parametrize(
@@ -177,15 +171,6 @@ def test_the_examples_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.M
     assert Pipeline(held_out, data, 0).validation_batch(np.arange(10)).images.shape == (10, 1, 16, 16)
 
 
-def extras() -> dict[str, list[str]]:
-    """By extra the names of its packages, without versions."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return {
-        name: [re.split(r"[\[<>=]", requirement)[0] for requirement in requirements]
-        for name, requirements in project["optional-dependencies"].items()
-    }
-
-
 def test_nobody_is_sent_to_an_index_that_lacks_torusgd() -> None:
     command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
     files = [path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file()]
@@ -194,11 +179,12 @@ def test_nobody_is_sent_to_an_index_that_lacks_torusgd() -> None:
 
 
 def test_messages_and_the_table_of_extras_name_what_there_is() -> None:
-    known, words = extras(), re.compile(r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    words = re.compile(r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)")
     named = [(packages.split(), extra) for path in SOURCES for packages, extra in words.findall(path.read_text())]
     assert len(named) >= 9
     for packages, extra in named:
-        assert set(packages) <= set(known[extra]), extra
+        assert set(packages) <= {re.split(r"[\[<>=]", requirement)[0] for requirement in known[extra]}, extra
     text = (DOCS / "install.md").read_text()
     rows = re.findall(r"^\| (`.*) \| .* \|$", text, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -213,11 +199,8 @@ def test_the_commands_of_the_tour_work_as_they_stand(tmp_path: Path) -> None:
     assert len(commands) > 8
     for command in commands:
         ran([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, timeout=600)
-    hashes = {
-        json.loads((tmp_path / "runs" / name / "summary.json").read_text())["weights_sha256"]
-        for name in ("digits", "on-3", "stopped")
-    }
-    assert len(hashes) == 1, "the tour says so"
+    summaries = (tmp_path / "runs" / name / "summary.json" for name in ("digits", "on-3", "stopped"))
+    assert len({json.loads(each.read_text())["weights_sha256"] for each in summaries}) == 1, "the tour says so"
     for name in ("report.html", "plan.html", "runs/digits/export/model.pt2", "runs/digits/export/hub/README.md"):
         assert (tmp_path / name).is_file()
 
@@ -244,9 +227,8 @@ def test_the_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     clone = commands.index("git clone URL-OF-THIS-REPOSITORY torusgd && cd torusgd")
     commands[clone] = f"git clone {ROOT} torusgd && cd torusgd && cp -r {tmp_path}/pictures ."
     write_folder(tmp_path / "pictures", train=12, val=12, classes=("cats", "dogs"))
-    script = "\n".join(["set -e", *commands])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = ran(["bash", "-c", script], cwd=tmp_path, timeout=1400, env=environment)
+    done = ran(["bash", "-c", "\n".join(["set -e", *commands])], cwd=tmp_path, timeout=1400, env=environment)
     output = (done.stdout + done.stderr).splitlines()
     first, second, portable = re.findall(r"weights_sha256 (\w{64})", done.stdout)[1:4]
     assert first == second, "on 3 workers with a kill, as on 2"
@@ -279,9 +261,45 @@ def test_the_made_pages_have_every_command_and_every_sentence() -> None:
     assert text.isascii() or not [line for line in text.splitlines() if not line.isprintable()]
 
 
-def test_the_readme_fits_a_screen_and_its_sentences_a_breath() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 100
-    prose = [line for line in lines if not line.startswith(("    ", "|", "#", "!", ">"))]
-    plain = re.sub(r"\]\([^)]*\)|[*`\[\]]", "", "\n".join(prose))
-    assert not [part for part in re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", plain) if len(part.split()) > 25]
+LINES = (DOCS / "papers.md").read_text().splitlines()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
+ROWS = [row for row in ROWS if row[0] != "mechanism or figure"]
+PAPERS_COMMANDS = sorted({code for row in ROWS for code in re.findall(r"`((?:torusgd|python) [^`]+)`", row[1])})
+PAPERS_TESTS = sorted({code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])})
+
+
+def test_every_line_of_the_papers_has_four_cells_and_a_state() -> None:
+    assert len(ROWS) > 50
+    for row in ROWS:
+        assert len(row) == 4, row
+        assert re.match(r"whole|part|absent|left to others", row[3]), row
+        if row[3].startswith("whole"):  # by a command or by a test
+            assert row[1] or row[2], row
+
+
+@pytest.mark.parametrize("command", PAPERS_COMMANDS)
+def test_a_command_of_the_papers_exists(command: str) -> None:
+    words = shlex.split(command)
+    flags = {word for word in words if word.startswith("--")}
+    if words[0] == "python":
+        script = ROOT.joinpath("benchmarks", *(word.replace("-", "_") for word in words[3:5])).with_suffix(".py")
+        text = script.read_text()  # a function's arguments, or argparse's, are its flags
+        assert all(f'"{flag}"' in text or f"{flag[2:].replace('-', '_')}:" in text for flag in flags)
+        assert all(f'"{word}"' in text for word in words[5:] if word.isalpha())
+        return
+    found, rest = get_command(app()), words[1:]
+    while hasattr(found, "commands"):
+        found, rest = found.commands[rest[0]], rest[1:]
+    assert flags <= {name for parameter in found.params for name in parameter.opts}
+    if rest and not rest[0].startswith("--"):
+        assert rest[0] in recipe_names()
+        # Overrides too: they are part of a command.
+        load_recipe(rest[0], [value for flag, value in pairwise(rest) if flag == "--set"])
+    if "--cluster" in rest:
+        assert rest[rest.index("--cluster") + 1] in cluster_names()
+
+
+@pytest.mark.parametrize("name", PAPERS_TESTS)
+def test_a_test_of_the_papers_exists(name: str) -> None:
+    file, _, function = name.partition("::")
+    assert f"def {function}(" in (ROOT / file).read_text() if function else (ROOT / file).is_file()

@@ -20,13 +20,10 @@ from torusgd.recipe.load import load_recipe
 CPU = torch.device("cpu")
 
 
-def test_a_residual_network_is_compiled_block_by_block() -> None:
+def test_residual_networks_are_compiled_block_by_block_and_layers_alone_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         found = dict(blocks(resnet50(classes=10, channels=3)))
     assert list(found) == [f"layer{i + 1}.{j}" for i, depth in enumerate((3, 4, 6, 3)) for j in range(depth)]
-
-
-def test_a_network_of_layers_alone_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")

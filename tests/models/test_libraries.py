@@ -41,10 +41,8 @@ def config_of(name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = SimpleNamespace(
-        create_model=create_model, list_models=lambda: ["bare", "net"], get_pretrained_cfg=config_of
-    )
-    monkeypatch.setitem(sys.modules, "timm", stand_in)
+    functions = {"create_model": create_model, "get_pretrained_cfg": config_of}
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(list_models=lambda: ["bare", "net"], **functions))
 
 
 def build(name: str, channels: int = 1, **options: Any) -> nn.Module:
@@ -59,23 +57,12 @@ def test_a_network_has_the_datas_classes_and_channels_its_options_and_the_weight
     assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("timm:nett", {}),
-        ("timm:net.wrong", {}),
-        ("timm:hf-hub:me/net", {}),
-        ("timm:net", {"pretrained": True}),
-        ("timm:net", {"num_classes": 3}),
-        ("timm:net", {"depth": 3}),
-    ],
-)
-def test_mistakes_are_one_line(name: str, options: dict[str, Any]) -> None:
-    with refused(f"model {name} {options}", "model."):
-        build(name, **options)
-
-
-def test_without_timm_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"pretrained": True}, {"num_classes": 3}, {"depth": 3})
+    names = ("timm:nett", "timm:net.wrong", "timm:hf-hub:me/net")
+    for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
+        with refused(f"model {name} {options}", "model."):
+            build(name, **options)
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         build("timm:net")

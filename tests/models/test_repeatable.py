@@ -31,13 +31,11 @@ class RefusesAsCuda(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_the_layer_is_named_in_one_line() -> None:
+def test_the_layer_is_named_in_one_line_be_it_refused_on_a_gpu_or_on_the_cpu() -> None:
     made = ready(nn.AdaptiveAvgPool2d(2), nn.Tanh())
     with refused("a layer that CUDA refuses", "model.name: digits-net, layer 3 "), RefusesAsCuda():
         check_repeatable(made, RECIPE)
 
-
-def test_what_torch_itself_refuses_on_the_cpu_is_found() -> None:
     class Scatter(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +54,7 @@ def test_what_torch_itself_refuses_on_the_cpu_is_found() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_network_that_repeats_is_left_as_it_is() -> None:
+def test_a_network_that_repeats_is_left_as_it_is_and_other_errors_stay_what_they_are() -> None:
     made = ready(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5))
     before, state = {k: v.clone() for k, v in made.state_dict().items()}, torch.random.get_rng_state()
     with RefusesAsCuda():
@@ -64,9 +62,6 @@ def test_a_network_that_repeats_is_left_as_it_is() -> None:
     assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in made.parameters())
-
-
-def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         check_repeatable(nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), RECIPE)
 

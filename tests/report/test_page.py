@@ -14,18 +14,9 @@ from tests.messages import refused
 from tests.run.runs import run_here
 
 from torusgd.errors import UserError
+from torusgd.report import page as pages
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
-from torusgd.report.page import (
-    command_of,
-    log_page,
-    plan_page,
-    plan_table,
-    ranks_table,
-    run_page,
-    time_shares,
-    time_table,
-    training_table,
-)
+from torusgd.report.page import command_of, run_page
 from torusgd.report.read_run import read_log, read_run
 
 EVIL = "<script>alert(1)</script>"
@@ -38,9 +29,7 @@ class Tags(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.addresses: list[str] = []
+        self.open, self.seen, self.addresses = list[str](), list[str](), list[str]()
         self.feed(page)
         assert self.open == []
 
@@ -65,12 +54,13 @@ def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
     }
     logs = []
     for name, text in texts.items():
-        (tmp_path / name[:3]).mkdir()
-        (tmp_path / name[:3] / name).write_text(text)
-        logs.append(read_log(tmp_path / name[:3] / name))
+        path = tmp_path / name[:3] / name
+        path.parent.mkdir()
+        path.write_text(text)
+        logs.append(read_log(path))
     assert logs[0].columns["loss"] == [(5.0, 0.5), (10.0, 0.25)]
     assert logs[1].columns == {"epoch": [(5.0, 0.0), (10.0, 0.0)], "loss": [(5.0, 0.75)], "val_acc": [(10.0, 0.5)]}
-    page = log_page(logs)
+    page = pages.log_page(logs)
     assert Tags(page).seen.count("svg") == 6
     assert "loss over steps: tra ends at 0.25, met ends at 0.75" in page.replace("loss (log scale)", "loss")
     assert EVIL not in page
@@ -86,6 +76,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def summary_of(run: Path) -> Any:
+    return json.loads((run / "summary.json").read_text())
+
+
+def lines_of(run: Path) -> list[str]:
+    return (run / "events.jsonl").read_text().splitlines()
+
+
 def copied(run: Path, folder: Path, lines: list[str] | None = None, **changes: Any) -> Path:
     """A run's folder with other events and another summary, or without one."""
     folder.mkdir(parents=True)
@@ -94,7 +92,7 @@ def copied(run: Path, folder: Path, lines: list[str] | None = None, **changes: A
     if lines is not None:
         (folder / "events.jsonl").write_text("\n".join(lines))
     if changes:
-        (folder / "summary.json").write_text(json.dumps(json.loads((run / "summary.json").read_text()) | changes))
+        (folder / "summary.json").write_text(json.dumps(summary_of(run) | changes))
     return folder
 
 
@@ -103,18 +101,14 @@ def rows_of(table: Any) -> dict[str, str]:
 
 
 def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
-    record = read_run(run)
+    record, summary = read_run(run), summary_of(run)
     page = run_page([record], [None])
     tags = Tags(page)
-    assert tags.seen.count("figure") == 6
-    assert "script" not in tags.seen
-    assert "link" not in tags.seen
-    assert tags.addresses == []
-    summary = json.loads((run / "summary.json").read_text())
+    assert (tags.seen.count("figure"), {"script", "link"} & set(tags.seen), tags.addresses) == (6, set(), [])
     for value in (summary["weights_sha256"], summary["recipe_sha256"], f"{summary['top1']:.2%}", "Ranks and mishaps"):
         assert value in page
     assert page == run_page([read_run(run)], [None]), "the same run gives the same bytes"
-    assert sum(share for _, share in time_shares(record).values()) == pytest.approx(1.0, abs=1e-6)
+    assert sum(share for _, share in pages.time_shares(record).values()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
@@ -124,14 +118,12 @@ def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
     status = {"data": "/with a space/$(rm)", "runtime": {"allreduce": "torus", "buckets": [3, 4], "timeout": 5.0}}
     other = copied(run, tmp_path / "other", world_size=8)
     (other / "status.json").write_text(json.dumps(status))
-    line = command_of(read_run(other))
-    assert "--data '/with a space/$(rm)'" in line
-    assert "--allreduce torus --buckets '[3,4]'" in line
-    assert "timeout" not in line
+    found = ("--data '/with a space/$(rm)'", "--allreduce torus --buckets '[3,4]'", "timeout")
+    assert [part in command_of(read_run(other)) for part in found] == [True, True, False]
 
 
 def test_what_a_stranger_wrote_stays_text(run: Path, tmp_path: Path) -> None:
-    lines = (run / "events.jsonl").read_text().splitlines()
+    lines = lines_of(run)
     first = json.loads(lines[0]) | {"slowest": {"rank": 0, "behind": 1.0, "cause": EVIL}}
     evil = copied(run, tmp_path / EVIL, [json.dumps(first), *lines[1:]], conditions={EVIL: EVIL})
     found = Mistakes(
@@ -141,12 +133,16 @@ def test_what_a_stranger_wrote_stays_text(run: Path, tmp_path: Path) -> None:
     assert "script" not in Tags(page).seen
     assert "<script" not in page
     assert page.count("&lt;script&gt;") > 8
+    stage = {"batch": 8, "seconds": 1.0, "forward": 0.25, "backward": 0.75}
+    plan = {"title": EVIL, "notes": [EVIL], "limit": EVIL, "stages": [stage], "devices": 2, "seconds": 9.0}
+    page = pages.plan_page(plan, EVIL)
+    assert "script" not in Tags(page).seen
+    assert page.count("&lt;script&gt;") == 5
 
 
 def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
-    lines = (run / "events.jsonl").read_text().splitlines()
-    cut = copied(run, tmp_path / "cut", [*lines[:2], '{"step": 3, "lo'])
-    page = run_page([read_run(cut)], [None])
+    lines = lines_of(run)
+    page = run_page([read_run(copied(run, tmp_path / "cut", [*lines[:2], '{"step": 3, "lo']))], [None])
     Tags(page)
     assert "This run is not finished" in page
     assert "left out 1 line of events.jsonl" in page
@@ -166,12 +162,10 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     "line", ["[]", "3", "{}", '{"step": "x"}', '{"step": NaN}', "[" * 5000, "\udcff", '{"event": [], "step": 1}']
 )
 def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: str) -> None:
-    other = copied(run, tmp_path / "other", [])
-    whole = (run / "events.jsonl").read_bytes()
+    other, whole = copied(run, tmp_path / "other", []), (run / "events.jsonl").read_bytes()
     (other / "events.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n" + whole)
     record = read_run(other)
-    assert record.unread <= 1
-    assert len(record.steps) == 4
+    assert (record.unread <= 1, len(record.steps)) == (True, 4)
     Tags(run_page([record], [None]))
 
 
@@ -191,35 +185,31 @@ def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path
     assert f"wrote {page}" in output
     tags = Tags(page.read_text())
     counts = re.findall(r"(\d+) of (\d+) held-out images are taken", page.read_text())
-    top1 = json.loads((run / "summary.json").read_text())["top1"]
-    assert counts == 2 * [(str(round((1 - top1) * 24)), "24")]
+    assert counts == 2 * [(str(round((1 - summary_of(run)["top1"]) * 24)), "24")]
     assert tags.seen.count("img") == 2 * min(24, int(counts[0][0]))
 
 
 def test_pictures_are_what_the_network_saw() -> None:
     cv2 = pytest.importorskip("cv2")
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    decoded = cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB)
-    assert (decoded == pixels).all()
-    image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
-    normalised = (image - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([0.2, 0.3, 0.4])[:, None, None]
-    address = picture_of(normalised, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    assert (cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB) == pixels).all()
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    normalised = (torch.from_numpy(pixels) / 255 - torch.tensor(mean)) / torch.tensor(std)
+    address = picture_of(normalised.permute(2, 0, 1), mean, std)
     assert base64.b64decode(address.partition(",")[2]) == png(pixels)
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
 
 
 def test_the_noise_scale_stands_beside_the_batch_of_each_stage(run: Path, tmp_path: Path) -> None:
     label = "batch up to which more images would pay"
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert rows_of(training_table([read_run(run)]))[label] == "-", "four steps hold no measurement"
+    events = [json.loads(line) for line in lines_of(run)]
+    assert rows_of(pages.training_table([read_run(run)]))[label] == "-", "four steps hold no measurement"
     steps = [event for event in events if "event" not in event]
     for step, value in zip(steps, (900.0, 1234.0, "x", None), strict=True):
         step["noise_scale"] = value
     measured = read_run(copied(run, tmp_path / "measured", [json.dumps(event) for event in events]))
-    assert rows_of(training_table([measured]))[label] == "1,234 > -"
-    page = run_page([measured], [None])
-    assert label in page
-    assert "gradient noise scale" in page
+    assert rows_of(pages.training_table([measured]))[label] == "1,234 > -"
+    assert all(words in run_page([measured], [None]) for words in (label, "gradient noise scale"))
 
 
 def test_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path, tmp_path: Path) -> None:
@@ -233,42 +223,37 @@ def test_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path
     predicted = {"step_seconds": 0.5, "measured_step_seconds": 1.0, "step_seconds_error": -0.5}
     folder = copied(run, tmp_path / "other", [json.dumps(event) for event in events], seconds=8.0, predicted=predicted)
     record = read_run(folder)
-    times = rows_of(time_table([record]))
-    assert times["compute"] == "2.0 s (25.0%)"
-    assert times["waiting for images"] == "1.0 s (12.5%)"
-    assert times["exposed communication"] == "0.5 s (6.2%)"
-    assert times["evaluation, checkpoints, start"] == "4.0 s (50.0%)"
-    assert times["images a second"] == "8"
-    ranks = rows_of(ranks_table([record]))
+    assert rows_of(pages.time_table([record])).items() >= {
+        "compute": "2.0 s (25.0%)", "waiting for images": "1.0 s (12.5%)", "exposed communication": "0.5 s (6.2%)",
+        "evaluation, checkpoints, start": "4.0 s (50.0%)", "images a second": "8",
+    }.items()  # fmt: skip
+    ranks = rows_of(pages.ranks_table([record]))
     assert ranks["steps redone after an overflow"] == "4"
     behind = "rank 1 in 3 of 4 comparisons, by 300.0 ms (median), mostly comp"
     assert ranks["ranks most often behind"].startswith(behind)
-    assert rows_of(plan_table([record]))["a step"] == "500.0 ms / 1000.0 ms (plan -50.0%)"
-    assert plan_table([read_run(run)]) is None
+    assert rows_of(pages.plan_table([record]))["a step"] == "500.0 ms / 1000.0 ms (plan -50.0%)"
+    assert pages.plan_table([read_run(run)]) is None
 
 
 def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Path, run_cli: Any) -> None:
-    last = json.loads((run / "summary.json").read_text())["records"]["sha256"]
+    last = summary_of(run)["records"]["sha256"]
     found = [{"name": "steps 0:4", "state": "equal"}, {"name": "result", "state": "differs"}]
     for file, of in (("mine", last), ("others", "0" * 64)):
         (tmp_path / file).write_text(json.dumps({"records_sha256": of, "found": found}))
     page = run_page([read_run(run, [json.loads((tmp_path / "mine").read_text())])], [None])
-    assert last in page
-    assert "equal: steps 0:4; differs: result" in page
+    assert all(words in page for words in (last, "equal: steps 0:4; differs: result"))
     assert re.search(r"a whole chain, \d+ states of the steps 0 to \d+", page)
     folder = copied(run, tmp_path / "broken", [], restarts=0)
     lines = (run / "records.jsonl").read_text().splitlines(keepends=True)
-    for wrong, why in (
-        ([*lines[:2], *lines[3:]], "line 3 does not hold"),
-        (lines[:-1], "the last line is not that of"),
-    ):
+    wrongs = {"line 3 does not hold": [*lines[:2], *lines[3:]], "the last line is not that of": lines[:-1]}
+    for why, wrong in wrongs.items():
         (folder / "records.jsonl").write_text("".join(wrong))
         assert read_run(folder).records.startswith(f"broken: {why}")
-    code, _, _ = run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")
-    assert code == 0
+    words = ("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")
+    assert run_cli(*words)[0] == 0
     assert "equal: steps 0:4" not in (tmp_path / "page.html").read_text()
     (tmp_path / "others").write_text("{}")
-    assert run_cli("report", run, "--out", tmp_path / "page.html", "--verified", tmp_path / "others")[0] == 2
+    assert run_cli(*words)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -276,32 +261,17 @@ def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Pat
     [
         (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
         (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
-        pytest.param(
-            ("resnet50", "--to", "75.9%"),
-            ("top-1 to reach", "75.90%", "epochs"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("resnet50", "--to", "75.9%"), ("top-1 to reach", "75.90%", "epochs"), marks=pytest.mark.slow),
     ],
     ids=["plan", "best", "to"],
 )
 def test_a_page_has_the_sweep(asked: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path, run_cli: Any) -> None:
     page = tmp_path / "page.html"
-    words = ("plan", *asked, "--cluster", "hgx-h100", "--devices", "12", "--report", page)
-    code, output, errors = run_cli(*words)
+    code, output, errors = run_cli("plan", *asked, "--cluster", "hgx-h100", "--devices", "12", "--report", page)
     assert (code, errors) == (0, "")
     assert output.splitlines()[-1].endswith(f"wrote {page}")
     text = page.read_text()
     tags = Tags(text)
     assert tags.seen.count("figure") >= 2
     assert tags.addresses == []
-    for words_shown in shown:
-        assert words_shown in text
-    assert f"torusgd plan {asked[0]}" in text
-
-
-def test_names_of_a_stranger_stay_text() -> None:
-    stage = {"batch": 8, "seconds": 1.0, "forward": 0.25, "backward": 0.75}
-    plan = {"title": EVIL, "notes": [EVIL], "limit": EVIL, "stages": [stage], "devices": 2, "seconds": 9.0}
-    text = plan_page(plan, EVIL)
-    assert "script" not in Tags(text).seen
-    assert text.count("&lt;script&gt;") == 5
+    assert all(words in text for words in (*shown, f"torusgd plan {asked[0]}"))

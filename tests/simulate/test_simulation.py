@@ -12,7 +12,7 @@ from tests.messages import refused
 
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.load import load_recipe
-from torusgd.simulate import FORMS, Moment, Passes, Setting, Simulation, Workers, moments, simulate
+from torusgd.simulate import FORMS, Passes, Setting, Simulation, Workers, moments, simulate
 from torusgd.synchrony.delays import delay_model
 
 OVERRIDES = ["data.source=synthetic", "data.train_images=64", "data.eval_images=16", "data.classes=4", "polish=null",
@@ -47,9 +47,9 @@ def test_limits_and_what_a_recipe_says_have_the_same_hash(form: str, same: str) 
 def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> None:
     full, first = (small(form, delays="pause:0.1x20").points[-1] for form in ("bsp", "backup:1"))
     assert first.time / first.images < full.time / full.images
-
-
-def test_without_an_end_a_run_takes_the_images_of_the_recipe() -> None:
+    # A threshold that leaves work out ends its steps at the threshold.
+    assert small("threshold:2x3", delays="lognormal:1").points[-1].time % 3 == 0
+    # Without an end a run takes the images of the recipe.
     recipe = load_recipe("digits", [*OVERRIDES, "virtual_workers=4", "rate={lr: 0.1}"]).recipe
     assert simulate(Setting(recipe, "bsp", 4, "constant", lr=0.1), points=1).points[-1].images == 128
 
@@ -80,12 +80,10 @@ def assert_is_sgd(form: str, workers: Workers) -> None:
         weights = moment.weights()
 
 
-def test_local_steps_of_one_and_gossip_of_two_in_step_are_sgd() -> None:
-    assert_is_sgd("local:1", workers_of(4))
-    assert_is_sgd("gossip:1", workers_of(2))  # who always take the mean
-
-
 def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
+    """And so are local steps of one, and gossip of two in step, who always take the mean."""
+    assert_is_sgd("local:1", workers_of(4))
+    assert_is_sgd("gossip:1", workers_of(2))
     assert_is_sgd("bsp", replace(workers_of(3), momentum=0.5))
     recipe = load_recipe("digits", OVERRIDES).recipe
     for form, momentum in (("gossip:0.5", 0.9), ("bsp", 1.5)):
@@ -95,21 +93,13 @@ def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
 
 def test_elastic_averaging_keeps_the_centre_between_the_workers() -> None:
     """With no steps of their own the workers and the centre stay where they are; with steps the centre follows."""
-    found: list[Moment] = []
-    workers = workers_of(2, lr=1e-30)
-    for _, moment in zip(range(3), moments("elastic:1")(workers), strict=False):
-        found.append(moment)
+    workers, moving = workers_of(2, lr=1e-30), workers_of(2)
+    for count, moment in zip((2, 4, 6), moments("elastic:1")(workers), strict=False):
+        assert moment.gradients == count
         assert torch.allclose(moment.weights(), workers.passes.initial, rtol=0, atol=1e-20)
-    assert [moment.gradients for moment in found] == [2, 4, 6]
-    moving = workers_of(2)
     ran = [moment.weights() for _, moment in zip(range(3), moments("elastic:1")(moving), strict=False)]
     assert torch.equal(ran[0], moving.passes.initial)
     assert not torch.equal(ran[1], ran[0])
-
-
-def test_a_threshold_that_leaves_work_out_ends_its_steps_at_the_threshold() -> None:
-    points = small("threshold:2x3", delays="lognormal:1").points
-    assert points[-1].time % 3 == 0
 
 
 WRONG = (
