@@ -64,9 +64,8 @@ def test_a_run_is_played_once_and_other_weights_are_found(tmp_path: Path) -> Non
     played = campaign.read(results)
     assert [row["verdict"] for row in played] == ["same", "refused"]
     # A second call plays what is new alone, and compares with the weights that are known.
-    results.write_text(
-        "".join(json.dumps(row | {"plain": "0" * 64} if "plain" in row else row) + "\n" for row in played)
-    )
+    other = [row | {"plain": "0" * 64} if "plain" in row else row for row in played]
+    results.write_text("".join(json.dumps(row) + "\n" for row in other))
     drawn.write_text("".join(json.dumps(each) + "\n" for each in runs))
     assert subprocess.run(words, timeout=120, check=False).returncode == 1
     assert [row["verdict"][:5] for row in campaign.read(results)] == ["same", "refus", "WRONG"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import sysconfig
 import tarfile
@@ -19,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 def run(*words: str | Path, cwd: Path, code: int = 0, timeout: float = 240) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return ran(words, code=code, cwd=cwd, timeout=timeout, env=clean).stdout
+
+
+def new_environment(folder: Path) -> Path:
+    run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
+    return folder / "env" / "bin"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -41,19 +45,17 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
 
     # A new environment with torusgd alone; torch and the rest are those of this one, which holds no torusgd for it:
     # of a folder named in a .pth the .pth files, by which a checkout is installed, are not read.
-    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
-    python = tmp_path / "env" / "bin" / "python"
+    bin = new_environment(tmp_path)
+    python, torusgd = bin / "python", bin / "torusgd"
     run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=tmp_path)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     home = run(python, "-c", "import torusgd; print(torusgd.__file__)", cwd=tmp_path).strip()
     assert Path(home).is_relative_to(tmp_path / "env")
 
-    torusgd = tmp_path / "env" / "bin" / "torusgd"
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    assert run(torusgd, "--version", cwd=tmp_path) == f"torusgd {version[1]}\n"
-    assert version[1] in (ROOT / "CHANGELOG.md").read_text()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(torusgd, "--version", cwd=tmp_path) == f"torusgd {version}\n"
+    assert version in (ROOT / "CHANGELOG.md").read_text()
     run(torusgd, "train", "digits", "--workers", "1", "--max-steps", "3", cwd=tmp_path)
     assert json.loads((tmp_path / "runs" / "digits" / "summary.json").read_text())["steps"] == 3
     run(torusgd, "report", "runs/digits", cwd=tmp_path)
@@ -75,9 +77,7 @@ def test_the_versions_with_hashes_are_those_that_pip_is_given() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_address_of_the_repository_makes_the_links_of_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_of_the_repository_makes_the_links_of_the_index(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("twine")
     monkeypatch.setenv("TORUSGD_URL", "https://example.org/torusgd/")
     wheel, sdist = build(tmp_path)
@@ -94,17 +94,14 @@ EXTRAS = "digits,images,s3,parquet,huggingface,tensorboard"  # those that any in
 @pytest.mark.timeout(1500)
 def test_the_wheel_brings_all_that_it_needs(tmp_path: Path) -> None:
     wheel, _ = build(tmp_path)
-    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
-    python, torusgd = (tmp_path / "env" / "bin" / name for name in ("python", "torusgd"))
-    pip = [str(python), "-m", "pip"]
+    bin = new_environment(tmp_path)
+    torusgd, pip = bin / "torusgd", [str(bin / "python"), "-m", "pip"]
     install = [*pip, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[{EXTRAS}]"]
     asked = ran([*install, "--dry-run", "--report", "-"], code=None, timeout=600)
     if asked.returncode:
         pytest.skip(f"no index is in reach: {asked.stderr[-300:]}")
-    versions = {
-        each["metadata"]["name"].lower(): each["metadata"]["version"] for each in json.loads(asked.stdout)["install"]
-    }
-    if not versions["torch"].endswith("+cpu"):
+    packages = [each["metadata"] for each in json.loads(asked.stdout)["install"]]
+    if not next(each["version"] for each in packages if each["name"].lower() == "torch").endswith("+cpu"):
         pytest.skip("the index at hand has no build of torch for CPUs alone, and the other one takes GBs")
     run(*install, cwd=tmp_path, timeout=900)
     run(*pip, "check", cwd=tmp_path)

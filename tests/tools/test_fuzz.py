@@ -41,14 +41,12 @@ def test_all_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) -
 def test_the_campaign_sees_a_traceback_and_a_second_line() -> None:
     tally = Tally("own")
 
-    def refuse() -> None:
-        raise Undecodable("one\nline")
+    def fails(error: Exception) -> None:
+        raise error
 
-    def defect() -> None:
-        raise KeyError("x")
-
-    for name, use in {"defect": defect, "refused": refuse, "fine": lambda: None}.items():
-        fed(tally, name, use)
+    fed(tally, "defect", lambda: fails(KeyError("x")))
+    fed(tally, "refused", lambda: fails(Undecodable("one\nline")))
+    fed(tally, "fine", lambda: None)
     assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
     assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"], ["refused", "2 lines"]]
 
@@ -58,7 +56,5 @@ def test_the_campaign_sees_memory() -> None:
     # In a process of its own: one that ran a thousand tests holds freed memory, from which half a GiB comes unseen.
     lines = ["from tools.fuzz import tally", "tally.MOST_BYTES = 1 << 27", "own = tally.Tally('own')"]
     lines += ["tally.fed(own, 'memory', lambda: b'x' * (1 << 29))", "print(own.problems)"]
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    ended = ran(command, cwd=root, code=None)
+    ended = ran([sys.executable, "-c", "\n".join(lines)], cwd=Path(__file__).parents[2], code=None)
     assert "own: memory: took" in ended.stdout, ended.stdout + ended.stderr

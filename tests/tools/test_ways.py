@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,36 +89,29 @@ class ControlMessage:
 @pytest.fixture
 def rank(tmp_path: Path) -> dict[int, list[Call]]:
     """The calls of the forked process, by thread."""
-    package = tmp_path / "torusgd"
+    package, traces = tmp_path / "torusgd", tmp_path / "traces"
     package.mkdir()
+    traces.mkdir()
     for name, text in PACKAGE.items():
         (package / f"{name}.py").write_text(text)
-    traces = tmp_path / "traces"
-    traces.mkdir()
     paths = os.pathsep.join([str(HOOK), str(tmp_path)])
     environment = {**os.environ, "PYTHONPATH": paths, "WAYS": str(traces), "WAYS_PACKAGE": str(package)}
     subprocess.run([sys.executable, "-c", "import torusgd.run"], env=environment, check=True, timeout=60)
-    found = [read_calls(path) for path in traces.iterdir()]
-    (rank,) = [threads for threads in found if ways.is_rank(threads)]
+    (rank,) = [threads for threads in map(read_calls, traces.iterdir()) if ways.is_rank(threads)]
     return rank
 
 
 def test_a_gradient_passes_what_runs_in_any_thread_but_under_another_concern(rank: dict[int, list[Call]]) -> None:
     found = ways.gradient(rank, ways.steps_of(rank, 3))
     assert list(found.files)[:2] == ["step.py", "sums.py"]
-    assert sorted(found.files) == ["step.py", "sums.py", "wire.py"]
-    assert found.sometimes == {}
+    assert (sorted(found.files), found.sometimes) == (["step.py", "sums.py", "wire.py"], {})
     assert [sorted(files) for files in found.beside.values()] == [["control.py", "exact.py"]]
 
 
-def test_a_loss_enters_a_file_once_for_each_run_of_a_caller(rank: dict[int, list[Call]]) -> None:
+def test_a_loss_enters_a_file_once_for_each_run_of_a_caller_and_a_mark_that_does_not_come_by_is_named(rank) -> None:
     found = [(entry.file, entry.origin) for entry in ways.loss_in_rank(rank, killed=0).entries]
-    assert found == [
-        ("sums.py", "the error"), ("run.py", "the error"), ("survive.py", "run.py"), ("step.py", "run.py"),
-    ]  # fmt: skip
-
-
-def test_a_mark_that_does_not_come_by_is_named(rank: dict[int, list[Call]]) -> None:
+    error, run = "the error", "run.py"
+    assert found == [("sums.py", error), (run, error), ("survive.py", run), ("step.py", run)]
     with pytest.raises(ways.NotFoundError, match=ways.ANNOUNCE):
         ways.loss_in_launcher(rank, killed=0)
     with pytest.raises(ways.NotFoundError, match=ways.UPDATE):
@@ -132,16 +126,13 @@ def test_the_tables_name_what_the_package_has() -> None:
 
 def names_of(path: Path) -> set[str]:
     """Qualified names of a file's classes and functions."""
-    found: set[str] = set()
 
-    def visit(node: ast.AST, prefix: str) -> None:
+    def visit(node: ast.AST, prefix: str) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
+            inside = prefix
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                found.add(prefix + child.name)
-                inside = ".<locals>." if isinstance(child, ast.FunctionDef) else "."
-                visit(child, prefix + child.name + inside)
-            else:
-                visit(child, prefix)
+                yield prefix + child.name
+                inside += child.name + (".<locals>." if isinstance(child, ast.FunctionDef) else ".")
+            yield from visit(child, inside)
 
-    visit(ast.parse(path.read_text()), "")
-    return found
+    return set(visit(ast.parse(path.read_text()), ""))
