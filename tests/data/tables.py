@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.data.pictures import picture
 
 NAMES = ("cat", "dog")
@@ -20,8 +22,7 @@ def write_lists(root: Path, head: str = "path,label", label: str = "{folder}") -
 
 def table(numbers: range, image: str = "image", label: str = "label", **columns: list[Any]) -> Any:
     """Pictures as structs of bytes and path, labels as ClassLabel."""
-    import pyarrow as pa
-
+    pa = pytest.importorskip("pyarrow")
     features = {label: {"names": NAMES, "_type": "ClassLabel"}, image: {"_type": "Image"}}
     rows = [{"bytes": picture(number), "path": None} for number in numbers]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -31,8 +32,7 @@ def table(numbers: range, image: str = "image", label: str = "label", **columns:
 
 def write_parquet(root: Path) -> Path:
     """As the hub lays data sets out, in row groups of 4 rows."""
-    import pyarrow.parquet as pq
-
+    pq = pytest.importorskip("pyarrow.parquet")
     (root / "data").mkdir(parents=True)
     for name, numbers in (
         ("train-00000-of-00002", range(6)),
@@ -45,8 +45,7 @@ def write_parquet(root: Path) -> Path:
 
 def write_arrow(root: Path) -> Path:
     """As `DatasetDict.save_to_disk` leaves it: streams."""
-    import pyarrow as pa
-
+    pa = pytest.importorskip("pyarrow")
     for split, numbers in (("train", range(12)), ("validation", range(100, 106))):
         (root / split).mkdir(parents=True)
         made = table(numbers)

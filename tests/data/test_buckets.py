@@ -1,22 +1,27 @@
-"""Tar shards in real servers of S3, Google's storage and the web: slow, failing, cut short, out of date."""
+"""Tar shards in a bucket: in memory, and in real servers of S3, Google's storage and the web that fail as they do."""
 
 import errno
+import re
 import socket
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.data.buckets import KINDS, bucket, upload
-from tests.data.pictures import picture
-from tests.data.tars import write_indexed
+from tests.data.pictures import folder_data, picture
+from tests.data.tars import samples, write_indexed, write_tar
 from tests.faulty_server import file_server
+from tests.messages import refused
 from tests.run.runs import sets, train
 from torusgd import storage
-from torusgd.data.tar import open_shards
+from torusgd.data import Pipeline, open_sources
+from torusgd.data.registry import data_sha256, describe
+from torusgd.data.tar import RemoteShards, open_shards
 from torusgd.errors import UserError
-from torusgd.storage import Store
-
-pytestmark = pytest.mark.slow
+from torusgd.storage import Store, url_of
 
 SETTINGS = sets(
     "virtual_workers=3", "stages=[{until: 4st, images_per_worker: 4}]", "polish={images_per_batch: 5}",
@@ -30,6 +35,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_indexed(tmp_path / "set")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket(kind, monkeypatch, http_500=8, cut=9, stale=13, slow=7) as (server, root):
@@ -50,6 +56,7 @@ def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monk
             open_shards(url, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_a_bucket_has_the_hash_of_a_folders(kind: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = local.parent
@@ -64,6 +71,7 @@ def test_a_run_from_a_bucket_has_the_hash_of_a_folders(kind: str, local: Path, m
         assert reads[0] == reads[1] == reads[2], "the first run has left all images on this machine's disk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_does_not_answer_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_SECONDS", 1)
@@ -80,6 +88,7 @@ def test_a_server_that_does_not_answer_is_given_up(kind: str, monkeypatch: pytes
             assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_web_server(local: Path) -> None:
     pytest.importorskip("aiohttp")
     with file_server(local.parent) as url:
@@ -89,3 +98,125 @@ def test_a_web_server(local: Path) -> None:
             open_shards(Path(url) / "none", 3)
     with pytest.raises(UserError, match=r"^http://127"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)
+
+
+URL = Path("memory://bucket/a set")
+
+
+@pytest.fixture
+def copied(memory_bucket: None, local: Path) -> Path:
+    """The folder of which a bucket has a copy, fsspec's in memory, which is no server."""
+    upload(local, "memory://bucket/a set")
+    return local
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is read from the bucket."""
+    names, read = list[str](), Store.read
+
+    def counted(self: Store, name: str, *place: Any) -> bytes:
+        names.append(name)
+        return read(self, name, *place)
+
+    monkeypatch.setattr(Store, "read", counted)
+    return names
+
+
+def test_a_bucket_gives_the_same_batches_as_the_folder(copied: Path) -> None:
+    assert url_of(Path("s3://b/x y")) == "s3://b/x y"
+    assert url_of(Path("https://host:8000/x")) == "https://host:8000/x"
+    assert [url_of(each) for each in (None, Path("s3/x"), Path("c:/x"), Path("/s3:/x"))] == [None] * 4
+    data = folder_data(source="tar")
+    pairs = [open_sources(data, path, 0) for path in (copied, URL)]
+    assert data_sha256(*pairs[0]) == data_sha256(*pairs[1])
+    indices, epochs = np.array([3, 11, 0, 7]), np.array([0, 0, 1, 1])
+    one, other = (Pipeline(train, data, 0).training_batch(indices, epochs, augment=True) for train, _ in pairs)
+    assert one.images.equal(other.images)
+    assert pairs[1][1].read(4).shape == pairs[0][1].read(4).shape
+    assert describe(URL)[1] == "images    12 for training, 6 held out"
+
+
+def test_what_was_read_is_kept_on_disk_for_all_processes(copied: Path, reads: list[str], tmp_path: Path) -> None:
+    train, _ = open_shards(URL, 3)
+    assert isinstance(train, RemoteShards)
+    train.expect(np.arange(6))
+    again, _ = open_shards(URL, 3)
+    for each in (train, again):
+        assert [each.encoded(index) for index in range(8)] == [picture(number) for number in range(8)]
+        assert len(reads) == 8
+    (kept,) = tmp_path.glob("cache/*/train/0.tar")
+    kept.write_bytes(bytes(kept.stat().st_size))  # a disk that lost what was on it
+    assert again.encoded(2) == picture(2)
+    assert len(reads) == 9
+    kept.unlink()
+    assert again.encoded(3) == picture(3)
+
+
+def test_the_cache_is_bounded(copied: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for gib, most in (("0", 0), ("0.000002", 1)):
+        monkeypatch.setenv("TORUSGD_CACHE_GIB", gib)
+        monkeypatch.setattr("torusgd.data.tar._COUNT_EVERY", 1)
+        for _ in range(2):
+            train, _ = open_shards(URL, 3)
+            for index in range(6):
+                assert train.encoded(index) == picture(index)
+        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/checksums")]
+        assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
+    assert len(reads) in range(20, 24)
+    monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")
+    with refused("a cache of much", TMP=tmp_path):
+        open_shards(URL, 3)
+    monkeypatch.setenv("TORUSGD_CACHE_GIB", "1")
+    monkeypatch.setenv("TORUSGD_CACHE", "/dev/null")
+    with pytest.raises(UserError):
+        open_shards(URL, 3)
+
+
+def test_reads_that_fail_come_short_or_are_stale(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    train, _ = open_shards(URL, 3)
+    cat, faults = MemoryFileSystem.cat_file, list[str]()
+
+    def faulty(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        fault = faults.pop() if faults else ""
+        if fault == "fails":
+            raise RuntimeError("500 Internal Server Error")
+        data: bytes = cat(self, path, start=start, end=end, **more)
+        return data[: len(data) // 2] if fault == "short" else bytes(len(data)) if fault == "stale" else data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", faulty)
+    for index, planned in enumerate((["fails"], ["short", "fails"], ["stale"] * 3)):
+        faults[:] = planned
+        assert train.encoded(index) == picture(index)
+        assert not faults
+    faults[:] = ["fails"] * 3
+    with refused("a shard in a bucket that fails", kind=OSError):
+        train.encoded(5)
+    faults[:] = ["stale"] * 4
+    with refused("a shard in a bucket that stays stale"):
+        train.encoded(5)
+
+
+def test_mistakes_are_one_line(copied: Path, mistake: Any) -> None:
+    write_tar(copied / "train-0001.tar", samples(range(2)))
+    upload(copied, "memory://bucket/a set")
+    with refused("a shard in a bucket that was changed"):
+        open_shards(URL, 3)
+    Store("memory://bucket/a set").delete("val-0000.tar")
+    with pytest.raises(UserError):
+        open_shards(URL, 3)
+    with refused("a bucket without an index"):
+        open_shards(Path("memory://bucket/none"), 3)
+    mistake("train", "folder", "--data", "memory://bucket/a set", "--out", copied / "run", TMP=copied)
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://b/x", "s3fs"), ("gs://b/x", "gcsfs")])
+def test_a_missing_package_is_one_line(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = pytest.importorskip("fsspec.registry")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(registry, "_registry", {})  # of those imported already
+    monkeypatch.setattr(registry, "registry", registry._registry)
+    with refused(f"a bucket without {package}", REASON=re.compile(r"\([^()]*\)(?=;)")):
+        Store(url)

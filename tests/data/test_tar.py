@@ -1,22 +1,34 @@
-"""Images in tar files, read by an index. Both files are a stranger's."""
+"""Images in tar files, read by an index, copies in such, and ImageNet out of its two. Files are a stranger's."""
 
+import errno
 import gzip
 import io
 import os
+import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.pictures import picture
+from tests.data.pictures import encoded, photo, picture, psnr, write_folder
 from tests.data.tars import samples, tar_bytes, write_shards, write_tar
+from tests.data.test_files import arrays, write_arrays
 from tests.messages import LIBRARY, refused
-from torusgd.data.decode import decode
-from torusgd.data.registry import data_sha256, describe
+from torusgd.data import pack as module
+from torusgd.data import tar_index
+from torusgd.data.decode import decode, picture_size
+from torusgd.data.fetch import DEVKIT, TRAIN, VAL, prepare_imagenet
+from torusgd.data.geometry import resample, scaled
+from torusgd.data.pack import Packing, pack
+from torusgd.data.pictures import open_folder
+from torusgd.data.registry import data_sha256, describe, open_any
 from torusgd.data.tar import Shards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
+from torusgd.errors import RunError
+from torusgd.locks import held
 
 
 def indexed(root: Path) -> tuple[Shards, Shards]:
@@ -207,3 +219,186 @@ def test_the_command(tmp_path: Path, run_cli: Any, mistake: Any) -> None:
     if os.getuid():  # root may write anywhere
         root.chmod(0o500)
         assert run_cli("data", "index", root)[0] == 2
+
+
+HOLDER = re.compile(f"process {os.getpid()} on .* since [^;]*")
+
+
+def without_index(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
+
+
+def shards_of(source: Path, out: Path, size: int | None = None, per_shard: int = 5) -> tuple[dict[str, int], list[str]]:
+    _, train, held_out = open_any(source)
+    lines: list[str] = []
+    return pack(train, held_out, out, Packing(size, 90, per_shard), lines.append), lines
+
+
+def test_a_folder_is_scaled_once_and_arrays_become_pictures(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=6, val=2)
+    (root / "train" / "dog" / "large.png").write_bytes(encoded(photo(90, 60), "PNG"))
+    (root / "train" / "dog" / "torn.jpg").write_bytes(b"torn")
+    counts, lines = shards_of(root, tmp_path / "out", size=45)
+    assert counts == {"train": 13, "eval": 4}
+    assert lines == [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"]
+    shards = [f"train-0000{number}.tar" for number in range(3)]
+    made = ["classes.txt", "index.safetensors", "pack.json", *shards, "val-00000.tar"]
+    assert sorted(os.listdir(tmp_path / "out")) == made
+    (before, _), (after, held_out) = open_folder(root, 3), open_shards(tmp_path / "out", 3)
+    assert after.classes == held_out.classes == ("cat", "dog")
+    assert after.labels.tolist() == before.labels.tolist()[:-1]
+    for index in range(13):
+        if min(picture_size(before.encoded(index))) <= 45 and index < 12:
+            assert after.encoded(index) == before.encoded(index)
+        else:
+            assert min(picture_size(after.encoded(index))) == 45
+    assert psnr(decode(after.encoded(12), 3), photo(90, 60).resize((45, 67), 2)) > 30
+    counts, _ = shards_of(write_arrays(tmp_path, "npz", arrays()), tmp_path / "of arrays")
+    assert counts == {"train": 9, "eval": 4}
+    train, _ = open_shards(tmp_path / "of arrays", 1)
+    assert (train.read(3).shape, train.classes) == ((6, 5, 1), ("0", "1", "2"))
+
+
+def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, out, whole = write_folder(tmp_path / "set"), tmp_path / "out", tmp_path / "whole"
+    shards_of(root, whole)
+    copy, copied, room = module._copy, list[int](), [7]
+
+    def noted(source: Any, packing: Packing, index: int) -> Any:
+        copied.append(index)
+        if len(copied) > room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(source, packing, index)
+
+    monkeypatch.setattr(module, "_copy", noted)
+    with refused("copies on a full disk", kind=RunError, TMP=tmp_path):
+        shards_of(root, out)
+    assert [file.name for file in out.glob("train-*")] == ["train-00000.tar"]
+    (out / ".train-00001.tar.1234").write_bytes(b"half of one")
+    copied.clear()
+    room[0] = 1000
+    shards_of(root, out)
+    assert sorted(copied) == sorted([*range(8), *range(5, 12)])  # all but the first shard
+    assert without_index(out) == without_index(whole)
+
+
+def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any, mistake: Any) -> None:
+    root = write_folder(tmp_path / "set")
+    shards_of(root, tmp_path / "out")
+    for change in ({"size": 30}, {"per_shard": 9}):
+        with refused(f"copies with other {' '.join(change)}", TMP=tmp_path):
+            shards_of(root, tmp_path / "out", **change)
+    (root / "val" / "cat" / "000.jpg").rename(root / "val" / "cat" / "zzz.jpg")
+    mistake("data", "pack", root, tmp_path / "out", "--images-per-shard", 5, TMP=tmp_path)
+    for out in (root, root / "val" / "cat" / "001.jpg"):
+        mistake("data", "pack", root, out, TMP=tmp_path)
+    code, out, _ = run_cli("data", "pack", root, tmp_path / "new one", "--size", 40)
+    assert code == 0
+    assert "12 training images, 8 held out; 0 can't be decoded" in out
+
+
+CLASSES = {"n02": 3, "n01": 2, "n05": 1}
+TRUTH = [2, 1, 1, 3]
+
+
+def inner(classes: dict[str, int]) -> list[tuple[str, bytes]]:
+    """A tar file a class, of so many pictures."""
+    made = {name: {f"{name}_{at}.JPEG": picture(at) for at in range(count)} for name, count in classes.items()}
+    return [(f"{name}.tar", tar_bytes(pictures)) for name, pictures in made.items()]
+
+
+def write_imagenet(root: Path) -> Path:
+    """The three files as they are downloaded, with three classes; one of the table's rows is no class."""
+    savemat = pytest.importorskip("scipy.io").savemat
+    root.mkdir(exist_ok=True)
+    write_tar(root / TRAIN, inner(CLASSES))
+    write_tar(root / VAL, [(f"ILSVRC2012_val_{at:08d}.JPEG", picture(50 + at)) for at in range(1, 5)])
+    columns = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height",
+               "num_train_images")  # fmt: skip
+    rows: list[Any] = [(at, name, f"a {name}", "", 0, [], 0, n) for at, (name, n) in enumerate(CLASSES.items(), 1)]
+    rows.append((4, "n00", "a thing", "", 3, [1, 2, 3], 1, 0))
+    savemat(table := io.BytesIO(), {"synsets": np.array(rows, dtype=[(column, "O") for column in columns])})
+    kit = {"meta.mat": table.getvalue(), "ILSVRC2012_validation_ground_truth.txt": "\n".join(map(str, TRUTH)).encode()}
+    members = {f"ILSVRC2012_devkit_t12/data/{name}": content for name, content in kit.items()}
+    (root / DEVKIT).write_bytes(gzip.compress(tar_bytes(members)))
+    return root
+
+
+def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> None:
+    root = write_imagenet(tmp_path / "image net")
+    write_tar(root / "ILSVRC2012_img_train_t3.tar", [("dog/1.JPEG", picture(1))])  # of another task
+    code, out, said = run_cli("data", "prepare", "imagenet", root)
+    assert (code, said) == (0, "")
+    assert "6 training images and 4 held out" in out
+    train, held_out = open_shards(root, 3)
+    assert train.classes == ("n01", "n02", "n05")
+    assert (train.labels.tolist(), held_out.labels.tolist()) == ([1, 1, 1, 0, 0, 2], [0, 1, 1, 2])
+    assert (train.names[5], train.encoded(2)) == ("n05/n05_0.JPEG", picture(2))
+    assert shards_of(root, tmp_path / "small", size=30)[0] == {"train": 6, "eval": 4}
+
+
+def test_an_imagenet_that_was_killed_can_be_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed, root = write_imagenet(tmp_path / "whole"), write_imagenet(tmp_path / "killed")
+    prepare_imagenet(undisturbed)
+    assert sorted(os.listdir(undisturbed)) == sorted([TRAIN, VAL, DEVKIT, FILE])
+    monkeypatch.setattr(tar_index, "_EVERY", 1)
+
+    def killed(done: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_imagenet(root, killed)
+    assert not (root / FILE).exists()
+    prepare_imagenet(root)
+    assert (root / FILE).read_bytes() == (undisturbed / FILE).read_bytes()
+    assert sorted(os.listdir(root)) == sorted(os.listdir(undisturbed))
+
+
+def test_one_command_at_a_time_writes_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_folder(tmp_path / "set", classes=("a\nb", "gr\u00fcn", os.fsdecode(b"caf\xe9")))
+    imagenet, out = write_imagenet(tmp_path / "imagenet"), tmp_path / "out"
+    monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
+    for folder, write in ((out, lambda: shards_of(root, out)), (imagenet, lambda: prepare_imagenet(imagenet))):
+        folder.mkdir(exist_ok=True)
+        with held(folder, "here"), refused("a folder in use", OUT=folder, HOLDER=HOLDER):
+            write()
+    shards_of(root, out)
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+    assert open_shards(out, 3)[0].classes == ("a b", "caf\\udce9", "gr\u00fcn"), "names stay one a line"
+
+
+def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) -> None:
+    root = write_imagenet(tmp_path)
+    whole = {name: (root / name).read_bytes() for name in (TRAIN, VAL, DEVKIT)}
+    wrong = {
+        "without a class": (TRAIN, tar_bytes(inner({"n02": 2}))),
+        "cut short": (TRAIN, whole[TRAIN][:-15000]),
+        "with one validation picture": (VAL, tar_bytes({"ILSVRC2012_val_00000001.JPEG": picture(1)})),
+        "with an unknown validation picture": (VAL, tar_bytes({"ILSVRC2012_val_00000009.JPEG": picture(1)})),
+    }
+    for name, (file, content) in wrong.items():
+        (root / file).write_bytes(content)
+        with refused(f"ImageNet {name}", TMP=tmp_path):
+            prepare_imagenet(root)
+        (root / file).write_bytes(whole[file])
+    for damaged in (b"", b"text", whole[DEVKIT][:100], gzip.compress(b"text"), gzip.compress(tar_bytes({"x": b""}))):
+        (root / DEVKIT).write_bytes(damaged)
+        with refused("ImageNet with a damaged kit", f"{root / DEVKIT}: ", TMP=tmp_path, REASON=LIBRARY):
+            prepare_imagenet(root)
+    (root / DEVKIT).unlink()
+    for name in ("imagenet", "cifar"):
+        mistake("data", "prepare", name, root, TMP=tmp_path)
+
+
+def test_copies_as_png_have_all_pixels_and_are_scaled_exactly(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=2, val=1)
+    before, held_out = open_folder(root, 3)
+    pack(before, held_out, tmp_path / "out", Packing(45, None, 5), print)
+    after, _ = open_shards(tmp_path / "out", 3)
+    for index in range(len(before)):
+        assert after.encoded(index).startswith(b"\x89PNG")
+        image = before.read(index)
+        height, width = image.shape[:2]
+        region = scaled(height, width, min(45, height, width))
+        assert np.array_equal(after.read(index), resample(image, replace(region, exact=True)))

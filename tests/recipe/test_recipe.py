@@ -1,16 +1,25 @@
-"""Recipes: errors in one line, every field read, equal text equal hash."""
+"""Recipes and schedules: errors in one line, nothing that stands for much, equal text equal hash, rates by formula."""
 
 import hashlib
 import json
 import logging
+import math
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.messages import refused
 
-from torusgd.recipe.load import load_recipe, recipe_source, validate
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe, parse_yaml, recipe_source, validate
+from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import Model, Optimizer, Recipe
 from torusgd.recipe.section import Duration
+from torusgd.untrusted import MOST_YAML, check_archive, check_swelling, parse_json, read_text
+from torusgd.weights import load_weights
 
 MISTAKES = [
     *("sead=3", "stages.1.augmant=false", "stages.0.images_per_worker='8'", "stages.0.images_per_worker=0"),
@@ -107,3 +116,190 @@ def test_scientific_numbers_are_numbers_and_auto_is_resolved_into_the_recipe() -
     assert (resolved.precision, resolved.memory_format) == ("bfloat16", "channels_last")
     assert recipe.resolve(precision="float32", memory_format="contiguous").precision == "float32"
     assert load_recipe("digits").recipe.resolve(precision="bfloat16", memory_format="auto").precision == "float32"
+
+
+ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 3000, "inside one another"),
+        ("{a: " * 3000, "inside one another"),
+        ("- " * 3000, "inside one another"),
+        (ALIASES, "more than 100000 values"),
+        ("&a [*a]", "an alias inside of what it stands for"),
+        ("9" * 5000, "digits"),
+        ("1" + "0" * 30, "beyond 64 bits"),
+        ("a" * (MOST_YAML + 1), "longer than"),
+        ("!!bool word", "word"),
+        ("!!timestamp word", "not valid YAML"),
+        ("? [1]\n: 2", "a key must be a word or a number"),
+        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
+    with refused(f"YAML: {reason}", "file:") as error:
+        parse_yaml(text, "file")
+    assert len(str(error.value)) < 300
+
+
+def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
+    assert parse_yaml("[" * 19 + "]" * 19, "file") is not None
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "file") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
+
+
+NO_NUMBERS = (
+    "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
+    "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
+    "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
+)  # fmt: skip
+
+
+def test_a_recipe_holds_no_number_that_nothing_can_be_made_of() -> None:
+    for item in NO_NUMBERS:
+        key = item.partition("=")[0]
+        about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
+        with refused(f"no number: {item}", f"recipe digits: {about}"):
+            load_recipe("digits", [item])
+
+
+def test_a_tiny_interval_is_refused_and_not_counted_out_and_written_as_it_can_be_read() -> None:
+    schedule, tiny = Schedule(load_recipe("digits").recipe, 1437), Duration.parse("0.0000001ep")
+    with refused("an interval that is too short", "an interval of 0.0000001ep"):
+        schedule.boundaries(tiny)
+    assert Duration.parse(str(tiny)) == tiny
+
+
+def test_texts_have_an_end(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * 11)
+    with refused("a text of 11 bytes", kind=ValueError):
+        read_text(tmp_path / "long", 10)
+    with refused("an endless text", kind=ValueError):
+        read_text(Path("/dev/zero"))
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
+        load_recipe(str(tmp_path / "zero.yaml"))
+    with refused("lists in lists", kind=ValueError):
+        parse_json("[" * 100_000)
+
+
+def test_archives_of_weights_and_compressed_data_may_not_swell(tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    torch.save({"fc.weight": torch.ones(1000), "fc.bias": torch.ones(3)}, path)
+    check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    (storage,) = (name for name, data in members.items() if len(data) == 4000)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, bytes(1 << 22) if name == storage else data)
+    with refused("weights that swell", f"{path}:", TMP=tmp_path, STORED=path.stat().st_size):
+        load_weights(path)
+    # Compressed images neither.
+    check_swelling(size=1 << 28, stored=1000)
+    check_swelling(size=1 << 33, stored=1 << 30)
+    with refused("data that swell", kind=ValueError):
+        check_swelling(size=(1 << 28) + 1, stored=1000)
+
+
+TRAIN = 1437
+
+
+def schedule(*overrides: str, train_images: int = TRAIN) -> Schedule:
+    return Schedule(load_recipe("digits", overrides).recipe, train_images)
+
+
+@given(
+    st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(50, 5000),
+    st.lists(st.integers(1, 5), min_size=4, max_size=4),
+)  # fmt: skip
+@settings(max_examples=50, deadline=None)
+def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
+    workers: int, images: list[int], train: int, spans: list[int]
+) -> None:
+    ends = [sum(spans[: i + 1]) * math.ceil(workers * max(images) * 2 / train) for i in range(len(images))]
+    stages = ", ".join(f"{{until: {end}ep, images_per_worker: {n}}}" for end, n in zip(ends, images, strict=True))
+    plan = schedule(
+        f"virtual_workers={workers}", f"stages=[{stages}]", "rate.warmup=null", "evaluate.every=null",
+        train_images=train,
+    )  # fmt: skip
+    position = 0
+    for step in plan:
+        assert step.start == position
+        assert step.batch == workers * step.images_per_worker
+        position += step.batch
+    assert position == plan.stop
+    for span, end in zip(plan.spans, ends, strict=True):
+        assert span.stop >= end * train > span.stop - span.batch
+    shares = {plan[0].share(worker) for worker in range(workers)}
+    assert shares == {worker * plan[0].images_per_worker for worker in range(workers)}
+
+
+# Warm-ups and polynomials: tests/recipe/test_records.py.
+def test_step_cosine_and_floor() -> None:
+    step = schedule("rate.decay={shape: step, milestones: [10ep, 30ep], factor: 0.1}", "rate.warmup=null")
+    root = 4.0 * math.sqrt(2)
+    assert [step[i].lr for i in (0, 149, 150, 400)] == pytest.approx([4.0, 4.0, 0.4, root * 0.01])
+    cosine = schedule("rate.decay={shape: cosine, floor: 0.1, end: 20ep}", "rate.warmup=null")
+    assert cosine[0].lr == 4.0
+    assert cosine[449].lr == pytest.approx(root * 0.1)
+    assert schedule("rate.decay={shape: constant}", "rate.warmup=null")[449].lr == pytest.approx(root)
+
+
+@settings(deadline=None, max_examples=50)
+@given(exact=st.booleans(), batch=st.integers(1, 90), momentum=st.floats(0.0, 0.99), lr=st.floats(0.01, 4.0))
+def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(exact, batch, momentum, lr: float) -> None:
+    """Smith and Le, arXiv 1710.06451: lr (N / B - 1) / (1 - m), or lr N / B / (1 - m)."""
+    kept = {"exact": exact, "batch": batch, "lr": lr, "momentum": momentum}
+
+    def noise(lr: float, batch: int, momentum: float) -> float:
+        return lr * (TRAIN / batch - exact) / (1 - momentum)
+
+    try:
+        plan = schedule(f"noise_scale={json.dumps(kept)}", "stages.0.momentum=noise-scale")
+    except UserError as error:
+        assert "must be in [0, 1)" in str(error)  # noqa: PT017 - a rate so high that no momentum keeps the noise
+        return
+    for span in plan.spans:
+        assert noise(span.lr, span.batch, span.momentum) == pytest.approx(noise(lr, batch, momentum), rel=1e-6)
+
+
+def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
+    with refused("a reference of an epoch", "noise_scale.exact = true:"):
+        schedule("noise_scale={exact: true, batch: 5000}", "stages.0.momentum=noise-scale")
+    with refused("noise-scale without a reference", "recipe digits: stages.0.momentum:"):
+        schedule("stages.0.momentum=noise-scale")
+
+
+def test_weight_decay_is_ramped_only_when_asked() -> None:
+    ramped = schedule("optimizer.ramp_weight_decay=true")
+    assert (schedule()[0].weight_decay_factor, ramped[0].weight_decay_factor) == (1.0, 0.0)
+    assert 0 < ramped[10].weight_decay_factor < 1
+
+
+def test_evaluations_by_steps_epochs_and_offset() -> None:
+    plan, evaluate = schedule(), load_recipe("digits", ["evaluate={every: 100st, first: 20st}"]).recipe.evaluate
+    assert plan.boundaries(evaluate.every, evaluate.first) == [20, 120, 220, 320, 420, 450]
+    assert plan.boundaries(None) == [450]
+    assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.1.until=20ep", "stages.1.until = 20ep:"),
+        ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
+        ("rate.decay.end=1ep", "rate.decay:"),
+        ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
+        ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
+    ],
+)
+def test_impossible_schedules_are_one_line(override: str, words: str) -> None:
+    with refused(f"a schedule: {override}", words):
+        plan = schedule(override)
+        plan.boundaries(plan.recipe.evaluate.every, plan.recipe.evaluate.first)

@@ -20,7 +20,7 @@ READERS = {
     "data/decode.py:other_decoders": _OWN,
     "data/file_lists.py:read_arrays": "tar shards and lists",
     "data/file_lists.py:read_classes": "- the file of --classes, as texts: tests/cli/test_mistakes.py",
-    "data/pack.py:_refuse_others": "- a pack's own settings: tests/data/test_pack.py",
+    "data/pack.py:_refuse_others": "- a pack's own settings: tests/data/test_tar.py",
     "data/parquet.py:_names": "Parquet",
     "data/parquet.py:_open": "Parquet",
     "data/pictures.py:_read_csv": "tar shards and lists",
