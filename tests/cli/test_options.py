@@ -106,13 +106,18 @@ def test_help_begins_with_an_example_that_the_command_takes_and_fits_80_columns(
         assert set(re.findall(r"--[a-z-]+", options)) <= {"--help", "--seconds", "--mistakes", "--verified", "--json"}
 
 
-def test_every_command_is_listed_in_a_group_and_none_at_all_shows_them(run_cli: Run) -> None:
+def test_every_command_is_listed_in_a_group_and_the_earlier_name_of_resize_hidden(run_cli: Run, tmp_path: Path) -> None:
     code, out, error = run_cli()
     assert (code, out, error) == (2, run_cli("--help")[1], "")
     names = [name for group in GROUPS.values() for name in group]
     assert sorted(names) == sorted(COMMANDS.keys() - {"scale"})
     assert [line.strip(":") for line in out.splitlines() if line.endswith(":")] == [*GROUPS, "Options"]
     assert re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE) == names
+    assert "scale" not in run_cli("--help")[1]
+    assert "--workers" in help_of(run_cli, "scale")
+    lines = [run_cli(name, tmp_path, "--workers", 2)[2] for name in ("resize", "scale")]
+    assert lines[0] == lines[1]
+    assert "holds no run" in lines[0]
 
 
 def test_doctor_says_what_works_here_what_to_install_and_that_ranks_have_no_shared_memory(run_cli: Run, monkeypatch):
@@ -151,15 +156,7 @@ def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(c
         assert not has_it or all(f" {each}" in text or f",{each}" in text for each in names)
 
 
-def test_the_earlier_name_of_resize_is_hidden_and_works(run_cli: Run, tmp_path: Path) -> None:
-    assert "scale" not in run_cli("--help")[1]
-    assert "--workers" in help_of(run_cli, "scale")
-    lines = [run_cli(name, tmp_path, "--workers", 2)[2] for name in ("resize", "scale")]
-    assert lines[0] == lines[1]
-    assert "holds no run" in lines[0]
-
-
-def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
+def test_a_group_becomes_options_which_are_checked_as_a_recipe_file_is_and_override_it() -> None:
     block = RuntimeOptions(update="sharded", grid="2x2")
     given = {"grid": "4x4", "model_parallel": "auto", "profile": "a/b"}
     found = RuntimeFlags(**given, buckets="[1, 2]").over(block)
@@ -169,6 +166,15 @@ def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
     for wrong, about in (("many", "flags: buckets"), ("[", "--buckets")):
         with refused(f"--buckets {wrong}", about):
             RuntimeFlags(buckets=wrong).over(block)
+    app = typer.Typer()
+    seen: list[object] = []
+
+    def command(runtime: RuntimeFlags, name: Annotated[str, typer.Option("--name")] = "x") -> None:
+        seen.extend((runtime.given, name))
+
+    app.command()(expand(command, "plan"))
+    app(["--devices", "3", "--name", "y", "--no-weights-first"], standalone_mode=False)
+    assert seen == [{"workers": "3", "weights_first": False}, "y"]
 
 
 @pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name not in ("profile", "software")])
@@ -214,18 +220,6 @@ def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path:
         profile.write_text(network(latency=latency).dump())
         seconds.append(plan(file, *words, "--cluster", "local")[1]["seconds"])
     assert seconds[0] < seconds[1]
-
-
-def test_a_group_becomes_options_of_its_own() -> None:
-    app = typer.Typer()
-    seen: list[object] = []
-
-    def command(runtime: RuntimeFlags, name: Annotated[str, typer.Option("--name")] = "x") -> None:
-        seen.extend((runtime.given, name))
-
-    app.command()(expand(command, "plan"))
-    app(["--devices", "3", "--name", "y", "--no-weights-first"], standalone_mode=False)
-    assert seen == [{"workers": "3", "weights_first": False}, "y"]
 
 
 def test_a_variable_that_lowers_the_precision_is_ignored(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 SIZES = sets("data.train_images=1000", "data.classes=10")
 
 
-def test_it_prints_and_writes(plan) -> None:
+def test_it_prints_and_writes_a_plan_or_the_published_table(plan) -> None:
     out, found = plan("fujitsu-74s", "--cluster", "abci", "--devices", 2048, "--sweep", "--best", "--cost", 2.5)
     for word in ("images/s", "efficiency", "time to train", "limit:", "knee:", "cost", "saves"):
         assert word in out
@@ -24,6 +24,10 @@ def test_it_prints_and_writes(plan) -> None:
     assert found["sweep"][-1]["seconds"] == found["seconds"]
     assert found["best"]["seconds"] <= found["seconds"]
     assert found["stages"][0]["batch"] == 81920
+    out, records = plan("--published", Path(__file__).parents[2] / "src/torusgd/plan/published.csv")
+    assert "16 parameters for 35 rows" in out
+    assert len(records) == 35
+    assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
 
 @pytest.mark.parametrize(
@@ -143,13 +147,6 @@ def test_wrong_flags_and_missing_ones_are_one_line(mistake: Callable[..., None])
         mistake("plan", *words.split())
 
 
-def test_the_published_table(plan) -> None:
-    out, records = plan("--published", Path(__file__).parents[2] / "src/torusgd/plan/published.csv")
-    assert "16 parameters for 35 rows" in out
-    assert len(records) == 35
-    assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
-
-
 def test_the_way_to_an_accuracy(plan) -> None:
     command = ("resnet50", "--cluster", "hgx-h100", "--software", "mxnet-v30", "--to", "75.9%", "--cost", 2.5)
     out, found = plan(*command, "--devices", 64)
@@ -196,7 +193,7 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
     mistake("plan", *command, "--set", "model.options={depth: 2}")
 
 
-def test_a_device_on_which_the_program_has_not_run_is_named(tmp_path: Path, plan) -> None:
+def test_a_device_on_which_the_program_has_not_run_is_named_and_this_machine_measured(tmp_path: Path, plan, mistake):
     command = ("digits", *SIZES, "--cluster", "hgx-h100")
     alone = (*command, "--devices", 1, "--software", "torusgd")
     assert "torusgd was never measured on such a device (H100-SXM5-80GB)" in " ".join(plan(*alone)[0].split())
@@ -205,21 +202,18 @@ def test_a_device_on_which_the_program_has_not_run_is_named(tmp_path: Path, plan
     printed, found = plan(*alone, "--measured", measured_run(tmp_path, 0.002, update=0.0))
     assert "never measured" not in printed
     assert found["stages"][0]["seconds"] == pytest.approx(0.002, rel=0.05)
-
-
-def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, mistake) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(network().dump())
-    command = ("digits", *SIZES, "--cluster", "local", "--devices", 2, "--profile", profile)
-    printed = plan(*command, "--measured", measured_run(tmp_path / "one", 0.2))[0]
-    found = [words in printed for words in ("one worker here", "never measured", "not its own")]
-    assert found == [True, False, False]
-    printed = plan(*command, "--measured", measured_run(tmp_path / "two", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5)))[0]
+    here = ("digits", *SIZES, "--cluster", "local", "--devices", 2, "--profile", profile)
+    printed = plan(*here, "--measured", measured_run(tmp_path / "one", 0.2))[0]
+    said = [words in printed for words in ("one worker here", "never measured", "not its own")]
+    assert said == [True, False, False]
+    printed = plan(*here, "--measured", measured_run(tmp_path / "two", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5)))[0]
     assert "took 175 to 275 ms: the machine was not its own" in " ".join(printed.split())
-    mistake("plan", *command, TMP=tmp_path)
+    mistake("plan", *here, TMP=tmp_path)
 
 
-def test_the_design_point_of_a_record(plan, tmp_path: Path) -> None:
+def test_the_design_points_of_a_record_and_of_an_odd_machine(plan, tmp_path: Path, mistake) -> None:
     """Das et al.: OverFeat on 64 nodes, 42 times as fast as on one with the same batch."""
     page = tmp_path / "design.html"
     out, found = plan("intel-overfeat-64", "--cluster", "cori", "--devices", 64, "--design", "--report", page)
@@ -229,16 +223,7 @@ def test_the_design_point_of_a_record(plan, tmp_path: Path) -> None:
     assert found["design"]["layers"][-3]["groups"] == 2
     assert found["design"]["steps"]["links twice as fast"] > found["design"]["steps"]["as it is"]
     assert all(word in page.read_text() for word in ("<svg", "knee ends at"))
-
-
-ODD = """
-{name: odd, source: mine, backend: gloo, devices_per_node: 2, inside: {alpha: 10, bandwidth: 1e3},
- device: {name: Toy, peak: {float32: 1e6}, memory_bandwidth: 1e6, memory: 1}, between: {alpha: 10, bandwidth: 1e3}}
-"""
-
-
-def test_the_design_point_of_an_odd_machine(plan, mistake, tmp_path: Path) -> None:
-    """The slowest machine, as many devices as there can be, and one; the names of layers stay whole."""
+    # The slowest machine, as many devices as there can be, and one; the names of layers stay whole.
     odd = tmp_path / "odd.yaml"
     odd.write_text(ODD)
     small = ("digits", *SIZES, "--design", "--cluster")
@@ -250,3 +235,9 @@ def test_the_design_point_of_an_odd_machine(plan, mistake, tmp_path: Path) -> No
     out, alone = plan(*small, "cori", "--devices", 1)
     assert alone["design"]["efficiency"] == 1
     assert "blocks.1.downsample.0" in out
+
+
+ODD = """
+{name: odd, source: mine, backend: gloo, devices_per_node: 2, inside: {alpha: 10, bandwidth: 1e3},
+ device: {name: Toy, peak: {float32: 1e6}, memory_bandwidth: 1e6, memory: 1}, between: {alpha: 10, bandwidth: 1e3}}
+"""

@@ -116,7 +116,7 @@ def mixed(out: np.ndarray, indices: np.ndarray = INDICES, **options: float):
     return policies.mix(out, Augment.model_validate(options), 0, EPOCHS, indices)
 
 
-def test_mixup_blends_and_cutmix_pastes_by_the_share_of_the_label() -> None:
+def test_mixing_goes_by_the_share_of_the_label_and_erasing_clears_one_box_of_the_stated_area() -> None:
     out = numbered()
     shares = mixed(out, mixup=1.0)
     own, other = np.arange(1, 7), np.arange(6, 0, -1)
@@ -130,9 +130,6 @@ def test_mixup_blends_and_cutmix_pastes_by_the_share_of_the_label() -> None:
     pasted = out != numbered()
     assert 1 - pasted.mean(axis=(1, 2, 3)) == pytest.approx(shares, abs=1e-6)
     assert (out[pasted] == numbered()[::-1][pasted]).all()
-
-
-def test_erasing_clears_one_box_of_the_stated_area() -> None:
     out = numbered()
     assert mixed(out) is None
     erase(out, Augment(), 0, EPOCHS, INDICES)
@@ -168,7 +165,7 @@ def warps(augment: Augment, count: int = 500):
     return geometry.draw_warps(augment, 3, 0, np.zeros(count, np.int64), np.arange(count))
 
 
-def test_draws_of_warps_fill_their_ranges() -> None:
+def test_draws_of_warps_fill_their_ranges_and_tones_follow_the_formula() -> None:
     found = warps(WARPS)
     for values, low, high in (
         (found.angles, -0.5, 0.5),
@@ -185,6 +182,15 @@ def test_draws_of_warps_fill_their_ranges() -> None:
     together = warps(WARPS.model_copy(update={"by_channel": False}))
     assert (together.brightness == together.brightness[:, :1]).all()
     assert warps(Augment(flip=0.5)) is None
+    found = warps(WARPS.model_copy(update={"noise": 0.0}), 4)
+    plane = np.full((5, 6), 51.0, dtype=np.float32)
+    geometry.tone(plane, found, 2, 1)
+    brightness, contrast = found.brightness[2, 1], found.contrast[2, 1]
+    assert plane[0, 0] / 255 == pytest.approx((0.2 + brightness - 0.5) * contrast + 0.5, abs=1e-5)
+    noise = geometry._normal((100, 100), 0, 1, 2, 3)
+    assert noise.mean() == pytest.approx(0, abs=0.03)
+    assert noise.std() == pytest.approx(1, abs=0.02)
+    assert not np.array_equal(noise, geometry._normal((100, 100), 0, 1, 2, 4))
 
 
 def test_a_quarter_turn_turns_a_square_and_a_distortion_moves_what_is_between_middle_and_border() -> None:
@@ -200,18 +206,6 @@ def test_a_quarter_turn_turns_a_square_and_a_distortion_moves_what_is_between_mi
     assert abs(bent[0] - straight[0]) <= 2
     # Halfway to the border (1 + 0.2 / 4) / 1.2 of the way is looked up.
     assert bent[75] == pytest.approx(100 + 50 * 1.05 / 1.2, abs=1.5)
-
-
-def test_brightness_and_contrast_follow_the_formula_and_noise_has_its_deviation() -> None:
-    found = warps(WARPS.model_copy(update={"noise": 0.0}), 4)
-    plane = np.full((5, 6), 51.0, dtype=np.float32)
-    geometry.tone(plane, found, 2, 1)
-    brightness, contrast = found.brightness[2, 1], found.contrast[2, 1]
-    assert plane[0, 0] / 255 == pytest.approx((0.2 + brightness - 0.5) * contrast + 0.5, abs=1e-5)
-    noise = geometry._normal((100, 100), 0, 1, 2, 3)
-    assert noise.mean() == pytest.approx(0, abs=0.03)
-    assert noise.std() == pytest.approx(1, abs=0.02)
-    assert not np.array_equal(noise, geometry._normal((100, 100), 0, 1, 2, 4))
 
 
 @pytest.mark.parametrize("sizes", [(37, 41, 16, 9), (9, 7, 24, 31), (64, 50, 64, 13), (300, 1, 7, 3)])

@@ -111,7 +111,7 @@ def test_what_can_not_be_decoded_is_refused(name: str) -> None:
             read(BAD[name], 3)
 
 
-def test_every_cut_of_a_file_is_found_out_and_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
+def test_cuts_and_scan_bombs_are_found_out_and_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
     for data in (JPEG, PNG):
         for end in range(0, len(data) - 16, 97):
             with pytest.raises(Undecodable):
@@ -119,10 +119,7 @@ def test_every_cut_of_a_file_is_found_out_and_flaws_that_every_decoder_tolerates
     frame = JPEG.index(b"\xff\xc0")
     for data in (JPEG + b"more" * 50, JPEG[:frame] + b"\x00\x00\x00" + JPEG[frame:]):
         assert np.array_equal(decode(data, 3), by_pillow(JPEG))
-
-
-def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
-    """The last scan of a progressive JPEG comes many times over."""
+    # The last scan of a progressive JPEG comes many times over.
     data = PICTURES["progressive"]
     for times, height, width in ((1000, 61, 83), (1, 8000, 8000), (40, 7000, 7000)):
         longer = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * times + data[-2:]
@@ -162,7 +159,7 @@ def by_pillow_region(pixels: np.ndarray, region: Region) -> np.ndarray:
     return np.asarray(box.resize((region.columns, region.rows), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
 
 
-def test_fit_keeps_enough_pixels_and_the_box_inside() -> None:
+def test_fit_keeps_enough_pixels_and_the_shorter_side_is_scaled_as_torchvision_does() -> None:
     random = np.random.default_rng(1)
     for _ in range(300):
         height, width = map(int, random.integers(1, 3000, 2))
@@ -174,6 +171,11 @@ def test_fit_keeps_enough_pixels_and_the_box_inside() -> None:
         assert taken.height - tall < 2 * shrink
         assert taken.top % shrink == taken.left % shrink == 0
         assert shrink == 1 or (tall / shrink >= 96 and wide / shrink >= 96)
+    assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
+    assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
+    shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
+    assert (shard.rows, shard.columns) == (256, 1024)
+    assert shard.left == (100_000 - 4) // 2
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -191,14 +193,6 @@ def test_resizing_gives_the_bits_of_torch(size: tuple[int, int], channels: int) 
         if channels == 3:
             assert np.abs(rendered.astype(int) - by_pillow_region(pixels, region)).max() <= 1
         assert np.array_equal(decode_region(data, channels, always(region)), expected)
-
-
-def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
-    assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
-    assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
-    shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
-    assert (shard.rows, shard.columns) == (256, 1024)
-    assert shard.left == (100_000 - 4) // 2
 
 
 def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -181,16 +181,13 @@ def equal(one: Batch, other: Batch) -> bool:
     return parts(one) == parts(other)
 
 
-def test_batches_have_the_bits_of_threads_and_outlive_the_next(processes: Any) -> None:
+def test_batches_of_processes_have_the_bits_of_threads_be_they_bytes_mixed_or_larger(processes: Any) -> None:
     pipeline, several = processes(count=2)
     order = StreamOrder(len(pipeline.source), 0)
     background = Loader(several, order, threads=2, ahead=4)
     for share, batch in zip(shares(9), list(run(background, shares(9))), strict=True):
         assert equal(batch, pipeline.training_batch(*order.at(share.start, share.count), share.augment))
     background.close()
-
-
-def test_bytes_mixed_images_and_larger_ones(processes: Any) -> None:
     bytewise, its = processes(BytePipeline)
     assert its.training_batch(*FIRST, True).table is bytewise.table
     for sizes in (None, ImageSizes((40, 40), 44)):

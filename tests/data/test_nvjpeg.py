@@ -57,7 +57,7 @@ def batch(pipeline: Pipeline, indices: Sequence[int]) -> Any:
     return pipeline.training_batch(np.array(indices), np.full(len(indices), 2), augment=True)
 
 
-def test_a_batch_is_one_call_and_an_image_is_the_same_in_any_batch(folder: Path) -> None:
+def test_a_batch_is_one_call_with_the_same_images_as_in_any_and_one_that_spoils_a_call_is_replaced(folder: Path):
     gpu = FakeGpu()
     pipeline = opened(folder, gpu)
     images = batch(pipeline, range(8)).images
@@ -69,6 +69,12 @@ def test_a_batch_is_one_call_and_an_image_is_the_same_in_any_batch(folder: Path)
     some = opened(folder, gpu, train_images=3)
     assert torch.equal(batch(some, [2]).images[0], images[2])
     assert gpu.calls == [8, 1, 1, 1]
+    damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
+    found, whole = (batch(opened(folder, gpu), range(8)) for gpu in (FakeGpu(damaged), FakeGpu()))
+    same = [torch.equal(a, b) for a, b in zip(found.images, whole.images, strict=True)]
+    assert (found.replaced, same) == (1, [index != 2 for index in range(8)])
+    with refused("a GPU without memory for pictures", kind=RuntimeError):
+        batch(opened(folder, FakeGpu(damaged, "CUDA out of memory")), range(8))
 
 
 def test_what_the_gpu_does_not_know_the_usual_decoder_decodes(folder: Path, tmp_path: Path) -> None:
@@ -86,15 +92,6 @@ def test_what_the_gpu_does_not_know_the_usual_decoder_decodes(folder: Path, tmp_
     others = encoded(usual, keep_rgb=True), encoded(usual.convert("CMYK")), encoded(usual, "PNG")
     assert all(map(is_common_jpeg, common))
     assert not any(map(is_common_jpeg, (*others, common[0][:-9], common[0][:30], b"")))
-
-
-def test_a_picture_that_spoils_a_call_is_replaced_and_a_lack_of_memory_replaces_none(folder: Path) -> None:
-    damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
-    found, whole = (batch(opened(folder, gpu), range(8)) for gpu in (FakeGpu(damaged), FakeGpu()))
-    same = [torch.equal(a, b) for a, b in zip(found.images, whole.images, strict=True)]
-    assert (found.replaced, same) == (1, [index != 2 for index in range(8)])
-    with refused("a GPU without memory for pictures", kind=RuntimeError):
-        batch(opened(folder, FakeGpu(damaged, "CUDA out of memory")), range(8))
 
 
 def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

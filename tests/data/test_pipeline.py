@@ -168,7 +168,7 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> No
         assert psnr(images[index] * 255, expected) > 50
 
 
-def test_an_undecodable_image_is_replaced_by_a_keyed_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(caplog: pytest.LogCaptureFixture) -> None:
     bad, (_, clean) = (3, 11), stripes()
     _, pipeline = stripes(bad)
     indices, epochs = np.arange(12), EPOCH_0[:12]
@@ -184,9 +184,6 @@ def test_an_undecodable_image_is_replaced_by_a_keyed_one(caplog: pytest.LogCaptu
     assert torch.equal(again.targets, batch.targets[[11, 3]])
     later = pipeline.training_batch(np.array([3]), np.array([1]), augment=False)
     assert not torch.equal(later.images, pipeline.training_batch(np.array([3]), EPOCH_0[:1], augment=False).images)
-
-
-def test_substitutes_bring_their_own_label_and_are_bounded() -> None:
     source, pipeline = stripes(tuple(range(29)))  # only image 29 is whole
     plain, found = pipeline.validation_batch(np.array([29])), 0
     for index in range(29):

@@ -100,7 +100,7 @@ def test_made_images_can_be_learned(data: Data, features: Any, classes: int, sha
     assert np.bincount(held_out.labels).max() / len(held_out) < (0.1 if classes == 50 else 1)
 
 
-def test_a_state_is_held_and_then_left_for_the_right_in_windows_of_sequences() -> None:
+def test_states_of_frames_are_held_and_left_for_the_right_and_what_is_between_lies_between_their_means() -> None:
     train, _ = opened(frames(), 3)
     # The next sample is the same sequence, a frame later, unless a new one begins.
     assert np.array_equal(train.read(5)[1:], train.read(6)[:-1])
@@ -117,9 +117,6 @@ def test_a_state_is_held_and_then_left_for_the_right_in_windows_of_sequences() -
     followers = {(a, b) for row in states for a, b in pairwise(row.tolist()) if a % 3 == 2 and a != b}
     assert max(sum(pair[0] == last for pair in followers) for last in range(2, 60, 3)) <= 16
     assert set(walk(np.arange(400), 300, classes=50, seed=0, split=1).ravel()) == set(range(50))
-
-
-def test_without_noise_a_frame_between_two_states_lies_between_their_means() -> None:
     train, _ = opened(frames(options={"noise": 0}))
     windows, labels = train.read_many(np.arange(200))[..., 0].astype(int), train.labels[:200]
     held = [i for i in range(5, 195) if len(set(labels[i - 2 : i + 3])) == 1]

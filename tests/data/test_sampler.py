@@ -89,7 +89,7 @@ def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_
     assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
 
 
-def test_nonsense_is_refused() -> None:
+def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
     with refused("a stream without samples", "length: ", kind=ValueError):
         StreamOrder(0, 0)
     for name, place in {"before its start": (-1, 2), "beyond 64 bits": (2**63 - 3, 3)}.items():
@@ -101,6 +101,17 @@ def test_nonsense_is_refused() -> None:
             StreamOrder(*arguments)
     with pytest.raises(ValueError, match="whole numbers"):
         StreamOrder(3, 0).at(0.5, 2)  # type: ignore[arg-type]
+    for match, arguments in WRONG.items():
+        with pytest.raises(ValueError, match=match):
+            list(StreamSampler(**{"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}))
+    sampler = StreamSampler(LENGTH, 6)
+    old = sampler.state_dict()
+    sampler.step(2)
+    for other in (StreamSampler(LENGTH + 1, 6), StreamSampler(LENGTH, 6, seed=1), StreamSampler(LENGTH, 5)):
+        with pytest.raises(ValueError, match="another stream"):
+            other.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match="step 2 was loaded"):
+        sampler.load_state_dict(old)
 
 
 def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list[list[int]]]:
@@ -163,7 +174,7 @@ def grown(consumed: int) -> int:
     return 4 if consumed < 50 else 10
 
 
-def test_a_batch_that_grows_goes_on_from_its_place() -> None:
+def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_step_alone() -> None:
     sampler = StreamSampler(LENGTH, grown)
     found = steps_of([sampler], 14, 1)
     assert [len(step[0]) for step in found] == [4] * 13 + [10]
@@ -172,9 +183,6 @@ def test_a_batch_that_grows_goes_on_from_its_place() -> None:
     assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]
     with pytest.raises(ValueError, match="consumed"):
         StreamSampler(LENGTH, 4).load_state_dict(sampler.state_dict())
-
-
-def test_a_schedule_of_batches_changes_the_rate_in_the_step_alone() -> None:
     schedule = BatchSizeSchedule({20: 10, 0: 4}, rate="sqrt")
     sampler = StreamSampler(LENGTH, schedule)
     weight = torch.zeros(1, requires_grad=True)
@@ -270,20 +278,6 @@ WRONG: dict[str, Any] = {
     "rank 2 of 2": {"rank": 2, "world_size": 2},
     "0 micro-batches": {"micro_batches": 0},
 }
-
-
-def test_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
-    for match, arguments in WRONG.items():
-        with pytest.raises(ValueError, match=match):
-            list(StreamSampler(**{"length": LENGTH, "batch_size": 6, "rank": 0, "world_size": 1, **arguments}))
-    sampler = StreamSampler(LENGTH, 6)
-    old = sampler.state_dict()
-    sampler.step(2)
-    for other in (StreamSampler(LENGTH + 1, 6), StreamSampler(LENGTH, 6, seed=1), StreamSampler(LENGTH, 5)):
-        with pytest.raises(ValueError, match="another stream"):
-            other.load_state_dict(sampler.state_dict())
-    with pytest.raises(ValueError, match="step 2 was loaded"):
-        sampler.load_state_dict(old)
 
 
 def train_and_save(folder: Path, sleeps_at: int) -> None:

@@ -134,7 +134,7 @@ def test_a_tar_file_that_changed_is_refused(tmp_path: Path) -> None:
         train.read(0)
 
 
-def test_damaged_tar_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_and_links_passed_over(tmp_path: Path):
     write_shards(tmp_path)
     whole = tar_bytes(samples(range(3)))
     second = whole.index(b"00001.jpg")
@@ -156,9 +156,6 @@ def test_damaged_tar_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "train-0001.tar").write_bytes(content)
         with refused(f"a tar file: {name}", f"{tmp_path}/train-0001.tar: ", TMP=tmp_path):
             make_index(tmp_path)
-
-
-def test_headers_that_ask_for_much_or_lead_back_are_refused_and_links_passed_over(tmp_path: Path) -> None:
     write_shards(tmp_path)
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 40  # a name of a terabyte
@@ -324,7 +321,7 @@ def write_imagenet(root: Path) -> Path:
     return root
 
 
-def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> None:
+def test_imagenet_is_read_out_of_its_tar_files_and_prepared_again_after_a_kill(tmp_path, run_cli, monkeypatch) -> None:
     root = write_imagenet(tmp_path / "image net")
     write_tar(root / "ILSVRC2012_img_train_t3.tar", [("dog/1.JPEG", picture(1))])  # of another task
     code, out, said = run_cli("data", "prepare", "imagenet", root)
@@ -335,9 +332,6 @@ def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> 
     assert (train.labels.tolist(), held_out.labels.tolist()) == ([1, 1, 1, 0, 0, 2], [0, 1, 1, 2])
     assert (train.names[5], train.encoded(2)) == ("n05/n05_0.JPEG", picture(2))
     assert shards_of(root, tmp_path / "small", size=30)[0] == {"train": 6, "eval": 4}
-
-
-def test_an_imagenet_that_was_killed_can_be_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, root = write_imagenet(tmp_path / "whole"), write_imagenet(tmp_path / "killed")
     prepare_imagenet(undisturbed)
     assert sorted(os.listdir(undisturbed)) == sorted([TRAIN, VAL, DEVKIT, FILE])

@@ -124,17 +124,6 @@ def test_times_that_the_proof_repeats_are_those_of_the_benchmarks() -> None:
             assert figure in there, (row, figure)
 
 
-def test_the_table_of_keys_has_every_meaning_and_cards_name_only_keys_that_a_recipe_has() -> None:
-    text = reference_pages.keys_page()
-    assert text.endswith(reference())
-    assert not [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")]
-    sections: Any = {"optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage}
-    named = {(card.name, key) for card in CARDS for key in re.findall(r"`([a-z_.\[\]]+)`", card.read_text())}
-    keys = [(card, *key.rpartition(".")) for card, key in named if key.rpartition(".")[0] in sections]
-    assert len(keys) > 10
-    assert not [each for each in keys if each[3] not in sections[each[1]].model_fields]
-
-
 @pytest.mark.parametrize(
     "block", [pytest.param(text, id=f"{card.stem}-{at}") for card in CARDS for at, text in enumerate(blocks(card))]
 )
@@ -142,23 +131,12 @@ def test_the_python_of_a_method_card_runs(block: str) -> None:
     exec(compile(block, "<card>", "exec"), {})
 
 
-def test_the_short_examples_for_own_loops_run() -> None:
+def test_the_examples_for_own_loops_and_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [block for block in blocks(DOCS / "own-loop.md") if block.startswith("import torch\n")]
     assert len(found) == 2
     for block in found:
         assert block.count("\n") < 30
         exec(compile(block, "<own-loop>", "exec"), {})
-
-
-@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=str)
-def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
-    if path.parent.name == "integrations" and path.stem in ("accelerate", "lightning", "transformers"):
-        pytest.importorskip(path.stem, exc_type=ImportError)
-    module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
-    assert doctest.testmod(module).failed == 0
-
-
-def test_the_examples_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, own_source = blocks(DOCS / "data.md")[:2]
     names: dict[str, Any] = {}
     exec(loop, names)
@@ -171,14 +149,19 @@ def test_the_examples_of_the_data_page_run(tmp_path: Path, monkeypatch: pytest.M
     assert Pipeline(held_out, data, 0).validation_batch(np.arange(10)).images.shape == (10, 1, 16, 16)
 
 
-def test_nobody_is_sent_to_an_index_that_lacks_torusgd() -> None:
+@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=str)
+def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
+    if path.parent.name == "integrations" and path.stem in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(path.stem, exc_type=ImportError)
+    module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_nobody_is_sent_to_an_index_that_lacks_torusgd_or_to_an_extra_that_there_is_not() -> None:
     command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
     files = [path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file()]
     assert not [path for path in files if command.search(path.read_text())]
     assert command.search("pip install -U 'torusgd[images]'")
-
-
-def test_messages_and_the_table_of_extras_name_what_there_is() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     words = re.compile(r"(?:pip install |\")((?!pip )[a-z][\w -]*) \(the extra (\w+)\)")
     named = [(packages.split(), extra) for path in SOURCES for packages, extra in words.findall(path.read_text())]
@@ -251,7 +234,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "exact_all_reduce" in (root / "build" / "site" / "api.html").read_text()
 
 
-def test_the_made_pages_have_every_command_and_every_sentence() -> None:
+def test_the_made_pages_have_every_key_command_and_sentence_and_cards_name_only_keys_that_there_are() -> None:
     text = reference_pages.cli_page()
     assert set(re.findall(r"^## torusgd (.+)$", text, re.MULTILINE)) == set(EXAMPLES_OF_COMMANDS)
     assert all(f"Example: torusgd {example}" in text for example in EXAMPLES_OF_COMMANDS.values())
@@ -259,6 +242,14 @@ def test_the_made_pages_have_every_command_and_every_sentence() -> None:
     text = reference_pages.messages_page()
     assert all(" ".join(str(each).split()) in text for each in sentences().values())
     assert text.isascii() or not [line for line in text.splitlines() if not line.isprintable()]
+    text = reference_pages.keys_page()
+    assert text.endswith(reference())
+    assert not [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    sections: Any = {"optimizer": Optimizer, "rate": Rate, "rate.warmup": Warmup, "stages[]": Stage}
+    named = {(card.name, key) for card in CARDS for key in re.findall(r"`([a-z_.\[\]]+)`", card.read_text())}
+    keys = [(card, *key.rpartition(".")) for card, key in named if key.rpartition(".")[0] in sections]
+    assert len(keys) > 10
+    assert not [each for each in keys if each[3] not in sections[each[1]].model_fields]
 
 
 LINES = (DOCS / "papers.md").read_text().splitlines()

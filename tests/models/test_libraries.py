@@ -50,11 +50,18 @@ def build(name: str, channels: int = 1, **options: Any) -> nn.Module:
     return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
 
 
-def test_a_network_has_the_datas_classes_and_channels_its_options_and_the_weights_of_the_seed() -> None:
+def test_a_network_has_the_datas_classes_its_options_and_the_weights_of_the_seed_or_those_it_was_trained_with() -> None:
     network = build("timm:net.some_tag", width=4)
     assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
     assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 5]
     assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
+    tensors = timm_pretrained("net", channels=1, options={"width": 3})
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
+    assert all((tensor == 1).all() for tensor in tensors.values())
+    for name in ("bare", "net.unreachable"):
+        with refused(f"timm's weights of {name}", "--init timm: "):
+            timm_pretrained(name, channels=1, options={})
 
 
 def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +73,3 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         build("timm:net")
-
-
-def test_pretrained_weights_have_the_head_they_were_trained_with() -> None:
-    tensors = timm_pretrained("net", channels=1, options={"width": 3})
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
-    assert all((tensor == 1).all() for tensor in tensors.values())
-    for name in ("bare", "net.unreachable"):
-        with refused(f"timm's weights of {name}", "--init timm: "):
-            timm_pretrained(name, channels=1, options={})

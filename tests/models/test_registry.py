@@ -54,7 +54,7 @@ WRONG: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_mistakes_are_one_line_and_so_is_torchvision_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_and_a_size_that_a_network_does_not_take_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options in WRONG:
         with refused(f"model {name} {options}", REASON=REASON):
             build(name, options)
@@ -64,6 +64,11 @@ def test_mistakes_are_one_line_and_so_is_torchvision_that_is_not_there(monkeypat
     hidden: dict[str, Any] = {"TORCH": torch.__version__, "PYTHONS": re.compile(r"\([^()]*\)(?=;)")}
     with refused("torchvision is not installed", INDEX=INDEX, **hidden):
         build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
+    small = ["model.options.width=8", "data.classes=20", "column_blocks=1"]
+    assert model_of(load_recipe("intel-cddnn-16", small).recipe, 20) is not None
+    other = load_recipe("intel-cddnn-16", [*small, "evaluate={image_size: [9, 39]}"]).recipe
+    with refused("images of evaluation that a network does not take", REASON=REASON):
+        model_of(other, 20)
 
 
 OWN = """
@@ -159,7 +164,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded(own_module: Path) -> None:
+def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded_and_mistakes_in_it_named(own_module: Path):
     for name in ("plain", "anything", "norm_and_constants"):
         model = build(f"own_nets:{name}", seed=5)
         assert model.eval()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
@@ -167,6 +172,9 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded(own_modul
     assert build("own_nets:plain", {"hidden": 7}).get_parameter("1.weight").shape == (7, 64)
     with refused("an option of an own model"):
         build("own_nets:plain", {"width": 7})
+    for name in WRONG_OWN:
+        with refused(f"a model of one's own: {name}", OWN=own_module):
+            build(name)
 
 
 WRONG_OWN = (
@@ -176,20 +184,6 @@ WRONG_OWN = (
     # What breaks the sums of gradients:
     "own_nets:double", "own_nets:channels_last", "own_nets:shared", "own_nets:Reentrant",
 )  # fmt: skip
-
-
-def test_mistakes_in_a_model_of_ones_own_are_named(own_module: Path) -> None:
-    for name in WRONG_OWN:
-        with refused(f"a model of one's own: {name}", OWN=own_module):
-            build(name)
-
-
-def test_a_network_must_take_the_size_of_evaluation_too() -> None:
-    small = ["model.options.width=8", "data.classes=20", "column_blocks=1"]
-    assert model_of(load_recipe("intel-cddnn-16", small).recipe, 20) is not None
-    other = load_recipe("intel-cddnn-16", [*small, "evaluate={image_size: [9, 39]}"]).recipe
-    with refused("images of evaluation that a network does not take", REASON=REASON):
-        model_of(other, 20)
 
 
 def test_torchvision_classifier() -> None:

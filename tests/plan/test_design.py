@@ -38,14 +38,11 @@ def test_counts_are_the_published_ones(name: str, pixels: int, convolution: int,
     assert flops == pytest.approx(6 * macs - 2 * cost.layers[0].macs, rel=0.01)
 
 
-def test_the_speech_network_has_seven_hidden_layers() -> None:
+def test_the_speech_network_has_seven_hidden_layers_and_gradients_come_in_the_order_of_backward() -> None:
     cost = read_model(lambda: MODELS["cd-dnn"](classes=9304, channels=1), (1, 11, 39))
     assert [layer.ofm for layer in cost.layers] == [2048] * 7 + [9304]
     parameters = 429 * 2048 + 6 * 2048**2 + 2048 * 9304 + 7 * 2048 + 9304
     assert (cost.parameters, cost.norms) == (parameters, 0)
-
-
-def test_gradients_come_in_the_order_of_backward() -> None:
     cost = cost_of("resnet50", 224)
     names, ready = ([getattr(gradient, field) for gradient in cost.gradients] for field in ("name", "ready"))
     assert (len(names), set(names[:2]), names[-1]) == (161, {"fc.weight", "fc.bias"}, "conv1.weight")
@@ -68,7 +65,7 @@ def test_work_of_one_convolution_is_counted_by_hand_and_grouped_ones_cost_their_
     assert cost.layers[1].macs == 8 * 16 * 9 // 2 * 8 * 8
 
 
-def test_the_model_is_left_as_it_was_and_never_computed() -> None:
+def test_a_model_is_never_computed_and_one_that_looks_at_values_is_a_users_mistake() -> None:
     made: list[nn.Module] = []
 
     def build() -> nn.Module:
@@ -78,8 +75,6 @@ def test_the_model_is_left_as_it_was_and_never_computed() -> None:
     assert read_model(build, (10**5,)).parameters == 10**10 + 10**5  # 40 GB if it were real
     assert all(p.is_meta and p.grad is None for p in made[0].parameters())
 
-
-def test_a_model_that_looks_at_values_is_a_users_mistake() -> None:
     class Looks(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) if input.sum().item() > 0 else input
@@ -115,7 +110,7 @@ def found(model: str = "overfeat-fast", cluster: str = "cori", devices: int = 64
     return design(known_cost(model), load_cluster(cluster), load_software("pcl-dnn"), devices, batch)
 
 
-def test_the_design_point_of_overfeat_on_64_nodes() -> None:
+def test_the_design_points_of_overfeat_on_64_nodes_of_one_device_and_of_quicker_links() -> None:
     point = found()
     groups = {layer.name: layer.groups for layer in point.layers}
     assert groups["features.0"] == 64  # the first convolution is data-parallel
@@ -125,9 +120,6 @@ def test_the_design_point_of_overfeat_on_64_nodes() -> None:
     assert overfeat.balance == pytest.approx(336, rel=2e-3)
     limits = [(each.least_images, each.most_nodes) for each in (overfeat, vgg)]
     assert limits == [(2, 128), (1, 256)]  # the paper's
-
-
-def test_one_device_waits_for_nothing_and_quicker_links_and_more_images_raise_the_efficiency() -> None:
     alone = found(devices=1)
     assert (alone.bubble, alone.exchange, alone.efficiency) == (0, 0, 1)
     assert all(layer.sent == 0 for layer in alone.layers)

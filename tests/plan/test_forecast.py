@@ -28,13 +28,19 @@ def workload(name: str, *overrides: str) -> Workload:
     return workload_of(load_recipe(name, overrides).recipe)
 
 
-def test_steps_are_the_schedules_own() -> None:
+def test_steps_are_the_schedules_own_and_those_of_published_rows_come_in_stages_and_whole_batches() -> None:
     recipe = load_recipe("sony-224s").recipe
     found, schedule = workload_of(recipe), Schedule(recipe, 1_281_167)
     assert sum(stage.steps for stage in found.stages) == len(schedule)
     assert found.images == schedule.stop
     assert [stage.images for stage in found.stages] == [stage.images_per_worker for stage in recipe.stages]
     assert found.cost.parameters == 25_557_032
+    # Fujitsu's 15 steps an epoch; 39 of NVIDIA's, of which 38.5 batches hold all images.
+    stages = staged(90, (16, 32), 2176)
+    assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
+    assert [stage.steps for stage in staged(90, (42,), 2048, whole_epochs=True)] == [90 * 15]
+    assert [stage.steps for stage in staged(72, (65,), 512, whole_epochs=True)] == [72 * 39]
+    assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]
 
 
 @pytest.mark.parametrize(
@@ -54,12 +60,17 @@ def test_published_runs_take_about_as_long_as_published(name, cluster, software,
     assert found.low < found.run.seconds < found.high
 
 
-def test_a_recipe_says_its_precision_and_width_on_the_wire() -> None:
+def test_a_recipe_says_its_precision_and_width_on_the_wire_and_needs_the_size_of_the_data() -> None:
     recipes = (load_recipe("sony-122s", [f"reduction={kind}"]).recipe for kind in ("exact", "float16"))
     profile, runtime = load_software("torusgd"), RuntimeOptions(workers=4)
     exact, half = (program_for(recipe, runtime, ABCI, profile) for recipe in recipes)
     assert (exact.communication.wire_bits, half.communication.wire_bits) == (32, 16)
     assert half.precision == "float16"
+    with refused("a plan without data"):
+        workload("folder")
+    assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
+    with refused("a plan of frozen layers", "model.freeze:"):
+        workload("resnet50", "model.freeze=[body]")
 
 
 def test_devices_share_virtual_workers() -> None:
@@ -118,32 +129,12 @@ def test_what_limits() -> None:
         assert forecast(found, ABCI, limited, 2048).limit.startswith(limit)
 
 
-def test_a_plan_needs_the_size_of_the_data_and_has_no_frozen_layers() -> None:
-    with refused("a plan without data"):
-        workload("folder")
-    assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
-    with refused("a plan of frozen layers", "model.freeze:"):
-        workload("resnet50", "model.freeze=[body]")
-
-
-def test_epochs_of_published_rows_in_stages_and_in_whole_batches() -> None:
-    """Fujitsu's 15 steps an epoch; 39 of NVIDIA's, of which 38.5 batches hold all images."""
-    stages = staged(90, (16, 32), 2176)
-    assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
-    assert [stage.steps for stage in staged(90, (42,), 2048, whole_epochs=True)] == [90 * 15]
-    assert [stage.steps for stage in staged(72, (65,), 512, whole_epochs=True)] == [72 * 39]
-    assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]
-
-
-def test_start_up_by_devices() -> None:
+def test_start_up_goes_by_devices_and_held_out_images_are_priced_at_their_own_size() -> None:
     program = load_software("mxnet-v30").model_copy(update={"start": {8: 12.0, 64: 5.0}})
     assert [program.start_on(devices) for devices in (1, 8, 36, 64, 4096)] == [12.0, 12.0, 8.5, 5.0, 5.0]
     assert load_software("caffe2").start_on(64) == 2.0
     found = forecast(workload("resnet50", "virtual_workers=64"), load_cluster("hgx-h100"), program, devices=64)
     assert found.run.start == 5.0
-
-
-def test_held_out_images_are_priced_at_their_own_size() -> None:
     program, cluster = load_software("composer"), load_cluster("hgx-a100-80gb")
 
     def evaluation(size: int) -> float:
@@ -174,7 +165,7 @@ def test_device_counts_end_at_the_limit_and_share_evenly(limit: int, workers: in
     assert len(counts) <= 5 * math.log2(limit + 1) + 2
 
 
-def test_the_search_never_makes_it_slower_and_says_what_each_choice_brings() -> None:
+def test_the_search_never_makes_it_slower_cuts_the_batch_anew_and_splits_heavy_layers() -> None:
     found, program = workload("sony-122s"), load_software("nnl-fp16")
     result = search_settings(found, ABCI, program, 3456)
     assert result.forecast.run.seconds < result.before.run.seconds
@@ -185,10 +176,7 @@ def test_the_search_never_makes_it_slower_and_says_what_each_choice_brings() -> 
     for name in ("ring", "halving-doubling", "doubling"):
         other = with_communication(result.software, algorithm=name)
         assert forecast(result.workload, ABCI, other, 3456).run.seconds >= result.forecast.run.seconds * (1 - 1e-3)
-
-
-def test_the_search_cuts_the_batch_anew_and_splits_heavy_layers() -> None:
-    """4 passes of 8 images launch four times the kernels of one pass of 32."""
+    # 4 passes of 8 images launch four times the kernels of one pass of 32.
     found = workload("fujitsu-74s", "virtual_workers=8192", "stages.0.images_per_worker=10")
     result = search_settings(found, ABCI, load_software("mxnet-fujitsu"), 2048)
     assert result.workload.stages[0].workers < 8192
@@ -219,7 +207,7 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
     return workload, forecast
 
 
-def test_forms_with_steps_of_a_second_and_exponential_delays() -> None:
+def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_the_exchange() -> None:
     """A step of 1 + Exp(1) s on 100 ranks: full 16.2 gradients a second, the best cutoff (69) 31.9."""
     full, cutoff, backup, local = relaxed_forecasts(*planned(), ["cutoff", "backup:4", "local:16"], "exponential")
     harmonic = np.cumsum(1 / np.arange(1, 101))[-1]
@@ -231,9 +219,6 @@ def test_forms_with_steps_of_a_second_and_exponential_delays() -> None:
     assert backup.seconds == pytest.approx(1 + harmonic - (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.02)
     assert 2 < local.seconds < full.seconds
     assert cutoff.speedup == pytest.approx(31.9 / 16.2, rel=0.03)
-
-
-def test_without_delays_nothing_is_gained_but_the_exchange() -> None:
     step = replace(STEP, exposed=0.5, update=0.1, jitter=0.2)
     full, cutoff, local = relaxed_forecasts(*planned(step, ranks=8, share=2), ["cutoff", "local:5"], "constant:0")
     assert full.seconds == pytest.approx(1.6)

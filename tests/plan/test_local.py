@@ -27,30 +27,32 @@ def plan_from(folder: Path, measured: Profile) -> tuple[Workload, Cluster, Softw
     return workload, cluster, measured_software(workload, cluster, program, measured_run(folder, 0.2))
 
 
-def test_hosts_and_links_become_nodes_and_links() -> None:
+def test_hosts_become_nodes_and_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
     cluster, alone = local_cluster(network((0, 0, 1, 1, 2, 2))), local_cluster(network((0, 0)))
     assert (cluster.devices_per_node, cluster.between.alpha, cluster.inside.alpha) == (2, 1e-3, 1e-5)
     assert (cluster.between.bandwidth, cluster.inside.bandwidth) == pytest.approx((1e8, 1e10))
     assert alone.between == alone.inside
-
-
-def timing(size: int, algorithm: str, median: float) -> Timing:
-    return Timing(size=size, algorithm=algorithm, grid=None, chunks=1, median=median)
-
-
-def test_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
     timings = (timing(4096, "native", 0.05), timing(4096, "ring", 0.03))
     cluster, communication = local_cluster(network((0, 1, 2), timings=timings)), Communication(algorithm="auto")
     assert [phase.seconds for phase in phases(cluster, communication, 3, 4096)] == [pytest.approx(0.03)]
     assert phases(cluster, communication, 8, 4096)[0].seconds != pytest.approx(0.03)
 
 
-def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
+def timing(size: int, algorithm: str, median: float) -> Timing:
+    return Timing(size=size, algorithm=algorithm, grid=None, chunks=1, median=median)
+
+
+def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is_not_divided(tmp_path: Path) -> None:
     workload, cluster, program = plan_from(tmp_path / "one", network())
     assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
     two = forecast(workload, cluster, program, 2).steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
     assert two.communication > 0
+    crowded = network(crowding=(Crowd(ranks=2, slowdown=1.5),))
+    workload, cluster, program = plan_from(tmp_path / "one", crowded)
+    alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
+    assert (alone.update, two.update) == pytest.approx((0.02, 1.5 * 0.02))
+    assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
 
 def test_buckets_are_those_that_a_run_rebuilds() -> None:
@@ -68,14 +70,6 @@ def test_buckets_are_those_that_a_run_rebuilds() -> None:
     rebuilt = best_buckets(measured, numels, (work.ready - work.backward).tolist())
     assert sent(software) == [4 * bucket.length for bucket in rebuilt]
     assert len(rebuilt) > 1 == len(sent(with_communication(software, algorithm="ring")))
-
-
-def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(tmp_path: Path) -> None:
-    crowded = network(crowding=(Crowd(ranks=2, slowdown=1.5),))
-    workload, cluster, program = plan_from(tmp_path / "one", crowded)
-    alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
-    assert (alone.update, two.update) == pytest.approx((0.02, 1.5 * 0.02))
-    assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
 
 def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> None:

@@ -32,26 +32,25 @@ def program(software: str = "torusgd", cluster: Cluster = ABCI, recipe: Recipe =
     return program_for(recipe, runtime, cluster, load_software(software))
 
 
-def test_the_profile_torusgd_has_the_defaults_of_the_runtime_options() -> None:
+def test_the_profile_torusgd_has_a_runs_defaults_pipelines_but_on_a_gpu_and_is_slower_where_portable() -> None:
     defaults = RuntimeOptions(workers=16).model_dump(exclude={"software"})
     assert program(**defaults) == program()
-
-
-def test_messages_of_a_gpu_follow_each_other_and_those_of_other_programs_stay() -> None:
     found = [
         program(name, where).communication.pipelined for name in ("torusgd", "mxnet-fujitsu") for where in (ABCI, AWS)
     ]
     assert found == [False, True, True, True]
-
-
-def test_a_portable_step_takes_two_and_a_half_times_float32s() -> None:
     changes = ("virtual_workers=16", "data.source=mnist")
     recipes = (load_recipe("fashion", [*changes, f"precision={each}"]).recipe for each in ("float32", "portable"))
     plain, own = (program(recipe=recipe) for recipe in recipes)
     assert (own.precision, plain.math / own.math, own.launch / plain.launch) == ("float32", 2.5, 2.5)
 
 
-def test_a_published_profile_keeps_what_the_user_does_not_give() -> None:
+def test_options_mean_what_they_mean_in_a_run_and_a_published_profile_keeps_what_is_not_given() -> None:
+    ours = program(allreduce="torus:halving/ring", buckets=2.0, update="sharded", model_parallel=4)
+    how = ours.communication
+    assert (how.algorithm, how.grids) == ("torus:halving/ring", ((4, 4),))
+    assert how.buckets == Buckets(rule="torusgd", option=2.0)
+    assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
     published = load_software("pcl-dnn")
     kept = program("pcl-dnn")
     assert kept.communication == published.communication
@@ -59,14 +58,13 @@ def test_a_published_profile_keeps_what_the_user_does_not_give() -> None:
     changed = program("pcl-dnn", update="replicated", model_parallel=1)
     assert (changed.sharded_update, changed.communication.linear_groups) == (False, None)
     assert changed.communication.buckets == published.communication.buckets
-
-
-def test_options_mean_what_they_mean_in_a_run() -> None:
-    ours = program(allreduce="torus:halving/ring", buckets=2.0, update="sharded", model_parallel=4)
-    how = ours.communication
-    assert (how.algorithm, how.grids) == ("torus:halving/ring", ((4, 4),))
-    assert how.buckets == Buckets(rule="torusgd", option=2.0)
-    assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
+    profile, own = load_software("pcl-dnn"), load_software("torusgd")
+    ours = as_torusgd(profile)
+    assert (ours.math, ours.memory, ours.launch) == (profile.math, profile.memory, profile.launch)
+    assert (ours.sharded_update, ours.weights_first, ours.norm_group) == (False, False, 1)
+    costs = {"message", "contention"}
+    assert ours.communication.model_dump(exclude=costs) == own.communication.model_dump(exclude=costs)
+    assert ours.communication.message == profile.communication.message > 0
 
 
 def test_further_streams_make_a_link_quicker_that_one_connection_does_not_fill(workload: Workload) -> None:
@@ -99,16 +97,6 @@ def test_exact_sums_of_many_virtual_workers_have_twice_the_bytes(workload: Workl
 )
 def test_a_torus_without_a_grid_has_nodes_by_devices_a_node_else_the_squarest(cluster, devices, grid) -> None:
     assert program(cluster=cluster, workers=devices, allreduce="torus").communication.grids == (grid,)
-
-
-def test_a_rehearsal_has_the_compute_of_a_profile_and_the_messages_of_torusgd() -> None:
-    profile, own = load_software("pcl-dnn"), load_software("torusgd")
-    ours = as_torusgd(profile)
-    assert (ours.math, ours.memory, ours.launch) == (profile.math, profile.memory, profile.launch)
-    assert (ours.sharded_update, ours.weights_first, ours.norm_group) == (False, False, 1)
-    costs = {"message", "contention"}
-    assert ours.communication.model_dump(exclude=costs) == own.communication.model_dump(exclude=costs)
-    assert ours.communication.message == profile.communication.message > 0
 
 
 def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Workload) -> None:
@@ -158,7 +146,7 @@ between: {alpha: 30e-6, bandwidth: 3.1e9}
 """
 
 
-def test_the_clusters_of_the_published_results_ship_and_they_and_every_profile_say_where_they_come_from() -> None:
+def test_clusters_and_profiles_that_ship_say_where_they_come_from_and_calibration_multiplies_stated_values() -> None:
     assert files.cluster_names() == sorted(CLUSTERS)
     for name in files.cluster_names():
         cluster = load_cluster(name)
@@ -167,9 +155,6 @@ def test_the_clusters_of_the_published_results_ship_and_they_and_every_profile_s
         software = load_software(name)
         assert (software.name, software.program is None, len(software.source) > 60) == (name, name == "torusgd", True)
         assert 0 < software.error < 0.5
-
-
-def test_calibration_multiplies_stated_values_only() -> None:
     tree = tree_of("software", "nnl-fp16")
     ones = {parameter.name: 1.0 for parameter in files.load_parameters()}
     assert calibrated("software", "nnl-fp16", tree, ones) == tree

@@ -72,11 +72,23 @@ def test_fewer_parameters_than_rows_none_for_a_row_and_each_moves_one() -> None:
         assert [predict(row, system_of(row, {**ones, name: 1.3})) for row in ROWS] != plain, f"{name}: moves no row"
 
 
-def test_time_to_train_of_two_stages_lies_between_those_of_its_parts() -> None:
+def test_two_stages_take_a_time_between_those_of_each_in_any_unit_and_relative_to_what() -> None:
     row = named("sony_v1_time")
     rows = (row.model_copy(update={"images": images, "recipe": ""}) for images in ((16, 32), (16,), (32,)))
     both, small, large = (predict(each, system_of(row)) for each in rows)
     assert large < both < small
+    row = named("dgx1_1")
+    seconds = predict(row.model_copy(update={"unit": "s"}), system_of(row))
+    assert seconds == pytest.approx(predict(row, system_of(row)) / 1e3)
+    bases = {
+        "das_vgga_64": "1 device, the same batch", "goyal_256": "8 devices, as many images each",
+        "hvd_torus_speedup": "flat ring", "h100_1": "",
+    }  # fmt: skip
+    assert {name: base_of(named(name)) for name in bases} == bases
+    changes = {"metric": "throughput", "unit": "images/s", "images": (32,)}
+    row = next(row for row in ROWS if row.model == "bert-large").model_copy(update=changes)
+    with refused("a network known by its gradients", f"row {row.id}:"):
+        predict_row(row)
 
 
 @pytest.mark.parametrize("metric", ["throughput", "iteration", "scaling_efficiency", "speedup"])
@@ -86,24 +98,6 @@ def test_one_device_is_a_row_too(metric: str) -> None:
     assert 0 < found.low <= found.predicted <= found.high
     ratio = next(row for row in ROWS if row.metric == "allreduce_speedup_vs_ring").model_copy(update={"devices": 1})
     assert predict_row(ratio).predicted == 1.0
-
-
-def test_a_network_of_which_only_the_gradients_are_known() -> None:
-    changes = {"metric": "throughput", "unit": "images/s", "images": (32,)}
-    row = next(row for row in ROWS if row.model == "bert-large").model_copy(update=changes)
-    with refused("a network known by its gradients", f"row {row.id}:"):
-        predict_row(row)
-
-
-def test_units_and_relative_to_what() -> None:
-    row = named("dgx1_1")
-    seconds = predict(row.model_copy(update={"unit": "s"}), system_of(row))
-    assert seconds == pytest.approx(predict(row, system_of(row)) / 1e3)
-    bases = {
-        "das_vgga_64": "1 device, the same batch", "goyal_256": "8 devices, as many images each",
-        "hvd_torus_speedup": "flat ring", "h100_1": "",
-    }  # fmt: skip
-    assert {name: base_of(named(name)) for name in bases} == bases
 
 
 def table(tmp_path: Path, **changes: str) -> Path:
@@ -124,15 +118,12 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_bad_rows_are_one_line_that_names_them(tmp_path: Path) -> None:
+def test_bad_rows_and_tables_are_one_line_that_names_them(tmp_path: Path) -> None:
     for column, changes in WRONG.items():
         path = table(tmp_path, **changes)
         with refused(f"a published row: {column}", PATH=path) as caught:
             predict_row(read_rows(path)[0])
         assert f"row sony_v2_4: {column}" in str(caught.value)
-
-
-def test_bad_tables_and_a_row_that_has_the_global_batch_alone(tmp_path: Path) -> None:
     assert read_rows(table(tmp_path, batch_per_device=""))[0].images == (32,)
     (tmp_path / "short.csv").write_text("id,system\nx,y\n")
     (tmp_path / "empty.csv").write_text(table(tmp_path).read_text().splitlines()[0] + "\n")

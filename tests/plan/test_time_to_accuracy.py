@@ -85,7 +85,7 @@ def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last
         assert often.run.evaluation == pytest.approx(once.run.evaluation * evaluations(often.epochs), rel=1e-6)
 
 
-def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
+def test_more_devices_take_a_larger_batch_until_they_bring_nothing_and_too_many_are_refused() -> None:
     counts = [1, 8, 64, 256, 1024, 2048]
     found = accuracy.sweep_to_accuracy(RECIPE, workload(), H100, lambda count: MXNET, counts)
     batches, seconds = ([getattr(plan, field) for plan in found.plans] for field in ("batch", "seconds"))
@@ -93,9 +93,6 @@ def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
     assert found.knee in counts
     assert found.knee <= found.useful == counts[seconds.index(min(seconds))]
     assert seconds[1] < seconds[0] / 6
-
-
-def test_too_many_devices_and_too_little_memory_are_one_line() -> None:
     assert accuracy.most_devices() == 2120
     with refused("--to with too many devices", "--to with 4,096 devices:"):
         plans(4096)

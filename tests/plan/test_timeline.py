@@ -77,7 +77,7 @@ def test_what_is_ready_early_hides_behind_backward(how, images: int, passes: int
     assert {part: getattr(step, part) for part in expected} == pytest.approx(expected)
 
 
-def test_messages_slow_what_hides_them_as_tune_measured() -> None:
+def test_messages_slow_what_hides_them_and_a_pipelined_grid_works_on_both_axes_at_once() -> None:
     link = MeasuredLink(latency=0.0, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
     measured = Profile(backend="gloo", hosts=(0, 1), message=0.0, inside=None, between=link, timings=())
     measured = measured.model_copy(update={"in_steps": (InStep(size=1, hidden=1e-3, waited=1.0),)})
@@ -86,9 +86,6 @@ def test_messages_slow_what_hides_them_as_tune_measured() -> None:
     # Two messages, of which the half is hidden.
     assert slower.contention == pytest.approx(alone.contention + 2 * 1e-3 / 2)
     assert slower.seconds == pytest.approx(alone.seconds + 1e-3)
-
-
-def test_a_pipelined_grid_works_on_both_axes_at_once() -> None:
     four = TWO.model_copy(update={"devices_per_node": 2})
     programs = (program(algorithm="torus", overlap=True, pipelined=flag) for flag in (False, True))
     apart, at_once = (step_time(toy(), four, each, devices=4, images=1) for each in programs)
@@ -142,11 +139,17 @@ def unsplit(software: Software, **options: object) -> Software:
     return software.model_copy(update={"communication": communication})
 
 
-def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
+def test_splitting_heavy_layers_trades_weights_for_activations_and_weights_first_leave_earlier() -> None:
     cori, pcl, vgg = load_cluster("cori"), load_software("pcl-dnn"), known_cost("vgg-a")
     split, whole = (step_time(vgg, cori, software, 64, 4) for software in (pcl, unsplit(pcl)))
     assert split.exchange > 0 == whole.exchange
     assert split.seconds < whole.seconds
+    cost, late = known_cost("vgg-a"), Software(name="x", source="")
+    early = late.model_copy(update={"weights_first": True})
+    a, b = (model_cost.pass_seconds(cost, DEVICE, s, 4) for s in (late, early))
+    assert a.backward == b.backward
+    assert (b.ready <= a.ready).all()
+    assert (b.ready < a.ready).sum() == 16  # weight and bias of 8 convolutions
 
 
 def test_a_measured_step_is_met_exactly_and_memory_grows_with_the_images() -> None:
@@ -157,15 +160,6 @@ def test_a_measured_step_is_met_exactly_and_memory_grows_with_the_images() -> No
     assert step_time(cost, TWO, fitted, 2, 8, passes=2).update == pytest.approx(0.25)
     more, fewer = (model_cost.memory_bytes(cost, software, images) for images in (32, 16))
     assert more - fewer == 16 * cost.activations * 4
-
-
-def test_weights_first_lets_gradients_leave_earlier() -> None:
-    cost, late = known_cost("vgg-a"), Software(name="x", source="")
-    early = late.model_copy(update={"weights_first": True})
-    a, b = (model_cost.pass_seconds(cost, DEVICE, s, 4) for s in (late, early))
-    assert a.backward == b.backward
-    assert (b.ready <= a.ready).all()
-    assert (b.ready < a.ready).sum() == 16  # weight and bias of 8 convolutions
 
 
 RULES = [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
@@ -183,7 +177,7 @@ def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buck
         assert all(bucket.bytes <= 2 * rule.values + 1e-6 for bucket in found)
 
 
-def test_fujitsus_groups() -> None:
+def test_fujitsus_groups_and_bad_ones() -> None:
     """3, 21, 57 and 80 tensors; batch norm's gradients and the bias at the end in 32 bits (0.21 MB)."""
     cost, ready = known_cost("resnet50"), np.linspace(0, 1, 161)
     found = cut_buckets(cost.gradients, ready, Buckets(rule="cubic"), wire_bytes=2)
@@ -191,6 +185,8 @@ def test_fujitsus_groups() -> None:
     # MXNet numbers a block's shortcut elsewhere, which moves 4 MB between the second and the third.
     assert [bucket.bytes / 1e6 for bucket in found] == pytest.approx([4.1, 17.83, 23.2, 5.88, 0.21], rel=0.25)
     assert sum(bucket.bytes for bucket in found[:-1]) == 2 * (25_557_032 - 53_120 - 1000)
+    with pytest.raises(ValidationError, match="parts: "):
+        Buckets(rule="parts")
 
 
 @pytest.mark.parametrize("option", ["cubic", "auto", 1.0, (3, 21, 57)])
@@ -221,11 +217,6 @@ def test_a_plan_sends_float32_norms_where_the_recipe_asks_for_them() -> None:
         assert sum(send.bytes for send in sent if send.content == "weights") == 4 * cost.parameters
     assert sum(sizes["false"]) == 2 * 25_557_032 == sum(sizes["true"]) - 2 * 53_120
     assert (len(sizes["false"]), len(sizes["true"]), sizes["true"][-1]) == (4, 5, 4 * 53_120)
-
-
-def test_bad_buckets_are_named() -> None:
-    with pytest.raises(ValidationError, match="parts: "):
-        Buckets(rule="parts")
 
 
 def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> None:
@@ -278,13 +269,17 @@ def test_a_megabyte_by_hand(how: dict[str, Any], ranks: int, expected: float) ->
     assert total(cluster(), ranks, 1e6, **how) == pytest.approx(expected)
 
 
-def test_a_clusters_limits_are_those_of_the_topology() -> None:
+def test_a_clusters_limits_are_those_of_the_topology_and_a_given_grid_goes_before_the_rule() -> None:
     slow = Link(alpha=5e-6, bandwidth=20e9, efficiency=0.5, stream=1e9)
     limited = cluster(between=slow, rack_nodes=8, taper=0.25)
     found = topology_of(limited, 64, Communication(message=1e-3, streams=2))
     assert (found.per_host, found.message, found.rack_hosts, found.taper) == (4, 1e-3, 8, 0.25)
     assert (found.between.beta, found.stream) == pytest.approx((1 / 10e9, 1 / 2e9))
     assert topology_of(limited, 2, Communication()).per_host == 2
+    communication = Communication(algorithm="torus", grids=((48, 72),))
+    assert [grid_of(communication, cluster(), ranks) for ranks in (3456, 1024)] == [(48, 72), (32, 32)]
+    assert phases(cluster(), Communication(), 4, 1e9, "sum", 1, 4) == ()
+    assert phases(cluster(), Communication(), 1, 1e9) == ()
 
 
 @pytest.mark.parametrize(("apart", "columns"), [(4, 4), (2, 2)])
@@ -298,13 +293,6 @@ def test_rings_beside_each_other_share_the_cards_of_a_node(apart: int, columns: 
 @pytest.mark.parametrize(("ranks", "grid"), [(2048, (512, 4)), (12, (3, 4)), (4, (1, 4)), (6, (3, 2))])
 def test_rows_of_a_node(ranks: int, grid: tuple[int, int]) -> None:
     assert grid_of(Communication(algorithm="torus", grid="node"), cluster(), ranks) == grid
-
-
-def test_a_given_grid_goes_before_the_rule_and_an_axis_of_one_is_free() -> None:
-    communication = Communication(algorithm="torus", grids=((48, 72),))
-    assert [grid_of(communication, cluster(), ranks) for ranks in (3456, 1024)] == [(48, 72), (32, 32)]
-    assert phases(cluster(), Communication(), 4, 1e9, "sum", 1, 4) == ()
-    assert phases(cluster(), Communication(), 1, 1e9) == ()
 
 
 ALGORITHMS = (

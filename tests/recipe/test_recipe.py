@@ -38,15 +38,12 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) ->
         load_recipe("digits", [override])
 
 
-def test_an_override_that_can_not_be_put_in_and_an_unknown_recipe_are_one_line() -> None:
+def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
     for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
         with refused(f"a recipe with {override}", f"--set {override}:"):
             load_recipe("digits", [override])
     with refused("a recipe's name with a slip", "recipe 'digit':"):
         load_recipe("digit")
-
-
-def test_a_bad_file_is_one_line(tmp_path: Path) -> None:
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
     for text in ("a: 1\na: 2\n", "- 1\n", "name: [\n", call, "name: x\n", "name: 2020-01-01\n"):
         path.write_text(text)
@@ -54,7 +51,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path) -> None:
             load_recipe(str(path))
 
 
-def test_hash_covers_every_key_and_no_runtime(tmp_path: Path) -> None:
+def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tmp_path: Path) -> None:
     base = load_recipe("digits").recipe
     assert load_recipe("digits", ["seed=1"]).recipe.sha256() != base.sha256()
     path = tmp_path / "with_runtime.yaml"
@@ -62,6 +59,14 @@ def test_hash_covers_every_key_and_no_runtime(tmp_path: Path) -> None:
     recipe, runtime = load_recipe(str(path))
     assert recipe.sha256() == base.sha256()
     assert (runtime.workers, runtime.checkpoint_every) == (2, Duration(50, "st"))
+    base = load_recipe("digits").recipe
+    assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
+    whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
+    assert whole.sha256() != none.sha256()
+    assert load_recipe("digits", ["optimizer.momentum=0.8"]).recipe.sha256() != base.sha256()
+    plain = base.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps({"schema": 1, **plain}, sort_keys=True, separators=(",", ":"))
+    assert base.sha256() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_key_added_with_a_default_moves_no_hash() -> None:
@@ -78,17 +83,6 @@ def test_a_key_added_with_a_default_moves_no_hash() -> None:
         assert newer.as_dict() != recipe.as_dict()
         assert newer.sha256() == recipe.sha256()
         assert newer.model_copy(update={"added": 4}).sha256() != recipe.sha256()
-
-
-def test_a_hash_is_of_what_is_said_and_of_the_schema() -> None:
-    base = load_recipe("digits").recipe
-    assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
-    whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
-    assert whole.sha256() != none.sha256()
-    assert load_recipe("digits", ["optimizer.momentum=0.8"]).recipe.sha256() != base.sha256()
-    plain = base.model_dump(mode="json", exclude_defaults=True)
-    text = json.dumps({"schema": 1, **plain}, sort_keys=True, separators=(",", ":"))
-    assert base.sha256() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,15 +154,12 @@ NO_NUMBERS = (
 )  # fmt: skip
 
 
-def test_a_recipe_holds_no_number_that_nothing_can_be_made_of() -> None:
+def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interval() -> None:
     for item in NO_NUMBERS:
         key = item.partition("=")[0]
         about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
         with refused(f"no number: {item}", f"recipe digits: {about}"):
             load_recipe("digits", [item])
-
-
-def test_a_tiny_interval_is_refused_and_not_counted_out_and_written_as_it_can_be_read() -> None:
     schedule, tiny = Schedule(load_recipe("digits").recipe, 1437), Duration.parse("0.0000001ep")
     with refused("an interval that is too short", "an interval of 0.0000001ep"):
         schedule.boundaries(tiny)
@@ -241,7 +232,7 @@ def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
 
 
 # Warm-ups and polynomials: tests/recipe/test_records.py.
-def test_step_cosine_and_floor() -> None:
+def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> None:
     step = schedule("rate.decay={shape: step, milestones: [10ep, 30ep], factor: 0.1}", "rate.warmup=null")
     root = 4.0 * math.sqrt(2)
     assert [step[i].lr for i in (0, 149, 150, 400)] == pytest.approx([4.0, 4.0, 0.4, root * 0.01])
@@ -249,6 +240,13 @@ def test_step_cosine_and_floor() -> None:
     assert cosine[0].lr == 4.0
     assert cosine[449].lr == pytest.approx(root * 0.1)
     assert schedule("rate.decay={shape: constant}", "rate.warmup=null")[449].lr == pytest.approx(root)
+    ramped = schedule("optimizer.ramp_weight_decay=true")
+    assert (schedule()[0].weight_decay_factor, ramped[0].weight_decay_factor) == (1.0, 0.0)
+    assert 0 < ramped[10].weight_decay_factor < 1
+    plan, evaluate = schedule(), load_recipe("digits", ["evaluate={every: 100st, first: 20st}"]).recipe.evaluate
+    assert plan.boundaries(evaluate.every, evaluate.first) == [20, 120, 220, 320, 420, 450]
+    assert plan.boundaries(None) == [450]
+    assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
 
 
 @settings(deadline=None, max_examples=50)
@@ -274,19 +272,6 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
         schedule("noise_scale={exact: true, batch: 5000}", "stages.0.momentum=noise-scale")
     with refused("noise-scale without a reference", "recipe digits: stages.0.momentum:"):
         schedule("stages.0.momentum=noise-scale")
-
-
-def test_weight_decay_is_ramped_only_when_asked() -> None:
-    ramped = schedule("optimizer.ramp_weight_decay=true")
-    assert (schedule()[0].weight_decay_factor, ramped[0].weight_decay_factor) == (1.0, 0.0)
-    assert 0 < ramped[10].weight_decay_factor < 1
-
-
-def test_evaluations_by_steps_epochs_and_offset() -> None:
-    plan, evaluate = schedule(), load_recipe("digits", ["evaluate={every: 100st, first: 20st}"]).recipe.evaluate
-    assert plan.boundaries(evaluate.every, evaluate.first) == [20, 120, 220, 320, 420, 450]
-    assert plan.boundaries(None) == [450]
-    assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def rows_of(table: Any) -> dict[str, str]:
     return {row.label: row.cells[0] for row in table.rows}
 
 
-def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
+def test_a_page_has_all_of_a_run_needs_nothing_beside_it_and_its_command_does_the_same_again(run: Path, tmp_path: Path):
     record, summary = read_run(run), summary_of(run)
     page = run_page([record], [None])
     tags = Tags(page)
@@ -112,9 +112,6 @@ def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
         assert value in page
     assert page == run_page([read_run(run)], [None]), "the same run gives the same bytes"
     assert sum(share for _, share in pages.time_shares(record).values()) == pytest.approx(1.0, abs=1e-6)
-
-
-def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
     words = command_of(read_run(run)).split()
     assert words[:3] == ["torusgd", "train", str(run / "recipe.yaml")]
     assert words[words.index("--workers") + 1] == "1"
@@ -203,7 +200,7 @@ def test_pictures_are_what_the_network_saw() -> None:
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
 
 
-def test_the_noise_scale_stands_beside_the_batch_of_each_stage(run: Path, tmp_path: Path) -> None:
+def test_noise_scale_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path, tmp_path: Path) -> None:
     label = "batch up to which more images would pay"
     events = [json.loads(line) for line in lines_of(run)]
     assert rows_of(pages.training_table([read_run(run)]))[label] == "-", "four steps hold no measurement"
@@ -213,9 +210,6 @@ def test_the_noise_scale_stands_beside_the_batch_of_each_stage(run: Path, tmp_pa
     measured = read_run(copied(run, tmp_path / "measured", [json.dumps(event) for event in events]))
     assert rows_of(pages.training_table([measured]))[label] == "1,234 > -"
     assert all(words in run_page([measured], [None]) for words in (label, "gradient noise scale"))
-
-
-def test_slow_ranks_times_and_the_plan_are_shown_as_they_were_recorded(run: Path, tmp_path: Path) -> None:
     step = {"samples": 8, "epoch": 0.5, "loss": 1.0, "lr": 0.1, "batch": 8, "stage": 0, "momentum": 0.9}
     late = ((1, 0.2, "data"), (1, 0.4, "compute"), (0, 0.1, "network"), (1, 0.3, "compute"))
     events = [
@@ -280,7 +274,7 @@ def test_a_page_has_the_sweep(asked: tuple[str, ...], shown: tuple[str, ...], tm
     assert all(words in text for words in (*shown, f"torusgd plan {asked[0]}"))
 
 
-def test_a_line_fills_the_box_between_the_axes() -> None:
+def test_a_line_fills_the_box_without_values_that_are_not_finite_and_a_long_one_is_thinned_to_means() -> None:
     chart = line_chart("loss", "epochs", [Series("run", [(0, 0), (5, 1), (10, 4)], 0)])
     assert chart is not None
     assert chart.lines[0].points == [
@@ -291,6 +285,15 @@ def test_a_line_fills_the_box_between_the_axes() -> None:
     assert [tick.label for tick in chart.y_ticks] == ["0", "1", "2", "3", "4"]
     assert chart.y_ticks[0].at == HEIGHT - BOTTOM
     assert chart.lines[0].path.startswith(f"M{LEFT},{HEIGHT - BOTTOM}L")
+    assert len(points_of((0, 1), (1, math.nan), (2, math.inf), (3, 2))) == 2
+    assert line_chart("y", "x", [Series("a", [(0, math.nan)], 0)]) is None
+    assert line_chart("y", "x", []) is None
+    placed = points_of(*((step, step % 2) for step in range(100 * COLUMNS)))
+    assert len(placed) == COLUMNS
+    assert len({y for _, y in placed}) == 1, "each is the mean of as many zeros as ones"
+    axis = Axis(1.0, 1000.0, 0, 300, log=True)
+    assert [axis.at(value) for value in (1, 10, 100, 1000)] == [0, 100, 200, 300]
+    assert [tick.label for tick in axis.ticks(5)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
 
 
 @pytest.mark.parametrize("low", [0.0, -3.0, 1e-9, 7.0, 12345.0])
@@ -313,18 +316,3 @@ def points_of(*points: tuple[float, float]) -> Sequence[tuple[float, float]]:
     chart = line_chart("y", "x", [Series("a", points, 0)])
     assert chart is not None
     return chart.lines[0].points
-
-
-def test_values_that_are_not_finite_are_left_out_and_long_lines_thinned_to_means() -> None:
-    assert len(points_of((0, 1), (1, math.nan), (2, math.inf), (3, 2))) == 2
-    assert line_chart("y", "x", [Series("a", [(0, math.nan)], 0)]) is None
-    assert line_chart("y", "x", []) is None
-    placed = points_of(*((step, step % 2) for step in range(100 * COLUMNS)))
-    assert len(placed) == COLUMNS
-    assert len({y for _, y in placed}) == 1, "each is the mean of as many zeros as ones"
-
-
-def test_a_logarithmic_axis_gives_each_decade_the_same_room() -> None:
-    axis = Axis(1.0, 1000.0, 0, 300, log=True)
-    assert [axis.at(value) for value in (1, 10, 100, 1000)] == [0, 100, 200, 300]
-    assert [tick.label for tick in axis.ticks(5)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]

@@ -21,7 +21,7 @@ ONE = Played(
 )  # fmt: skip
 
 
-def test_the_quickest_of_a_published_row_is_its_rehearsed_figure():
+def test_what_ships_makes_sense_and_the_quickest_of_a_published_row_is_its_rehearsed_figure() -> None:
     assert (ONE.error, ONE.error_late, ONE.error_of_step) == pytest.approx((-0.25, -0.05, -100 / 1100))
     played = [ONE, replace(ONE, settings="torus", speedup=12.0), replace(ONE, published_id="", speedup=15.0)]
     best = [report.best_of(played, name) for name in ("das_vgga_aws", "sony_v2_4")]
@@ -29,9 +29,6 @@ def test_the_quickest_of_a_published_row_is_its_rehearsed_figure():
     heading, rule, line = report.section([ONE])[-3:]
     assert heading.count("|") == rule.count("|") == line.count("|")
     assert "| 400 (390 to 410) | 300 | -25 % | -9.1 % |" in line
-
-
-def test_what_ships_names_published_rows_and_makes_sense():
     ids = {row.id: row for row in ROWS}
     for each in read_played():
         assert not each.published_id or ids[each.published_id].devices == each.devices
@@ -49,13 +46,10 @@ def test_figures_that_were_never_fitted() -> None:
         assert max(errors) <= most
 
 
-def test_the_shipped_factors_are_the_fit_of_the_shipped_rows_and_without_rows_as_stated() -> None:
+def test_the_shipped_factors_and_predictions_of_what_is_left_out_are_the_fits_which_find_what_made_rows() -> None:
     shipped = load_calibrated().factors
     assert fit_factors(ROWS, shipped) == pytest.approx(shipped, rel=1e-3)
     assert set(fit_factors([]).values()) == {1.0}
-
-
-def test_left_out_rows_and_systems_are_predicted_by_the_others_alone() -> None:
     known, several = load_calibrated(), [row.id for rows in counted_groups(ROWS).values() for row in rows]
     for name in ("dgxa100_96", "you_resnet50_14"):
         row = next(row for row in ROWS if row.id == name)
@@ -69,10 +63,7 @@ def test_left_out_rows_and_systems_are_predicted_by_the_others_alone() -> None:
     alone = {row.id for row in ROWS} - set(several)
     assert len(several) == 25
     assert {name: known.left_out[name] for name in alone} == {name: known.system_left_out[name] for name in alone}
-
-
-def test_a_fit_finds_what_made_the_rows() -> None:
-    """Rows made by the model with known factors: the fit comes back to them, against the pull of the spreads."""
+    # Rows made by the model with known factors: the fit comes back to them, against the pull of the spreads.
     made = {parameter.name: 1.0 for parameter in load_parameters()} | {"knl-peak": 1.5}
     rows = [row for row in ROWS if row.cluster == "stampede2-knl"]
     rows = [row.model_copy(update={"value": predict(row, system_of(row, made))}) for row in rows]

@@ -101,17 +101,14 @@ def rank(tmp_path: Path) -> dict[int, list[Call]]:
     return rank
 
 
-def test_a_gradient_passes_what_runs_in_any_thread_but_under_another_concern(rank: dict[int, list[Call]]) -> None:
+def test_a_gradient_and_a_loss_pass_what_runs_and_a_mark_that_does_not_come_by_is_named(rank: dict[int, list[Call]]):
     found = ways.gradient(rank, ways.steps_of(rank, 3))
     assert list(found.files)[:2] == ["step.py", "sums.py"]
     assert (sorted(found.files), found.sometimes) == (["step.py", "sums.py", "wire.py"], {})
     assert [sorted(files) for files in found.beside.values()] == [["control.py", "exact.py"]]
-
-
-def test_a_loss_enters_a_file_once_for_each_run_of_a_caller_and_a_mark_that_does_not_come_by_is_named(rank) -> None:
-    found = [(entry.file, entry.origin) for entry in ways.loss_in_rank(rank, killed=0).entries]
+    entries = [(entry.file, entry.origin) for entry in ways.loss_in_rank(rank, killed=0).entries]
     error, run = "the error", "run.py"
-    assert found == [("sums.py", error), (run, error), ("survive.py", run), ("step.py", run)]
+    assert entries == [("sums.py", error), (run, error), ("survive.py", run), ("step.py", run)]
     with pytest.raises(ways.NotFoundError, match=ways.ANNOUNCE):
         ways.loss_in_launcher(rank, killed=0)
     with pytest.raises(ways.NotFoundError, match=ways.UPDATE):
