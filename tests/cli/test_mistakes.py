@@ -98,8 +98,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: st
     path.write_text("old")
     with refused("a full disk", f"{flag} {path}:", FLAG=flag, TMP=tmp_path), full_disk():
         write(path)
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["page"]
+    assert (path.read_text(), [file.name for file in tmp_path.iterdir()]) == ("old", ["page"])
     write(path)
     assert len(path.read_text()) >= 5000
 

@@ -100,6 +100,9 @@ def test_help_begins_with_an_example_that_the_command_takes_and_fits_80_columns(
         assert f"{command} {words[0]}" in EXAMPLES
     else:
         found.make_context(command, words)
+    if command in ("train", "plan", "rehearse", "bench allreduce"):  # names of algorithms come from the table
+        others = () if command == "bench allreduce" else OTHER_PROGRAMS
+        assert {name for name in ("native", "auto", *SCHEDULED, *others) if name not in text} == set()
     if command in PANELS:  # nothing but --help is left over
         options = text.partition("\nOptions:\n")[2]
         assert {f"{panel}:" for panel in PANELS[command].split()} <= set(lines)
@@ -132,13 +135,6 @@ def test_doctor_says_what_works_here_what_to_install_and_that_ranks_have_no_shar
     code, out, _ = run_cli("doctor")
     assert re.search(r"^memory    NO: /dev/shm has .*--shm-size", out, re.MULTILINE)
     assert (code, out.endswith("not fit to train: memory\n")) == (1, True)
-
-
-@pytest.mark.parametrize("command", ["train", "plan", "rehearse", "bench allreduce"])
-def test_names_of_algorithms_come_from_the_table(command: str, run_cli: Run) -> None:
-    text = help_of(run_cli, command)
-    others = () if command == "bench allreduce" else OTHER_PROGRAMS
-    assert {name for name in ("native", "auto", *SCHEDULED, *others) if name not in text} == set()
 
 
 def test_commands_that_plan_have_a_flag_of_each_option_that_changes_a_plan() -> None:

@@ -246,8 +246,7 @@ def test_a_policy_draws_its_changes() -> None:
     for column, values in enumerate((len(OPERATIONS), STRONGEST + 1, 2)):
         assert set(any_strength[..., column].ravel().tolist()) == set(range(values))
     of_one_strength = drawn(policy="randaugment", operations=3, magnitude=7)
-    assert of_one_strength.shape == (500, 3, 3)
-    assert set(of_one_strength[..., 1].ravel().tolist()) == {7}
+    assert (of_one_strength.shape, set(of_one_strength[..., 1].ravel().tolist())) == ((500, 3, 3), {7})
     assert (of_one_strength[:, 0, 0] != of_one_strength[:, 1, 0]).mean() > 0.8
 
 

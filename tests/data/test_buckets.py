@@ -147,8 +147,7 @@ def test_what_was_read_is_kept_on_disk_for_all_processes(copied: Path, reads: li
         assert len(reads) == 8
     (kept,) = tmp_path.glob("cache/*/train/0.tar")
     kept.write_bytes(bytes(kept.stat().st_size))  # a disk that lost what was on it
-    assert again.encoded(2) == picture(2)
-    assert len(reads) == 9
+    assert (again.encoded(2), len(reads)) == (picture(2), 9)
     kept.unlink()
     assert again.encoded(3) == picture(3)
 

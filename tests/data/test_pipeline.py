@@ -96,8 +96,7 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
             assert whole.replaced == sum(batch.replaced for batch in batches)
         assert whole.images.shape == (len(indices), PIPELINES[name].channels, *PIPELINES[name].sizes.sides)
         assert whole.images.is_contiguous()
-        assert whole.images.dtype == torch.float32
-        assert whole.targets.dtype == torch.int64
+        assert (whole.images.dtype, whole.targets.dtype) == (torch.float32, torch.int64)
         assert whole.positions.tolist() == list(range(len(indices)))
     whole = pipeline.validation_batch(indices)
     alone = [pipeline.validation_batch(indices[at : at + 1]) for at in range(len(indices))]
@@ -214,8 +213,7 @@ def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, mo
     monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
     source, pipeline = stripes((), {4: 2})
     batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
-    assert batch.replaced == 0
-    assert source.reads == [4, 4, 4]
+    assert (batch.replaced, source.reads) == (0, [4, 4, 4])
     source, pipeline = stripes((), {4: 3})
     with refused("a stripe out of reach", kind=OSError):
         pipeline.training_batch(np.array([3, 4]), EPOCH_0[:2], augment=True)

@@ -236,8 +236,7 @@ def test_a_folder_is_scaled_once_and_arrays_become_pictures(tmp_path: Path) -> N
     (root / "train" / "dog" / "large.png").write_bytes(encoded(photo(90, 60), "PNG"))
     (root / "train" / "dog" / "torn.jpg").write_bytes(b"torn")
     counts, lines = shards_of(root, tmp_path / "out", size=45)
-    assert counts == {"train": 13, "eval": 4}
-    assert lines == [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"]
+    assert (counts, lines) == ({"train": 13, "eval": 4}, [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"])
     shards = [f"train-0000{number}.tar" for number in range(3)]
     made = ["classes.txt", "index.safetensors", "pack.json", *shards, "val-00000.tar"]
     assert sorted(os.listdir(tmp_path / "out")) == made

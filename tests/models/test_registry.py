@@ -1,8 +1,9 @@
-"""build_model: weights from the seed alone, and every mistake in a recipe's model section told in one line."""
+"""build_model: weights from the seed alone, mistakes in one line; timm by a stand-in, which the tests don't install."""
 
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.messages import INDEX, refused
 from torch import nn
 
 from torusgd.models import MODELS, build_model, model_of
+from torusgd.models.registry import timm_pretrained
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Model
 from torusgd.recipe.section import Options
@@ -75,81 +77,59 @@ OWN = """
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
 def plain(*, classes, channels, hidden: int = 4):
     return nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, hidden), nn.ReLU(), nn.Linear(hidden, classes))
-
 def anything(**options):
     return plain(classes=options["classes"], channels=options["channels"])
-
 def needs(*, classes, channels, hidden: int):
     return plain(classes=classes, channels=channels, hidden=hidden)
-
 def no_classes(channels):
     return nn.Flatten()
-
 def wrong_shape(*, classes, channels):
     return plain(classes=classes + 1, channels=channels)
-
 def tuple_output(*, classes, channels):
     return Pair()
-
 def a_number(*, classes, channels):
     return 3
-
 def counting(*, classes, channels):
     return nn.Sequential(plain(classes=classes, channels=channels), Counter())
-
 def instance_norm(*, classes, channels):
     norm = nn.InstanceNorm2d(channels, track_running_stats=True)
     return nn.Sequential(norm, plain(classes=classes, channels=channels))
-
 def norm_and_constants(*, classes, channels):
     return nn.Sequential(nn.BatchNorm2d(channels), Constant(), plain(classes=classes, channels=channels))
-
 class Pair(nn.Module):
     def forward(self, x):
         return x, x
-
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
-
     def forward(self, x):
         self.calls += 1
         return x
-
 class Constant(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.tensor([float("nan"), 1.0]))
-
     def forward(self, x):
         return x * self.table[1]
-
 def double(*, classes, channels):
     return plain(classes=classes, channels=channels).double()
-
 def channels_last(*, classes, channels):
     net = nn.Sequential(nn.Conv2d(channels, 4, 1), nn.Conv2d(4, 4, 3, padding=1), plain(classes=classes, channels=4))
     return net.to(memory_format=torch.channels_last)
-
 def shared(*, classes, channels):
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), plain(classes=classes, channels=channels))
     net[1].weight = nn.Parameter(net[0].weight.data)
     return net
-
 class Reentrant(nn.Module):
     def __init__(self, classes, channels):
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
         self.rest = plain(classes=classes, channels=channels)
-
     def forward(self, x):
         return checkpoint(self.rest, self.first(x), use_reentrant=True)
-
 number = 3
 """
 
@@ -191,3 +171,66 @@ def test_torchvision_classifier() -> None:
     model = build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
     assert list(model.state_dict()) == list(MODELS["resnet18"](classes=10, channels=3).state_dict())
     assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
+CONFIGS = {
+    "net": SimpleNamespace(has_weights=True, hf_hub_id="timm/net", url=""),
+    "net.unreachable": SimpleNamespace(has_weights=True, hf_hub_id="", url="https://example.org/net.pth"),
+    "bare": SimpleNamespace(has_weights=False, hf_hub_id="", url=""),
+}
+
+
+def create_model(name: str, pretrained: bool = False, num_classes=1000, in_chans=3, width: int = 2) -> nn.Module:
+    """A network of timm's making; pretrained, its weights are ones."""
+    if name == "net.unreachable" and pretrained:
+        raise OSError("no net\nmore")
+    layers = nn.Sequential(nn.Conv2d(in_chans, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network = layers.append(nn.Linear(width, num_classes))
+    for parameter in network.parameters() if pretrained else ():
+        nn.init.ones_(parameter)
+    return network
+
+
+def config_of(name: str) -> Any:
+    """Its answer for a name with or without a tag."""
+    if name.endswith(".wrong"):
+        raise RuntimeError("Invalid pretrained tag (wrong) for net.")
+    return CONFIGS.get(name)
+
+
+@pytest.fixture
+def timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {"create_model": create_model, "get_pretrained_cfg": config_of}
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(list_models=lambda: ["bare", "net"], **functions))
+
+
+def timms(name: str, channels: int = 1, **options: Any) -> nn.Module:
+    model = Model(name=name, options=options)
+    return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
+
+
+@pytest.mark.usefixtures("timm")
+def test_a_network_has_the_datas_classes_its_options_and_the_weights_of_the_seed_or_those_it_was_trained_with() -> None:
+    network = timms("timm:net.some_tag", width=4)
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+    assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 5]
+    assert all(torch.equal(*pair) for pair in zip(*(timms("timm:net").parameters() for _ in "ab"), strict=True))
+    tensors = timm_pretrained("net", channels=1, options={"width": 3})
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
+    assert all((tensor == 1).all() for tensor in tensors.values())
+    for name in ("bare", "net.unreachable"):
+        with refused(f"timm's weights of {name}", "--init timm: "):
+            timm_pretrained(name, channels=1, options={})
+
+
+@pytest.mark.usefixtures("timm")
+def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"pretrained": True}, {"num_classes": 3}, {"depth": 3})
+    names = ("timm:nett", "timm:net.wrong", "timm:hf-hub:me/net")
+    for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
+        with refused(f"model {name} {options}", "model."):
+            timms(name, **options)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
+        timms("timm:net")

@@ -48,17 +48,14 @@ def test_the_speech_network_has_seven_hidden_layers_and_gradients_come_in_the_or
     assert (len(names), set(names[:2]), names[-1]) == (161, {"fc.weight", "fc.bias"}, "conv1.weight")
     assert ready == sorted(ready)
     assert ready[-1] <= len(cost.backward.flops)
-    assert cost.norms == 53
-    assert sum(g.values for g in cost.gradients if g.norm_or_bias) == 53_120 + 1000
+    assert (cost.norms, sum(g.values for g in cost.gradients if g.norm_or_bias)) == (53, 53_120 + 1000)
 
 
 def test_work_of_one_convolution_is_counted_by_hand_and_grouped_ones_cost_their_share() -> None:
     cost = read_model(lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False)), (4, 16, 16))
     macs = 4 * 8 * 9 * 16 * 16
-    assert cost.layers[0].macs == macs
-    assert cost.forward.flops.sum() == 2 * macs
-    assert cost.forward.values.sum() == 4 * 256 + 8 * 256
-    assert cost.forward.fixed.sum() == 4 * 8 * 9
+    assert (cost.layers[0].macs, cost.forward.flops.sum()) == (macs, 2 * macs)
+    assert (cost.forward.values.sum(), cost.forward.fixed.sum()) == (4 * 256 + 8 * 256, 4 * 8 * 9)
     # The input needs no gradient: backward is the weight gradient alone.
     assert cost.backward.flops[cost.backward.flops > 0].sum() == 2 * macs
     cost = read_model(lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 3, groups=2)), (8, 10, 10))

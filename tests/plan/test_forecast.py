@@ -31,8 +31,7 @@ def workload(name: str, *overrides: str) -> Workload:
 def test_steps_are_the_schedules_own_and_those_of_published_rows_come_in_stages_and_whole_batches() -> None:
     recipe = load_recipe("sony-224s").recipe
     found, schedule = workload_of(recipe), Schedule(recipe, 1_281_167)
-    assert sum(stage.steps for stage in found.stages) == len(schedule)
-    assert found.images == schedule.stop
+    assert (sum(stage.steps for stage in found.stages), found.images) == (len(schedule), schedule.stop)
     assert [stage.images for stage in found.stages] == [stage.images_per_worker for stage in recipe.stages]
     assert found.cost.parameters == 25_557_032
     # Fujitsu's 15 steps an epoch; 39 of NVIDIA's, of which 38.5 batches hold all images.

@@ -221,8 +221,7 @@ def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     )  # fmt: skip
     position = 0
     for step in plan:
-        assert step.start == position
-        assert step.batch == workers * step.images_per_worker
+        assert (step.start, step.batch) == (position, workers * step.images_per_worker)
         position += step.batch
     assert position == plan.stop
     for span, end in zip(plan.spans, ends, strict=True):

@@ -112,8 +112,7 @@ def test_fujitsu_is_what_its_code_does(name: str, steps_a_pass: int) -> None:
         falling = 0.9975 * (1 - min(1, max(passed - 36, 0) / 52)) ** 2.2 + 0.0025
         assert step.lr == pytest.approx(13 * (passed / 36 if passed < 36 else falling), rel=1e-9)
         # The rate multiplies weight decay already; a ramp of its own would count twice.
-        assert step.weight_decay_factor == 1.0
-        assert step.augment == (passed < 85)
+        assert (step.weight_decay_factor, step.augment) == (1.0, passed < 85)
     evaluate, optimizer = plan.recipe.evaluate, plan.recipe.optimizer
     passes = [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)]
     assert passes == list(range(2, 91, 4))

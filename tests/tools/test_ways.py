@@ -17,10 +17,8 @@ import torusgd
 # Modules of a package of the same name; work runs in a process that is forked.
 PACKAGE = {
     "__init__": "",
-    "run": """
-import os
+    "run": """import os
 from . import step, survive
-
 def work():
     own = step.TrainStep()
     own.run()
@@ -31,24 +29,19 @@ def work():
         survive.agree()
         survive.agree()
     own.run()
-
 if not os.fork():
     work()
     os._exit(0)
 os.wait()
 """,
-    "step": """
-import threading
+    "step": """import threading
 from . import control, sums
-
 class WholeNetwork:
     def backward(self):
         sums.add()
-
 class Update:
     def step(self):
         return
-
 class TrainStep:
     def run(self, fails=False):
         thread = threading.Thread(target=sums.send)
@@ -61,22 +54,16 @@ class TrainStep:
         Update().step()
         return "done"
 """,
-    "sums": """
-from . import wire
-
+    "sums": """from . import wire
 def add():
     return
-
 def send():
     wire.send()
-
 def wait():
     raise OSError
 """,
     "wire": "def send(): ...",
-    "control": """
-from . import exact
-
+    "control": """from . import exact
 class ControlMessage:
     def send(self):
         exact.send()
