@@ -58,16 +58,13 @@ def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tm
             load_weights(path)
 
 
-def test_a_wrong_profile_is_reported_before_ranks_are_started(mistake: Mistake, tmp_path: Path, monkeypatch) -> None:
+def test_a_wrong_profile_is_reported_before_ranks_are_started_and_a_file_is_no_folder(mistake, tmp_path, monkeypatch):
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
     (tmp_path / "profile.json").write_text("{}")
     for words in (("train", "digits", "--out"), ("bench", "allreduce", "--json")):
         for name in ("missing.json", "profile.json"):
             mistake(*words, tmp_path / "out", "--workers", 2, "--profile", tmp_path / name, TMP=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_a_file_is_no_folder_and_a_device_is_not_replaced_by_a_file(mistake: Mistake, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     mistake("data", "fetch", "fashion-mnist", "--out", tmp_path / "file", TMP=tmp_path)
     os.mkfifo(tmp_path / "pipe")

@@ -48,13 +48,22 @@ def test_a_record_is_planned_as_its_own_software_unless_something_else_is_named(
         assert plan(*command, *other)[1]["stages"] != found["stages"]
 
 
-def test_a_records_block_has_the_flags_of_torusgd(plan) -> None:
+def test_a_runtime_block_has_the_flags_of_torusgd_which_override_it(plan, run_cli: Run, tmp_path: Path) -> None:
     torus = ("sony-224s", "--cluster", "abci", "--devices", 2176, "--software", "torusgd")
     assert plan(*torus)[1]["stages"] == plan(*torus, "--allreduce", "torus", "--grid", "34x64")[1]["stages"]
     # torusgd's own groups are the profile's, and so is the last message.
     fujitsu = ("fujitsu-62s", "--cluster", "abci", "--devices", 3072)
     groups = plan(*fujitsu, "--buckets", "cubic")[1]["seconds"]
     assert groups == pytest.approx(plan(*fujitsu)[1]["seconds"], rel=5e-3)
+    file = tmp_path / "mine.yaml"
+    _, source, _ = run_cli("recipes", "resnet50")
+    file.write_text(source + "\nruntime: {workers: 16, allreduce: 'torus:halving/ring', update: sharded}\n")
+    flags = ("--workers", 16, "--allreduce", "torus:halving/ring", "--update", "sharded")
+    _, by_flags = plan("resnet50", "--cluster", "abci", *flags)
+    _, by_block = plan(file, "--cluster", "abci")
+    assert by_block["stages"] == by_flags["stages"]
+    _, otherwise = plan(file, "--cluster", "abci", "--devices", 8, "--update", "replicated")
+    assert (otherwise["devices"], otherwise["stages"] == by_block["stages"]) == (8, False)
 
 
 @pytest.mark.parametrize("cluster", cluster_names())
@@ -87,18 +96,6 @@ def test_one_device_is_not_compared_with_itself_and_many_share_the_batch_of_the_
     assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
     assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]
     assert found["efficiency"] < 0.5
-
-
-def test_the_runtime_block_means_the_same_as_flags_and_flags_override_it(plan, run_cli: Run, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    _, source, _ = run_cli("recipes", "resnet50")
-    file.write_text(source + "\nruntime: {workers: 16, allreduce: 'torus:halving/ring', update: sharded}\n")
-    flags = ("--workers", 16, "--allreduce", "torus:halving/ring", "--update", "sharded")
-    _, by_flags = plan("resnet50", "--cluster", "abci", *flags)
-    _, by_block = plan(file, "--cluster", "abci")
-    assert by_block["stages"] == by_flags["stages"]
-    _, otherwise = plan(file, "--cluster", "abci", "--devices", 8, "--update", "replicated")
-    assert (otherwise["devices"], otherwise["stages"] == by_block["stages"]) == (8, False)
 
 
 def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan, monkeypatch: pytest.MonkeyPatch) -> None:

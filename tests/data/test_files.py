@@ -231,7 +231,7 @@ def test_wrong_layouts_are_refused(tmp_path: Path) -> None:
                 open_folder(tmp_path, 3)
 
 
-def test_links_that_go_round_and_special_files_are_passed_over(tmp_path: Path) -> None:
+def test_links_that_go_round_are_passed_over_bad_pictures_corrupt_and_missing_ones_io_errors(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "set", train=2)
     (root / "train" / "cat" / "loop.jpg").symlink_to(root / "train" / "cat" / "loop.jpg")
     (root / "train" / "cat" / "back").symlink_to(root)
@@ -241,9 +241,6 @@ def test_links_that_go_round_and_special_files_are_passed_over(tmp_path: Path) -
     train, _ = open_folder(root, 3)
     assert train.labels.tolist() == [0, 0, 1, 1, 1]
     assert np.array_equal(train.read(4), train.read(0))
-
-
-def test_bad_pictures_are_corrupt_and_missing_ones_are_io_errors(tmp_path: Path) -> None:
     root = write_folder(tmp_path, train=5)
     folder = root / "train" / "cat"
     (folder / "000.jpg").write_text("a text named .jpg")
@@ -412,7 +409,7 @@ def test_states_of_frames_are_held_and_left_for_the_right_and_what_is_between_li
         assert inside.mean() > 0.95  # a third state may be near
 
 
-def test_the_first_images_are_taken(tmp_path: Path) -> None:
+def test_the_first_images_are_taken_and_a_source_may_be_ones_own(tmp_path: Path) -> None:
     whole, _ = open_sources(grey("digits"), None, 0)
     few, held_out = opened(grey("digits", train_images=10, eval_images=7))
     assert (len(few), len(held_out), few.shape) == (10, 7, (8, 8, 1))
@@ -421,6 +418,9 @@ def test_the_first_images_are_taken(tmp_path: Path) -> None:
     train, _ = open_sources(folder_data(train_images=5), write_folder(tmp_path), 0)
     assert isinstance(train, RegionSource)
     assert (isinstance(train, ArraySource), len(train)) == (False, 5)
+    data = Data(source="tests.data.own:stripes", options={"count": 12}, image_size=16, resize=18)
+    own, others = open_sources(data, None, 0)
+    assert (isinstance(own, Stripes), isinstance(own, Source), len(own), len(others)) == (True, True, 12, 6)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "folder"])
@@ -441,13 +441,6 @@ def test_validation_images_are_training_images_by_key_that_are_not_trained_on(ki
     assert isinstance(train, ArraySource if kind == "arrays" else RegionSource)
     if isinstance(train, ArraySource):
         assert np.array_equal(train.read_many(np.array([4, 2]))[0], train.read(4))
-
-
-def test_a_source_of_ones_own() -> None:
-    data = Data(source="tests.data.own:stripes", options={"count": 12}, image_size=16, resize=18)
-    train, held_out = open_sources(data, None, 0)
-    assert (isinstance(train, Stripes), isinstance(train, Source)) == (True, True)
-    assert (len(train), len(held_out)) == (12, 6)
 
 
 MISTAKES = {

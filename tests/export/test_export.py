@@ -54,11 +54,19 @@ def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: P
     assert known["records_sha256"] == summary_of(run)["records"]["sha256"]
 
 
-def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_with_other_logits_is_not_left_and_mistakes_are_one_line(run, tmp_path, monkeypatch, mistake) -> None:
     monkeypatch.setattr(formats, "TOLERANCE", -1.0)
     with pytest.raises(RunError, match="differ"):  # of how much, no sentence can be compared
         formats.export_torch(open_model(run), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
+    for words in ("--format jpeg", "--format mlperf --division x", "--out /proc/none"):
+        mistake("export", run, *words.split(), RUN=run)
+    cut_off = copied(run, tmp_path / "cut off")
+    for name in ("hub", "mlperf"):
+        mistake("export", cut_off, "--format", name, TMP=tmp_path)
+    for key, value in (("seconds", None), ("train_images", "x"), ("world_size", {})):
+        folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
+        mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
 
 
 @pytest.mark.slow
@@ -82,7 +90,7 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, tmp_path: Path, exp
     assert known.items() >= {"classes": list(trained.classes), **wanted}.items()
 
 
-def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path: Path, export: Any) -> None:
+def test_a_card_has_what_was_measured_and_says_how_to_train_the_same_elsewhere(run: Path, tmp_path: Path, export: Any):
     export(run, "--format", "hub", "--license", "mit", "--out", tmp_path)
     hub, summary = tmp_path / "hub", summary_of(run)
     _, front, body = (hub / "README.md").read_text().split("---\n", 2)
@@ -96,9 +104,6 @@ def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path
     assert config["pretrained_cfg"]["input_size"] == [1, 8, 8]
     assert config["num_classes"] == len(config["label_names"]) == 4
     assert open_model(hub / "model.safetensors").recipe == open_model(run).recipe
-
-
-def test_a_card_says_how_to_train_the_same_elsewhere_and_no_text_of_a_stranger_breaks_it(run: Path, tmp_path: Path):
     record = read_run(run)
     for status, words in (
         ({}, ""),
@@ -118,17 +123,6 @@ def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     found = hub.ModelCard(card(read_run(run), "apache-2.0"))
     assert found.data.eval_results[0].metric_type == "accuracy"
-
-
-def test_mistakes_are_one_line(run: Path, tmp_path: Path, mistake: Any) -> None:
-    for words in ("--format jpeg", "--format mlperf --division x", "--out /proc/none"):
-        mistake("export", run, *words.split(), RUN=run)
-    cut_off = copied(run, tmp_path / "cut off")
-    for name in ("hub", "mlperf"):
-        mistake("export", cut_off, "--format", name, TMP=tmp_path)
-    for key, value in (("seconds", None), ("train_images", "x"), ("world_size", {})):
-        folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
-        mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
 
 
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, export: Any) -> None:

@@ -121,18 +121,6 @@ def test_crowded_nodes_are_slower(part: str) -> None:
     assert others == pytest.approx([1.3 * alone, 1.8 * alone, 2.3 * alone])
 
 
-def test_slow_input_is_waited_for_a_coordinator_costs_every_rank_and_a_sharded_update_a_strip() -> None:
-    step = step_time(toy(), TWO, program().model_copy(update={"input_rate": 100.0}), devices=1, images=5)
-    assert step.seconds == pytest.approx(5 / 100)
-    assert step.input > 0
-    steps = [step_time(toy(), TWO, program(coordination=1e-5), n, 1).coordination for n in (1, 100)]
-    assert steps == [0.0, pytest.approx(1e-3)]
-    whole = Software(name="x", source="", memory=1.0, update_bytes=20)
-    shard = whole.model_copy(update={"sharded_update": True})
-    assert update_seconds(toy(), TWO, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
-    assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
-
-
 def unsplit(software: Software, **options: object) -> Software:
     """Whose linear layers are whole on each device."""
     communication = software.communication.model_copy(update={"linear_groups": None, **options})
@@ -152,7 +140,7 @@ def test_splitting_heavy_layers_trades_weights_for_activations_and_weights_first
     assert (b.ready < a.ready).sum() == 16  # weight and bias of 8 convolutions
 
 
-def test_a_measured_step_is_met_exactly_and_memory_grows_with_the_images() -> None:
+def test_a_measured_step_is_met_and_slow_input_coordinators_and_sharded_updates_take_their_time() -> None:
     cost, software = known_cost("resnet50"), Software(name="x", source="", jitter=0.0)
     fitted = model_cost.matched(software, cost, DEVICE, images=8, seconds=3.5, update=0.25, passes=4)
     step = step_time(cost, TWO, fitted, 1, 8, passes=4)
@@ -160,6 +148,15 @@ def test_a_measured_step_is_met_exactly_and_memory_grows_with_the_images() -> No
     assert step_time(cost, TWO, fitted, 2, 8, passes=2).update == pytest.approx(0.25)
     more, fewer = (model_cost.memory_bytes(cost, software, images) for images in (32, 16))
     assert more - fewer == 16 * cost.activations * 4
+    step = step_time(toy(), TWO, program().model_copy(update={"input_rate": 100.0}), devices=1, images=5)
+    assert step.seconds == pytest.approx(5 / 100)
+    assert step.input > 0
+    steps = [step_time(toy(), TWO, program(coordination=1e-5), n, 1).coordination for n in (1, 100)]
+    assert steps == [0.0, pytest.approx(1e-3)]
+    whole = Software(name="x", source="", memory=1.0, update_bytes=20)
+    shard = whole.model_copy(update={"sharded_update": True})
+    assert update_seconds(toy(), TWO, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
+    assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
 RULES = [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]

@@ -130,17 +130,14 @@ def test_train_refuses_it_before_ranks_are_started(run_cli: Run, monkeypatch, tm
     assert_sentence(name, "", error.removeprefix("torusgd: ").rstrip("\n"))
 
 
-def test_a_joined_rank_refuses_flags_of_a_launcher(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_notes_what_a_run_refuses_and_a_joined_rank_refuses_flags_of_a_launcher(plan, run_cli, monkeypatch):
+    words = ("digits", "--cluster", "abci", "--devices", 4, "--update", "sharded")
+    _, found = plan(*words, "--set", "runtime.work_stealing=true", "--set", "data.train_images=1000")
+    assert [note for note in found["notes"] if note.startswith("torusgd train refuses this: work_stealing = true")]
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(variable, value)
     code, _, error = run_cli("train", "digits", "--device", "cpu", "--listen", "127.0.0.1:0")
     assert (code, error.startswith("torusgd: --listen: ")) == (2, True)
-
-
-def test_a_plan_notes_what_a_run_refuses(plan) -> None:
-    words = ("digits", "--cluster", "abci", "--devices", 4, "--update", "sharded")
-    _, found = plan(*words, "--set", "runtime.work_stealing=true", "--set", "data.train_images=1000")
-    assert [note for note in found["notes"] if note.startswith("torusgd train refuses this: work_stealing = true")]
 
 
 def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_part_is_there() -> None:

@@ -141,10 +141,20 @@ def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
     assert len(str(error.value)) < 300
 
 
-def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
+def test_yaml_within_the_bounds_is_read_with_its_aliases_and_texts_have_an_end(tmp_path: Path) -> None:
     assert parse_yaml("[" * 19 + "]" * 19, "file") is not None
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "file") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
     assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
+    (tmp_path / "long").write_bytes(b"x" * 11)
+    with refused("a text of 11 bytes", kind=ValueError):
+        read_text(tmp_path / "long", 10)
+    with refused("an endless text", kind=ValueError):
+        read_text(Path("/dev/zero"))
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
+        load_recipe(str(tmp_path / "zero.yaml"))
+    with refused("lists in lists", kind=ValueError):
+        parse_json("[" * 100_000)
 
 
 NO_NUMBERS = (
@@ -164,19 +174,6 @@ def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interv
     with refused("an interval that is too short", "an interval of 0.0000001ep"):
         schedule.boundaries(tiny)
     assert Duration.parse(str(tiny)) == tiny
-
-
-def test_texts_have_an_end(tmp_path: Path) -> None:
-    (tmp_path / "long").write_bytes(b"x" * 11)
-    with refused("a text of 11 bytes", kind=ValueError):
-        read_text(tmp_path / "long", 10)
-    with refused("an endless text", kind=ValueError):
-        read_text(Path("/dev/zero"))
-    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
-        load_recipe(str(tmp_path / "zero.yaml"))
-    with refused("lists in lists", kind=ValueError):
-        parse_json("[" * 100_000)
 
 
 def test_archives_of_weights_and_compressed_data_may_not_swell(tmp_path: Path) -> None:

@@ -54,12 +54,18 @@ def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> No
     assert simulate(Setting(recipe, "bsp", 4, "constant", lr=0.1), points=1).points[-1].images == 128
 
 
-def test_other_forms_other_weights_and_the_same_each_time() -> None:
+def test_other_forms_other_weights_and_a_wrong_one_is_one_line() -> None:
     forms = ("bsp", "ssp:1", "asp", "pbsp:1", "threshold:2x2.5", "local:3", "diloco:3", "gossip:0.5", "elastic:2")
     hashes = {form: small(form).weights_sha256 for form in forms}
     assert len(set(hashes.values())) == len(hashes)
     small.cache_clear()
     assert small("gossip:0.5").weights_sha256 == hashes["gossip:0.5"]
+    for form in FORMS:
+        name, _, letters = form.partition(":")
+        moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
+    for form in WRONG:
+        with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
+            moments(form)
 
 
 def workers_of(count: int, lr: float = 0.1) -> Workers:
@@ -106,15 +112,6 @@ WRONG = (
     "", "sync", "gossip", "gossip:2", "local:0", "local:1.5", "local:2x3", "threshold:2", "threshold:2xnan",
     "elastic:0", "cutoff:0", "cutoff:guessed",
 )  # fmt: skip
-
-
-def test_every_form_that_is_named_can_be_written_and_a_wrong_one_is_one_line() -> None:
-    for form in FORMS:
-        name, _, letters = form.partition(":")
-        moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
-    for form in WRONG:
-        with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
-            moments(form)
 
 
 def test_the_command_prints_errors_over_virtual_time(run_cli: Any, tmp_path: Path) -> None:
