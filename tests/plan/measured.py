@@ -8,21 +8,14 @@ from torusgd.comm.tuning.profile import Link, Profile, Timing
 
 
 def measured_run(
-    folder: Path,
-    seconds: float,
-    *,
-    update: float = 0.02,
-    batch: int = 96,
-    ranks: int = 1,
-    first: float = 9.0,
-    disturbed: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
+    folder: Path, seconds: float, *, update: float = 0.02, batch: int = 96, ranks: int = 1, disturbed: Any = (1.0,) * 4
 ) -> Path:
-    """A finished run of five steps of so many seconds, times `disturbed`, the first of which takes longer."""
+    """A finished run of five steps of so many seconds, times `disturbed`, the first of which takes 9 s."""
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
     steps = [
         {"step": n, "batch": batch, "step_seconds": taken, "update_seconds": update}
-        for n, taken in enumerate((first, *(seconds * each for each in disturbed)), 1)
+        for n, taken in enumerate((9.0, *(seconds * each for each in disturbed)), 1)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, {"event": "evaluation"}]))
     return folder
@@ -40,13 +33,5 @@ def network(hosts: tuple[int, ...] = (0, 1), latency: float = 1e-3, message: flo
     """A measured network: a quick one inside hosts, a slow one between them."""
     inside = link(1e-5, 1e-10) if len(set(hosts)) < len(hosts) else None
     between = link(latency, 1e-8) if len(set(hosts)) > 1 else None
-    values: dict[str, Any] = {
-        "backend": "gloo",
-        "hosts": hosts,
-        "message": message,
-        "inside": inside,
-        "between": between,
-        "timings": (),
-        **more,
-    }
-    return Profile(**values)
+    values: dict[str, Any] = {"hosts": hosts, "message": message, "inside": inside, "between": between, "timings": ()}
+    return Profile(backend="gloo", **{**values, **more})

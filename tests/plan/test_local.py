@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.messages import refused
-from tests.plan.measured import measured_run, network
-from torusgd.comm.tuning.profile import Crowd, Profile, Timing
+from tests.plan.measured import measured_run, network, timing
+from torusgd.comm.tuning.profile import Crowd, Profile
 from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Cluster, Communication, Software, local_cluster
@@ -36,10 +36,6 @@ def test_hosts_become_nodes_and_measured_sums_go_before_formulas_on_the_same_ran
     cluster, communication = local_cluster(network((0, 1, 2), timings=timings)), Communication(algorithm="auto")
     assert [phase.seconds for phase in phases(cluster, communication, 3, 4096)] == [pytest.approx(0.03)]
     assert phases(cluster, communication, 8, 4096)[0].seconds != pytest.approx(0.03)
-
-
-def timing(size: int, algorithm: str, median: float) -> Timing:
-    return Timing(size=size, algorithm=algorithm, grid=None, chunks=1, median=median)
 
 
 def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is_not_divided(tmp_path: Path) -> None:
