@@ -21,7 +21,7 @@ from torusgd.comm.connection import Clock, Span
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.nccl import NcclEngine
 from torusgd.comm.tuning import tune
-from torusgd.comm.works import launch_order
+from torusgd.comm.works import enqueue, nccl_stream
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world() -
             if size % rows:
                 continue
             with fake_cuda():
-                launch_order.cache_clear()
+                nccl_stream.cache_clear()
                 engine = NcclEngine(group)
                 for name in ("torus:halving/ring", *(FLAT if rows == 1 else ())):
                     grid = (rows, size // rows) if name not in FLAT else None
@@ -70,7 +70,7 @@ def test_all_that_nccl_is_given_is_launched_on_one_stream_whichever_communicator
         fake: Any = SimpleNamespace(allreduce=begin, broadcast=begin, _reduce_scatter_base=begin)
         return Group(fake, (0, 1), 0, gpu, None, 60.0, nccl=True)
 
-    launch_order.cache_clear()
+    nccl_stream.cache_clear()
     with fake_cuda() as current:
         rows, columns = group("rows"), group("columns")
         work = rows.start_all_reduce(tensor)
@@ -80,8 +80,8 @@ def test_all_that_nccl_is_given_is_launched_on_one_stream_whichever_communicator
             rows.start_reduce_scatter_single(tensor, tensor).wait()
             columns.start_all_reduce(tensor).wait()
 
-        launch_order(gpu).enqueue([tensor], both)  # as an engine's
-    launch_order.cache_clear()
+        enqueue(gpu, [tensor], both)  # as an engine's
+    nccl_stream.cache_clear()
     assert seen == [(name, "order 0") for name in ("rows", "columns", "rows", "columns")]
     assert work.done()
     assert work.ended() is None

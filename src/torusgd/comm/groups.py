@@ -37,7 +37,7 @@ from ..errors import UserError
 from . import store_keys as keys
 from .base import CommTimeout, ConnectionLost, Done, Work
 from .tree import FANOUT, Tree, meshes_of
-from .works import SLACK, PendingCollective, PendingMessage, comm_error, launch_order
+from .works import SLACK, PendingCollective, PendingMessage, comm_error, enqueue
 
 T = TypeVar("T")
 Messages = Sequence[tuple[torch.Tensor, int]]  # tensors, each to or from the member of this index in the group
@@ -312,7 +312,7 @@ class Group:
         device, begin = tensors[0].device, time.perf_counter()
         try:
             if self.has_nccl and device.type == "cuda":
-                return launch_order(device).enqueue(tensors, lambda: operation().wait())
+                return enqueue(device, tensors, lambda: operation().wait())
             return PendingCollective(operation(), self.timeout)
         except RuntimeError as error:
             raise comm_error(error, "the group", begin, self.timeout) from error

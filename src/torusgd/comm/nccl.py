@@ -5,7 +5,7 @@ algorithms send their rounds as batches of point-to-point messages. Both are pla
 Gloo on CPU tensors too, which is how they are tested without GPUs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from .algorithms import Algorithm, Round
 from .base import Work
 from .groups import Group
-from .works import launch_order
+from .works import enqueue
 
 
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Round], group: Group) -> None:
@@ -59,7 +59,7 @@ class NcclEngine:
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        # NCCL chooses the methods of a torus' axes. And since operations follow each other (`works.LaunchOrder`),
+        # NCCL chooses the methods of a torus' axes. And since operations follow each other (`works.enqueue`),
         # chunks would overlap nothing and only add latency: an algorithm runs in one.
         if algorithm.algorithm == "torus":
             algorithm = replace(algorithm, vertical="ring", horizontal="ring")
@@ -78,13 +78,10 @@ class NcclEngine:
             column = self._group.partition([range(x, rows * columns, columns) for x in range(columns)])
             self._axes[algorithm.grid] = row, column
         row, column = self._axes[algorithm.grid]
-        return self._enqueue(tensor, lambda: torus_by_collectives(tensor, row, column))
+        return enqueue(self.device, [tensor], lambda: torus_by_collectives(tensor, row, column))
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
-        return self._enqueue(tensor, lambda: run_in_batches(tensor, rounds, self._group))
-
-    def _enqueue(self, tensor: torch.Tensor, function: Callable[[], None]) -> Work:
-        return launch_order(self.device).enqueue([tensor], function)
+        return enqueue(self.device, [tensor], lambda: run_in_batches(tensor, rounds, self._group))
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)  # no group ends under a kernel that uses it

@@ -1,6 +1,6 @@
 """What is under way, as a `Work` whose errors are ours: with Gloo, with NCCL, or in a thread of this process.
 
-On a GPU there is one order for all that NCCL has under way, whatever communicator it belongs to (`LaunchOrder`).
+On a GPU there is one order for all that NCCL has under way, whatever communicator it belongs to (`enqueue`).
 """
 
 import queue
@@ -105,28 +105,27 @@ class PendingCollective(PendingMessage):
         return begin, limit
 
 
-class LaunchOrder:
-    """The order of NCCL's work on one GPU."""
+@cache
+def nccl_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
+
+def enqueue(device: torch.device, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
+    """Runs `function`, which gives NCCL work on `tensors` of a GPU, after all that was enqueued there before."""
     # A kernel of NCCL occupies a part of its GPU until every rank of its communicator has come. If two ranks launch the
     # kernels of two communicators in different orders, and neither GPU has room for both, they wait for each other for
     # ever (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So whatever a process gives to NCCL is
     # launched on one stream of the GPU, each operation after the end of the one before. The ranks make their calls in
     # one order, and so do their GPUs. Operations that could overlap do not; in return no setting of NCCL decides
     # whether a run stands still.
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def enqueue(self, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
-        """Runs `function`, which reads and writes `tensors`, on the order's stream, after all that was enqueued."""
-        current = torch.cuda.current_stream(self._device)
-        if current != self._stream:
-            self._stream.wait_stream(current)
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            function()
-        return _Enqueued(self._stream.record_event())
+    current, stream = torch.cuda.current_stream(device), nccl_stream(device)
+    if current != stream:
+        stream.wait_stream(current)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        function()
+    return _Enqueued(stream.record_event())
 
 
 class _Enqueued(Work):
@@ -140,9 +139,6 @@ class _Enqueued(Work):
 
     def done(self) -> bool:
         return self._event.query()
-
-
-launch_order = cache(LaunchOrder)
 
 
 class LaneWork:

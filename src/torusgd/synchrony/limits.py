@@ -147,16 +147,11 @@ class Limits:
         self._measured.append(finished)
         if len(self._measured) < self._warmup:
             return None
-        if self._is_learning:
-            self._learn()
-            return None
-        self._is_measuring = False
-        found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
-        self._seconds = found.seconds
-        return found
-
-    def _learn(self) -> None:
-        """A part of the model's training; after the last one the model predicts."""
+        if not self._is_learning:
+            self._is_measuring = False
+            found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
+            self._seconds = found.seconds
+            return found
         from .state_space import STATES, StateSpace, training
 
         # What turns slow together is a rank's work, or a few ranks' on one machine.
@@ -169,6 +164,7 @@ class Limits:
             self._predictor = StateSpace(self._model.eval(), np.array(self._measured), self._seed)
         else:
             self._model = trained[-1]
+        return None
 
 
 class VirtualStep(NamedTuple):
