@@ -108,10 +108,15 @@ def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dt
     all_finite = not bool(is_flagged.any())
     for blocks, elements, width in _runs(len(total), total.device):
         integers, flags = total[elements].unflatten(0, (-1, width)), is_flagged[blocks, None]
-        sums = integers if all_finite else torch.where(flags, _field(integers), integers)
+        # Of a block with inf or nan the sums below the numbers of ranks, with their sign.
+        field = integers if all_finite else (integers << (64 - _FIELD)) >> (64 - _FIELD)
+        sums = integers if all_finite else torch.where(flags, field, integers)
         values = sums.double().mul_(first[blocks]).mul_(second[blocks])
-        if not all_finite:
-            values = torch.where(flags, _with_nonfinite(values, integers), values)
+        if not all_finite:  # inf or nan where the numbers of ranks above the sum say so
+            counts, most = (integers - field) >> _FIELD, (1 << _COUNT) - 1
+            positive, negative = flags & ((counts & most) > 0), flags & (((counts >> _COUNT) & most) > 0)
+            values.masked_fill_(positive, torch.inf).masked_fill_(negative, -torch.inf)
+            values.masked_fill_(positive & negative, torch.nan)
         result[elements] = values.flatten().to(dtype)
     return result
 
@@ -235,16 +240,3 @@ def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
         for stack in _stacks(addends, len(total)):
             found |= (is_infinite(stack) | stack.isnan()).any(0)
         total += found.to(torch.int64) << bit
-
-
-def _field(integers: Tensor) -> Tensor:
-    # The sums below the numbers of ranks, with their sign.
-    return (integers << (64 - _FIELD)) >> (64 - _FIELD)
-
-
-def _with_nonfinite(values: Tensor, integers: Tensor) -> Tensor:
-    # The values of blocks with inf or nan: inf or nan if the numbers of ranks above the sum say so.
-    counts, most = (integers - _field(integers)) >> _FIELD, (1 << _COUNT) - 1
-    positive, negative = (counts & most) > 0, ((counts >> _COUNT) & most) > 0
-    values = values.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)
-    return values.masked_fill(positive & negative, torch.nan)

@@ -70,22 +70,15 @@ def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:
 
     Values are 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
     """
-    if values.element_size() == 8:
-        return _product(values.view(torch.int64), keys)
-    pairs = values[: values.numel() // 2 * 2]
-    if pairs.storage_offset() % 2:
-        pairs = pairs.clone()  # torch views as wider words only what begins at one
-    words = pairs.view(torch.int64)
-    total = _product(words, keys)
-    if values.numel() % 2:
-        total = total + values[-1].view(torch.int32) * keys[len(words)]
-    return total
-
-
-def _product(words: Tensor, keys: Tensor) -> Tensor:
-    keys = keys[: len(words)]
+    rest = values.numel() % 2 if values.element_size() == 4 else 0
+    words = values[: values.numel() - rest]
+    if words.element_size() == 4 and words.storage_offset() % 2:
+        words = words.clone()  # torch views as wider words only what begins at one
+    words = words.view(torch.int64)
+    own = keys[: len(words)]
     # One pass without a product in memory; on GPUs torch has none for integers.
-    return torch.dot(words, keys) if words.device.type == "cpu" else (words * keys).sum()
+    total = torch.dot(words, own) if words.device.type == "cpu" else (words * own).sum()
+    return total + values[-1].view(torch.int32) * keys[len(words)] if rest else total
 
 
 def odd_keys(stream: int, use: int, count: int) -> Tensor:
