@@ -7,7 +7,7 @@ measure. So waits ask a `Liveness` what each rank did last.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -80,6 +80,7 @@ class ConnectionLost(CommError):
     """A connection was closed before its message came: a rank has ended, or has aborted its group."""
 
 
+@runtime_checkable
 class Work(Protocol):
     """A message, or a collective such as an all-reduce, on its way."""
 
@@ -98,6 +99,7 @@ class Work(Protocol):
         return None
 
 
+@runtime_checkable
 class AllReduce(Protocol):
     """Sums tensors over the ranks of a group.
 
