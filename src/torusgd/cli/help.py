@@ -1,6 +1,5 @@
 """What --help prints: an example, then options and commands in groups, in 80 columns."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -46,18 +45,38 @@ EXAMPLES = {
 """of each command, the words behind `torusgd`"""
 
 
-class Command(TyperCommand):
-    """A command whose --help begins with its example and has its options in panels."""
+class _Help:
+    """--help with an example first and the options in panels."""
+
+    get_params: Any
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        _write_example(ctx, formatter)
-        super().format_usage(ctx, formatter)
+        words: list[str] = []
+        outer = ctx
+        while outer.parent is not None:
+            words.insert(0, outer.info_name)
+            outer = outer.parent
+        if example := EXAMPLES.get(" ".join(words)):  # none of an earlier name
+            formatter.write(f"Example: torusgd {example}\n\n")
+        super().format_usage(ctx, formatter)  # type: ignore[misc] # Typer's, of either class below
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_options(self.get_params(ctx), ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                panel = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+                panels.setdefault(panel, []).append(record)
+        others = panels.pop("Options", [])  # --help, last
+        for title, rows in (*panels.items(), ("Options", others)):
+            _write_section(formatter, title, rows)
 
 
-class Group(TyperGroup):
+class Command(_Help, TyperCommand):
+    """A command whose --help begins with its example and has its options in panels."""
+
+
+class Group(_Help, TyperGroup):
     """Commands that --help lists in groups, and so does no command at all, with exit code 2."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -66,42 +85,15 @@ class Group(TyperGroup):
             ctx.exit(2)
         return super().parse_args(ctx, args)
 
-    def format_usage(self, ctx: Any, formatter: Any) -> None:
-        _write_example(ctx, formatter)
-        super().format_usage(ctx, formatter)
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
-        _write_options(self.get_params(ctx), ctx, formatter)
+        super().format_options(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups = GROUPS if self.commands.keys() >= {"train"} else {"Commands": tuple(self.commands)}
         for title, names in groups.items():
             found = [(name, self.commands[name]) for name in names]
             _write_section(formatter, title, [(name, command.get_short_help_str(1000)) for name, command in found])
-
-
-def _write_example(ctx: Any, formatter: Any) -> None:
-    words: list[str] = []
-    outer = ctx
-    while outer.parent is not None:
-        words.insert(0, outer.info_name)
-        outer = outer.parent
-    if example := EXAMPLES.get(" ".join(words)):  # none of an earlier name
-        formatter.write(f"Example: torusgd {example}\n\n")
-
-
-def _write_options(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for parameter in parameters:
-        record = parameter.get_help_record(ctx)
-        if record is not None:
-            is_argument = parameter.param_type_name == "argument"
-            panel = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
-            panels.setdefault(panel, []).append(record)
-    others = panels.pop("Options", [])  # --help, last
-    for title, rows in (*panels.items(), ("Options", others)):
-        _write_section(formatter, title, rows)
 
 
 def _write_section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:

@@ -79,10 +79,10 @@ def plan(
     json_file: JsonFile = None,
 ) -> None:
     """Predict a run on a cluster: its time, where it goes, what to change."""
-    from .planning import Planned, predict_published, show_planned
+    from .planning import Planned, show_planned, show_published
 
     if wanted.published is not None:
-        write_json(json_file, predict_published(wanted.published))
+        write_json(json_file, show_published(wanted.published))
         return
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")

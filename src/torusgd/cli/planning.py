@@ -5,7 +5,8 @@ Pictures are SVG or PNG, by matplotlib, of the extra `plot`.
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,11 +17,11 @@ from rich.table import Table
 from ..comm.tuning.profile import Profile
 from ..errors import UserError, as_user_error, needs
 from ..plan import time_to_accuracy as accuracy
-from ..plan.cluster import Cluster, Link, Software, load_cluster, load_software, local_cluster
-from ..plan.design import Design, design, next_steps
+from ..plan.cluster import Cluster, Software, load_cluster, load_software, local_cluster
+from ..plan.design import design, next_steps
 from ..plan.forecast import Forecast, Workload, forecast, workload_of
 from ..plan.program import measured_software, program_for, resolve_model_parallel
-from ..plan.published import Prediction, base_of, counted_groups, left_out, predict_row, read_rows, summary
+from ..plan.published import base_of, counted_groups, left_out, predict_row, read_rows, summary
 from ..plan.relaxed import RelaxedForecast, candidate_forms, measured_delays, relaxed_forecasts
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep, device_counts, fixed_batch, search_settings, sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
@@ -39,7 +40,6 @@ from .plan import Wanted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _QUIET = 1.1  # upper over lower quartile of the steps of a run that nothing disturbed, at most
 _SHORT = {
@@ -109,9 +109,8 @@ class Planned:
         runtime = runtime.without(self.as_published - {"workers"})
         resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
         program = program_for(self.recipe, resolved, self.cluster, self.software)
-        if self.measured is None:
-            return program
-        return measured_software(self.workload, self.cluster, program, self.measured)
+        measured = self.measured
+        return program if measured is None else measured_software(self.workload, self.cluster, program, measured)
 
     def program_on(self, devices: int) -> Software:
         """The program that trains on another number of devices, to which a given grid does not apply."""
@@ -120,10 +119,23 @@ class Planned:
         return self.program(self.runtime.model_copy(update={"workers": devices, "grid": None}))
 
 
-def predict_published(path: Path) -> list[dict[str, Any]]:
+def show_published(path: Path) -> list[dict[str, Any]]:
     """Prints the prediction of every row of a table of published results; as plain values."""
-    predictions = [predict_row(row) for row in read_rows(path)]
-    show_published(console(), predictions)
+    terminal, predictions = console(), [predict_row(row) for row in read_rows(path)]
+    published = [prediction.row for prediction in predictions]
+    groups, rows = counted_groups(published), []
+    for prediction in predictions:
+        row, free = prediction.row, left_out(prediction.row)
+        error = change(None if free is None else free / row.value - 1)
+        name = _SHORT[row.metric] + ("" if (row.cluster, row.software) in groups else " *")
+        rows.append((row.id, number(row.value), number(prediction.predicted), change(prediction.error), error, name))
+    terminal.print(table(("id", "published", "predicted", "error", "left out", ""), rows, left=[0, 5]))
+    terminal.print("left out: predicted by the fit of all other rows.  *: the only row of its system, fitted")
+    for base in sorted({base_of(row) for row in published} - {""}):
+        terminal.print(f"relative to {base}: {listed(row.id for row in published if base_of(row) == base)}")
+    known = [row for row in published if left_out(row) is not None]
+    if counted_groups(known):
+        terminal.print(summary(known))
     return [prediction.as_dict() for prediction in predictions]
 
 
@@ -177,25 +189,13 @@ def _show_plan(
             plot_sweep(curve, title, wanted.plot)
             terminal.print(f"wrote {wanted.plot}")
     if wanted.design:
-        found["design"] = _show_design(planned, program)
+        found["design"] = show_design(terminal, planned, program)
         show_curve(terminal, curve)
     if wanted.best:
         chosen = search_settings(workload, cluster, program, devices)
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
-
-
-def _show_design(planned: Planned, program: Software) -> dict[str, Any]:
-    """Prints the design point of the last stage, and what one change of machine or batch brings; as plain values."""
-    workload, cluster, devices = planned.workload, planned.cluster, planned.devices
-    stage = workload.stages[-1]
-    found = design(workload.cost_of(stage), cluster, program, devices, stage.batch)
-    steps = next_steps(workload, cluster, planned.program_on, devices)
-    link = cluster.inside if devices <= cluster.devices_per_node else cluster.between
-    alpha = link.alpha + program.communication.message
-    show_design(console(), found, steps, link.model_copy(update={"alpha": alpha}))
-    return {**found.as_dict(), "steps": {name: each.images_per_second for name, each in steps}}
 
 
 def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> list[RelaxedForecast]:
@@ -214,14 +214,26 @@ def _show_accuracy(planned: Planned, program: Software, target: float, wanted: W
     terminal.print(title)
     if not wanted.has_sweep:
         plans = accuracy.plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
-        show_accuracy(terminal, plans, wanted.cost)
-        return {**found, "batches": [_priced(wanted, each) for each in plans], **_priced(wanted, quickest(plans))}
+        best = quickest(plans)
+        terminal.print(_accuracy_table("batch", plans, [best], wanted.cost))
+        terminal.print(
+            f"quickest: batch {best.batch:,} ({best.images} images a virtual worker), {duration(best.seconds)} "
+            f"({duration(best.low)} to {duration(best.high)}); lay its schedule out for {best.schedule:.1f} epochs"
+        )
+        terminal.print(accuracy.epochs_known())
+        return {**found, "batches": [_priced(wanted, each) for each in plans], **_priced(wanted, best)}
     most = accuracy.most_devices()
     if devices > most:
         terminal.print(f"note: up to {most:,} devices only: beyond, no batch of known epochs occupies all of them")
     counts = device_counts(min(devices, most), devices)
     curve = accuracy.sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)
-    show_accuracy_sweep(terminal, curve, wanted.cost)
+    # The knee, and the last number of devices that gains time.
+    marked, last = [plan for plan in curve.plans if plan.devices in (curve.knee, curve.useful)], counts[-1]
+    terminal.print(_accuracy_table("devices", curve.plans, marked, wanted.cost))
+    terminal.print(_knee(curve.knee, last))
+    more = f"quickest: {curve.useful:,} devices; more bring nothing"
+    terminal.print(more if curve.useful < last else f"quickest: {last:,} devices, the most that were tried")
+    terminal.print(accuracy.epochs_known())
     if wanted.plot is not None:
         plot_accuracy(curve, title, wanted.plot)
         terminal.print(f"wrote {wanted.plot}")
@@ -338,11 +350,16 @@ def show_curve(console: Console, sweep: Sweep) -> None:
     console.print(table(("devices", "speed-up of a device, the same global batch", ""), rows, left=[1, 2]))
 
 
-def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Forecast]], link: Link) -> None:
-    """A line for each layer, the critical one bold; what limits, what would next, and the change that pays most.
-
-    `link` is that between the devices, its alpha with the program's own time of a message in it.
+def show_design(console: Console, planned: Planned, program: Software) -> dict[str, Any]:
+    """The design point of the last stage, a line for each layer, the critical one bold; what limits, what would next,
+    and the change of machine or batch that pays most; as plain values.
     """
+    workload, cluster, devices = planned.workload, planned.cluster, planned.devices
+    stage = workload.stages[-1]
+    found = design(workload.cost_of(stage), cluster, program, devices, stage.batch)
+    steps = next_steps(workload, cluster, planned.program_on, devices)
+    link = cluster.inside if devices <= cluster.devices_per_node else cluster.between
+    alpha = link.alpha + program.communication.message  # with the program's own time of a message
     critical, names = found.critical, [each.name for each in found.layers]
     rows = [
         (each.name, f"{each.flops / 1e9:.3g}", f"{each.sent / 1e6:.3g}", short(each.ratio),
@@ -363,24 +380,20 @@ def show_design(console: Console, found: Design, steps: Sequence[tuple[str, Fore
     if slower is not None:
         console.print(f"next limit: {slower[1]}, with links below {link.bandwidth / slower[0] / 1e9:.3g} GB/s")
     if longer is not None:
-        console.print(f"next limit: {longer[1]}, with a latency above {1e6 * link.alpha * longer[0]:.3g} us a message")
+        console.print(f"next limit: {longer[1]}, with a latency above {1e6 * alpha * longer[0]:.3g} us a message")
     console.print(
         f"{found.balance:,.0f} FLOP a byte of a node's link: at least {plural(found.least_images, 'image')} a node, at "
         f"most {plural(found.most_nodes, 'node')} at batch {found.batch:,}; {found.flops_a_weight:.1f} FLOP a weight"
     )
-    now, changes = steps[0][1], steps[1:]
-    rate = now.images_per_second
+    rates = {name: each.images_per_second for name, each in steps}
+    now = steps[0][1].images_per_second
     lines = [
-        (
-            name,
-            f"{each.images_per_second:,.0f}",
-            change(each.images_per_second / rate - 1 if rate else None),
-            duration(each.run.seconds),
-        )
+        (name, f"{rates[name]:,.0f}", change(rates[name] / now - 1 if now else None), duration(each.run.seconds))
         for name, each in steps
     ]
     console.print(table(("planned", "images/s", "", "time to train"), lines, left=[0]))
-    console.print(f"pays most: {max(changes, key=lambda each: each[1].images_per_second)[0]}")
+    console.print(f"pays most: {max(list(rates)[1:], key=rates.__getitem__)}")
+    return {**found.as_dict(), "steps": rates}
 
 
 def _knee(knee: int, last: int) -> str:
@@ -389,45 +402,19 @@ def _knee(knee: int, last: int) -> str:
     return f"knee: {knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
 
 
-def show_accuracy(console: Console, plans: Sequence[AccuracyPlan], price: float | None) -> None:
-    """A line for each batch that was tried, the quickest one in full, and the source of the epochs."""
-    best = quickest(plans)
-    console.print(_accuracy_table("batch", plans, [best], price))
-    console.print(
-        f"quickest: batch {best.batch:,} ({best.images} images a virtual worker), {duration(best.seconds)} "
-        f"({duration(best.low)} to {duration(best.high)}); lay its schedule out for {best.schedule:.1f} epochs"
-    )
-    console.print(accuracy.epochs_known())
-
-
-def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | None) -> None:
-    """A line for each number of devices with its quickest batch, the knee, and the last number that gains time."""
-    marked = [plan for plan in sweep.plans if plan.devices in (sweep.knee, sweep.useful)]
-    console.print(_accuracy_table("devices", sweep.plans, marked, price))
-    last = sweep.plans[-1].devices
-    console.print(_knee(sweep.knee, last))
-    more = f"quickest: {sweep.useful:,} devices; more bring nothing"
-    console.print(more if sweep.useful < last else f"quickest: {last:,} devices, the most that were tried")
-    console.print(accuracy.epochs_known())
-
-
 def _accuracy_table(
     first: str, plans: Sequence[AccuracyPlan], marked: Sequence[AccuracyPlan], price: float | None
 ) -> Table:
-    other = "batch" if first == "devices" else "images a worker"
-    headings = [first, other, "epochs", "images/s", "time", "band", *(["cost"] if price is not None else [])]
-    rows = [
-        [
-            f"{plan.devices if first == 'devices' else plan.batch:,}",
-            f"{plan.batch if first == 'devices' else plan.images:,}",
-            f"{plan.epochs:.1f}",
-            f"{plan.images_per_second:,.0f}",
-            duration(plan.seconds),
-            f"{duration(plan.low)} to {duration(plan.high)}",
-            *([f"{plan.cost(price):,.2f}"] if price is not None else []),
-        ]
-        for plan in plans
-    ]
+    is_curve = first == "devices"
+    headings = [first, "batch" if is_curve else "images a worker", "epochs", "images/s", "time", "band"]
+    rows = []
+    for plan in plans:
+        sizes = (plan.devices, plan.batch) if is_curve else (plan.batch, plan.images)
+        band = f"{duration(plan.low)} to {duration(plan.high)}"
+        rate = f"{plan.images_per_second:,.0f}"
+        rows.append([*(f"{each:,}" for each in sizes), f"{plan.epochs:.1f}", rate, duration(plan.seconds), band])
+        rows[-1] += [] if price is None else [f"{plan.cost(price):,.2f}"]
+    headings += [] if price is None else ["cost"]
     found = table(headings, rows, bold=[plans.index(plan) for plan in marked])
     # On a narrow screen other columns fold first.
     found.collapse_padding = True
@@ -461,23 +448,6 @@ def show_best(console: Console, best: SearchResult) -> None:
     console.print(f"from {duration(before)} to {duration(after)} ({after / before - 1:+.1%})")
 
 
-def show_published(console: Console, predictions: Sequence[Prediction]) -> None:
-    published = [prediction.row for prediction in predictions]
-    groups, rows = counted_groups(published), []
-    for prediction in predictions:
-        row, free = prediction.row, left_out(prediction.row)
-        error = change(None if free is None else free / row.value - 1)
-        name = _SHORT[row.metric] + ("" if (row.cluster, row.software) in groups else " *")
-        rows.append((row.id, number(row.value), number(prediction.predicted), change(prediction.error), error, name))
-    console.print(table(("id", "published", "predicted", "error", "left out", ""), rows, left=[0, 5]))
-    console.print("left out: predicted by the fit of all other rows.  *: the only row of its system, fitted")
-    for base in sorted({base_of(row) for row in published} - {""}):
-        console.print(f"relative to {base}: {listed(row.id for row in published if base_of(row) == base)}")
-    known = [row for row in published if left_out(row) is not None]
-    if counted_groups(known):
-        console.print(summary(known))
-
-
 def check_plot(path: Path) -> None:
     """UserError if a picture can't be drawn: another kind of file, or no matplotlib."""
     if path.suffix not in (".svg", ".png"):
@@ -490,42 +460,39 @@ def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
     """Draws images/s and efficiency over devices, with the knee marked; UserError if it can't be written."""
     devices = [forecast.devices for forecast in sweep.forecasts]
     rates = [forecast.images_per_second for forecast in sweep.forecasts]
-    figure, rate, efficiency = _axes(title, "images/s")
-    rate.plot(devices, rates, color="tab:blue", marker=".", label="images/s")
-    rate.plot(devices, [rates[0] * n / devices[0] for n in devices], color="tab:gray", linestyle=":", label="linear")
-    rate.axvline(sweep.knee, color="tab:red", linewidth=0.8, label=f"knee: {sweep.knee} devices")
-    efficiency.plot(devices, [f.efficiency for f in sweep.forecasts], color="tab:green", linewidth=1)
-    efficiency.set(ylabel="efficiency (green)", ylim=(0, 1.05))
-    rate.legend(loc="lower right")
-    _write(figure, path)
+    with _axes(title, "images/s", path) as (rate, efficiency):
+        rate.plot(devices, rates, color="tab:blue", marker=".", label="images/s")
+        linear = [rates[0] * n / devices[0] for n in devices]
+        rate.plot(devices, linear, color="tab:gray", linestyle=":", label="linear")
+        rate.axvline(sweep.knee, color="tab:red", linewidth=0.8, label=f"knee: {sweep.knee} devices")
+        efficiency.plot(devices, [f.efficiency for f in sweep.forecasts], color="tab:green", linewidth=1)
+        efficiency.set(ylabel="efficiency (green)", ylim=(0, 1.05))
+        rate.legend(loc="lower right")
 
 
 def plot_accuracy(sweep: AccuracySweep, title: str, path: Path) -> None:
     """Draws minutes to the accuracy with their band, and device-hours, over devices, with knee and quickest number."""
     devices = [plan.devices for plan in sweep.plans]
-    figure, time, spent = _axes(title, "minutes to the accuracy")
-    time.plot(devices, [plan.seconds / 60 for plan in sweep.plans], color="tab:blue", marker=".", label="minutes")
-    lows, highs = [plan.low / 60 for plan in sweep.plans], [plan.high / 60 for plan in sweep.plans]
-    time.fill_between(devices, lows, highs, color="tab:blue", alpha=0.2, linewidth=0)
-    time.axvline(sweep.knee, color="tab:red", linewidth=0.8, label=f"knee: {sweep.knee} devices")
-    time.axvline(sweep.useful, color="tab:gray", linewidth=0.8, label=f"quickest: {sweep.useful} devices")
-    spent.plot(devices, [plan.cost(1.0) for plan in sweep.plans], color="tab:green", linewidth=1)
-    spent.set(ylabel="device-hours (green)", ylim=(0, None))
-    time.legend(loc="upper center")
-    _write(figure, path)
+    minutes, lows, highs = ([getattr(p, key) / 60 for p in sweep.plans] for key in ("seconds", "low", "high"))
+    with _axes(title, "minutes to the accuracy", path) as (time, spent):
+        time.plot(devices, minutes, color="tab:blue", marker=".", label="minutes")
+        time.fill_between(devices, lows, highs, color="tab:blue", alpha=0.2, linewidth=0)
+        time.axvline(sweep.knee, color="tab:red", linewidth=0.8, label=f"knee: {sweep.knee} devices")
+        time.axvline(sweep.useful, color="tab:gray", linewidth=0.8, label=f"quickest: {sweep.useful} devices")
+        spent.plot(devices, [plan.cost(1.0) for plan in sweep.plans], color="tab:green", linewidth=1)
+        spent.set(ylabel="device-hours (green)", ylim=(0, None))
+        time.legend(loc="upper center")
 
 
-def _axes(title: str, label: str) -> "tuple[Figure, Axes, Axes]":
-    """A figure over devices, with an axis on the left and one on the right."""
+@contextmanager
+def _axes(title: str, label: str, path: Path) -> "Iterator[tuple[Axes, Axes]]":
+    """Axes over devices, one on the left and one on the right, whose picture is written when the block ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel=label, title=title)
-    return figure, axes, axes.twinx()
-
-
-def _write(figure: "Figure", path: Path) -> None:
+    yield axes, axes.twinx()
     with as_user_error(f"--plot {path}: can't be written"):
         # No date in the file: the same plan gives the same bytes.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})

@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
 from ..comm.tuning.profile import Backend, Profile, ranks_a_host
-from ..comm.tuning.profile import Link as MeasuredLink
 from ..errors import UserError, suggest
 from ..recipe.load import parse_mapping, read_file, validate
 from ..recipe.runtime_options import BucketSizes
@@ -235,9 +234,7 @@ def load_calibrated() -> Calibrated:
 
 
 def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
-    """A shipped file with its parameters' targets times their factors; without `factors` the fitted ones, and the
-    error.
-    """
+    """A shipped file, its parameters' targets times their factors; without `factors` the fitted ones, and the error."""
     multiplied_by = load_calibrated().factors if factors is None else factors
     result = copy.deepcopy(tree)  # the files are cached
     for parameter in load_parameters():
@@ -302,28 +299,22 @@ _NOMINAL = 1e12  # FLOP/s of a device without a figure; a measured step cancels 
 
 def local_cluster(profile: Profile) -> Cluster:
     """Nodes and links of a measured profile; the device is a nominal one, for `program.measured_software`."""
-    links = [_link(link) for link in (profile.inside, profile.between)]
-    known = next((link for link in links if link is not None), Link(alpha=0.0, bandwidth=_NOMINAL))
+    # A latency or slope of zero is below the resolution of tune.
+    what, links = "a link of the profile", list[Link | None]()
+    for each in (profile.inside, profile.between):
+        found = {"alpha": each.latency, "bandwidth": 1 / max(each.per_byte, 1e-12)} if each is not None else None
+        links.append(None if found is None else validate(Link, found, what))
+    known = next(filter(None, links), Link(alpha=0.0, bandwidth=_NOMINAL))
     inside, between = (link or known for link in links)
+    peak: dict[Precision, float] = dict.fromkeys(get_args(Precision), _NOMINAL)
     return Cluster(
         name="local",
         source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
         backend=profile.backend,
-        device=Device(
-            name="one worker here",
-            peak={"float32": _NOMINAL, "bfloat16": _NOMINAL, "float16": _NOMINAL},
-            memory_bandwidth=_NOMINAL / 25,
-        ),
+        device=Device(name="one worker here", peak=peak, memory_bandwidth=_NOMINAL / 25),
         devices_per_node=ranks_a_host(profile.hosts),
         crowding={crowd.ranks: crowd.slowdown for crowd in profile.crowding},
         inside=inside,
         between=between,
         profile=profile,
     )
-
-
-def _link(link: MeasuredLink | None) -> Link | None:
-    # A latency or slope of zero is below the resolution of tune.
-    if link is None:
-        return None
-    return validate(Link, {"alpha": link.latency, "bandwidth": 1 / max(link.per_byte, 1e-12)}, "a link of the profile")

@@ -129,7 +129,12 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
         inputs = layer.ifm * layer.in_area
         volumes = hybrid_volume(inputs, layer.weights, devices, batch, groups, size=size)
         # A program that sends layers together pays a latency once a bucket: each layer bears an equal part of all.
-        first, whole = (_seconds(cluster, software, devices, groups, b) for b in (1.0, size * layer.weights))
+        members, apart = None if groups == devices else groups, devices // groups
+        # Of the sum of its weight gradients, of which a device has G / N: of one byte, and of all.
+        first, whole = (
+            sum(p.seconds for p in phases(cluster, communication, devices, b * groups / devices, "sum", members, apart))
+            for b in (1.0, size * layer.weights)
+        )
         latency += first * len(buckets) / len(layers)
         transfer += max(0.0, whole - first)
         # Its input gradient, and both gradients of the layers below.
@@ -137,20 +142,13 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
         ratio = flops_a_byte([layer], images, size)
         points.append(LayerPoint(layer.name, 6.0 * layer.macs, sum(volumes), ratio, groups, latency, transfer, hiding))
         if groups < devices:  # inputs are gathered in forward, their gradients scattered in backward
-            members, gathered = devices // groups, activation_bytes(software) * inputs * batch / groups
-            gather = phases(cluster, communication, devices, gathered, "gather", members)
+            gathered = activation_bytes(software) * inputs * batch / groups
+            gather = phases(cluster, communication, devices, gathered, "gather", devices // groups)
             exchange += 2 * sum(phase.seconds for phase in gather)
     peak = cluster.device.peak.get(software.precision) or max(cluster.device.peak.values())
     balance = peak * cluster.devices_per_node / cluster.between.bandwidth
     least = least_images(balance, layers, size)
     return Design(devices, batch, tuple(points), compute, exchange, balance, least, flops_a_weight(cost))
-
-
-def _seconds(cluster: Cluster, software: Software, devices: int, groups: int, size: float) -> float:
-    """Seconds of the sum of a layer's weight gradients of `size` bytes, of which a device has G / N."""
-    members, apart = None if groups == devices else groups, devices // groups
-    found = phases(cluster, software.communication, devices, size * groups / devices, "sum", members, apart)
-    return sum(phase.seconds for phase in found)
 
 
 def next_steps(
@@ -161,9 +159,12 @@ def next_steps(
     def plan(work: Workload, machine: Cluster, count: int) -> Forecast:
         return forecast(fixed_batch(work, count), machine, program(count), count)
 
-    def links(**factors: float) -> Cluster:
-        update = {key: _scaled(getattr(cluster, key), **factors) for key in ("inside", "between")}
-        return cluster.model_copy(update=update)
+    def links(bandwidth: float = 1.0, alpha: float = 1.0) -> Cluster:
+        changed = dict[str, Link]()
+        for key, link in (("inside", cluster.inside), ("between", cluster.between)):
+            rates = {"bandwidth": link.bandwidth * bandwidth, "stream": link.stream and link.stream * bandwidth}
+            changed[key] = link.model_copy(update={"alpha": link.alpha * alpha, **rates})
+        return cluster.model_copy(update=changed)
 
     stages = workload.stages
     twice = tuple(replace(s, images=2 * s.images, spare=2 * s.spare, steps=math.ceil(s.steps / 2)) for s in stages)
@@ -175,10 +176,3 @@ def next_steps(
         *more,
         ("twice the batch", plan(replace(workload, stages=twice), cluster, devices)),
     ]
-
-
-def _scaled(link: Link, bandwidth: float = 1.0, alpha: float = 1.0) -> Link:
-    stream = None if link.stream is None else link.stream * bandwidth
-    return link.model_copy(
-        update={"bandwidth": link.bandwidth * bandwidth, "alpha": link.alpha * alpha, "stream": stream}
-    )

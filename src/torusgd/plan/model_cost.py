@@ -215,11 +215,16 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
     trace = _Trace()
     norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
+
+    def note_use(module: nn.Module, inputs: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            trace.needed.setdefault(id(parameter), len(trace.rows))
+
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             hooks.append(module.register_forward_hook(partial(_note_layer, trace, name)))
-        hooks.append(module.register_forward_pre_hook(partial(_note_use, trace)))
+        hooks.append(module.register_forward_pre_hook(note_use))
     for name, parameter in model.named_parameters():
         note = partial(_note_gradient, trace, name, id(parameter) in norms)
         hooks.append(parameter.register_post_accumulate_grad_hook(note))
@@ -243,11 +248,6 @@ def _note_gradient(trace: _Trace, name: str, is_norm: bool, parameter: Tensor) -
     ready, needed = len(trace.rows) - trace.middle, trace.needed.get(id(parameter), 0)
     light = is_norm or parameter.dim() == 1
     trace.gradients.append(Gradient(name, parameter.numel(), light, ready, needed, is_norm))
-
-
-def _note_use(trace: _Trace, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    for parameter in module.parameters(recurse=False):
-        trace.needed.setdefault(id(parameter), len(trace.rows))
 
 
 def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

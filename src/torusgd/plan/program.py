@@ -42,9 +42,8 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set  # an option that the user did not give stays as the profile has it
-    wire = (
-        gradient_integers(recipe.virtual_workers) if recipe.reduction == "exact" else getattr(torch, recipe.reduction)
-    )
+    exact = gradient_integers(recipe.virtual_workers)
+    wire = exact if recipe.reduction == "exact" else getattr(torch, recipe.reduction)
     changes: dict[str, Any] = {"wire_bits": 8 * wire.itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
     if software.name == "torusgd" and cluster.backend == "nccl":
@@ -57,7 +56,11 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     if "update" in given:
         changes["gather_ahead"] = sharded
     if "model_parallel" in given:
-        changes["linear_groups"] = _groups(runtime, runtime.workers)
+        ranks = runtime.model_parallel
+        assert ranks != "auto", "resolve_model_parallel comes first"
+        if runtime.workers % ranks:
+            raise UserError(f"--model-parallel {ranks}: needs a divisor of {runtime.workers} devices, or auto")
+        changes["linear_groups"] = None if ranks == 1 else runtime.workers // ranks
     first = runtime.weights_first if "weights_first" in given else software.weights_first
     precision = software.precision if recipe.precision == "auto" else recipe.precision
     if precision == "portable":  # float32's passes with slower kernels
@@ -121,15 +124,6 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
     return {"algorithm": own.name, "grids": (own.grid,)}
 
 
-def _groups(runtime: RuntimeOptions, devices: int) -> int | None:
-    """The number of groups of `model_parallel` ranks; None if each rank computes all of its linear layers."""
-    ranks = runtime.model_parallel
-    assert ranks != "auto", "resolve_model_parallel comes first"
-    if devices % ranks:
-        raise UserError(f"--model-parallel {ranks}: needs a divisor of {devices} devices, or auto")
-    return None if ranks == 1 else devices // ranks
-
-
 def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
     """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
 
@@ -152,15 +146,13 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     if len(steps) < 2:
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
     # The first step includes the warm-up.
-    whole, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
-    passes = whole - update
-    low, *quartiles, high = np.quantile(
-        [event["step_seconds"] for event in steps[1:]], (LOW, 0.25, 0.75, HIGH)
-    ).tolist()
+    seconds = [event["step_seconds"] for event in steps[1:]]
+    whole, update = median(seconds), median(event["update_seconds"] for event in steps[1:])
+    low, *quartiles, high = np.quantile(seconds, (LOW, 0.25, 0.75, HIGH)).tolist()
     error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
     if cluster.profile is not None:
         communication = software.communication.model_copy(update={"message": cluster.profile.message})
         software = software.model_copy(update={"communication": communication})
     found = {"measured_on": (cluster.device.name,), "quartiles": tuple(quartiles), "error": error}
-    software = software.model_copy(update=found)
-    return matched(software, workload.cost_of(first), cluster.device, first.images, passes, update, first.workers)
+    software, cost, passes = software.model_copy(update=found), workload.cost_of(first), whole - update
+    return matched(software, cost, cluster.device, first.images, passes, update, first.workers)

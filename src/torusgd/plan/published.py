@@ -145,31 +145,24 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     images, scale = row.images[-1], _SCALE.get(row.unit, 1.0)
     software = system.software
     if row.metric == "time_to_train":
-        return run_time(_run_of(row, system), system.cluster, software, row.devices, quantile).seconds / scale
+        # The steps and evaluations are the recipe's, or as many as its epochs and program have.
+        if row.recipe:
+            run = workload_of(load_recipe(row.recipe).recipe)
+        else:
+            assert row.epochs is not None
+            stages = staged(row.epochs, row.images, row.devices, whole_epochs=software.whole_epochs)
+            evaluations = math.ceil(row.epochs / software.evaluation.every)
+            run = Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
+        return run_time(run, system.cluster, software, row.devices, quantile).seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
+    if row.metric == "iteration":
+        return seconds / scale
+    if row.metric == "throughput":
+        return row.devices * images / seconds
     # An efficiency compares equal images a device, a speed-up equal batches.
-    base = min(software.base_devices, row.devices)
-    match row.metric:
-        case "iteration":
-            return seconds / scale
-        case "throughput":
-            return row.devices * images / seconds
-        case "scaling_efficiency":
-            return step_time(system.cost, system.cluster, software, base, images).seconds / seconds
-        case "speedup":
-            alone = row.devices * images // base
-            return base * step_time(system.cost, system.cluster, software, base, alone).seconds / seconds
-    raise AssertionError(row.metric)
-
-
-def _run_of(row: Row, system: System) -> Workload:
-    """The steps and evaluations of a published time: the recipe's, or as many as its epochs and program have."""
-    if row.recipe:
-        return workload_of(load_recipe(row.recipe).recipe)
-    assert row.epochs is not None
-    stages = staged(row.epochs, row.images, row.devices, whole_epochs=system.software.whole_epochs)
-    evaluations = math.ceil(row.epochs / system.software.evaluation.every)
-    return Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
+    base, is_speedup = min(software.base_devices, row.devices), row.metric == "speedup"
+    each = row.devices * images // base if is_speedup else images
+    return (base if is_speedup else 1) * step_time(system.cost, system.cluster, software, base, each).seconds / seconds
 
 
 def _allreduce_speedup(system: System, devices: int) -> float:

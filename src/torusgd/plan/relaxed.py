@@ -106,10 +106,9 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measu
 @cache
 def _passes(delays: str | Measured, compute: float, ranks: int, parts: int, steps: int) -> F64:
     """Seconds of each rank's passes with their delays, [steps, ranks]."""
-    model = (
-        DelayModel(((delays, 1.0),), _SEED)
-        if isinstance(delays, Measured)
-        else delay_model(delays, _SEED, unit=compute / parts)
-    )
+    if isinstance(delays, Measured):
+        model = DelayModel(((delays, 1.0),), _SEED)
+    else:
+        model = delay_model(delays, _SEED, unit=compute / parts)
     late = model.at(np.arange(ranks)[:, None], np.arange(steps)[:, None, None], np.arange(parts))
     return np.asarray(compute + late.sum(axis=2))

@@ -179,11 +179,11 @@ def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int
     """The workload itself, and with other numbers of virtual workers, as many on each device, if they fit in memory."""
     batches = [stage.batch for stage in workload.stages]
     most = max(stage.workers for stage in workload.stages)
-    even = [w for w in range(devices, most + 1, devices) if all(batch % w == 0 for batch in batches)]
-    cuts = [
-        replace(workload, stages=tuple(replace(s, images=s.batch // w, workers=w, spare=0) for s in workload.stages))
-        for w in even
-    ]
-    limit = cluster.device.memory
-    fitting = [cut for cut in cuts if limit is None or forecast(cut, cluster, software, devices).memory <= limit]
-    return [workload, *fitting]
+    limit, cuts = cluster.device.memory, [workload]
+    for w in range(devices, most + 1, devices):
+        if all(batch % w == 0 for batch in batches):
+            stages = tuple(replace(s, images=s.batch // w, workers=w, spare=0) for s in workload.stages)
+            cut = replace(workload, stages=stages)
+            if limit is None or forecast(cut, cluster, software, devices).memory <= limit:
+                cuts.append(cut)
+    return cuts

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..comm.algorithms import FLAT, GRIDS, Algorithm, parse_algorithm, squarest
 from ..comm.tuning import cost as prices
 from ..comm.tuning.cost import AlphaBeta, Axis, Cost, Topology
-from ..comm.tuning.profile import Profile, expect, waited
+from ..comm.tuning.profile import expect, waited
 from ..comm.tuning.profile import hidden as hidden_seconds
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, Pass, pass_seconds, update_seconds
@@ -56,13 +56,13 @@ def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> T
 
 def grid_of(communication: Communication, cluster: Cluster, ranks: int) -> tuple[int, int]:
     """The (Y, X) of the program's torus or hierarchical all-reduce on so many devices."""
-    for rows, columns in communication.grids:
-        if rows * columns == ranks:
-            return rows, columns
-    if communication.grid == "node":
-        columns = math.gcd(ranks, cluster.devices_per_node) if ranks > cluster.devices_per_node else ranks
-        return ranks // columns, columns
-    return squarest(ranks)
+    for grid in communication.grids:
+        if math.prod(grid) == ranks:
+            return grid
+    if communication.grid == "square":
+        return squarest(ranks)
+    columns = math.gcd(ranks, cluster.devices_per_node) if ranks > cluster.devices_per_node else ranks
+    return ranks // columns, columns
 
 
 def phases(
@@ -91,7 +91,11 @@ def phases(
     # A measurement on as many ranks goes before every formula.
     profile, name = cluster.profile, communication.algorithm
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
-        whole: tuple[Phase, ...] = (_measured(profile, name == "auto", size),)
+        # `torusgd tune` measured the backend's own all-reduce, and its choice, whose messages have threads and
+        # connections of their own: the rounds of one begin while another's are under way.
+        is_own = name == "native"
+        seconds = expect(profile, round(size))[2] if is_own else waited(profile, size)
+        whole: tuple[Phase, ...] = (Phase("flat", seconds, lead=0.0 if is_own else waited(profile, 1)),)
     elif name == "in-network":
         whole = _in_network(topology, ranks, size)
     elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
@@ -132,14 +136,6 @@ def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]
     middle = len(whole) // 2
     half = [Phase(axis, length / 2, lead / 2) for axis, length, lead in whole[middle : middle + len(whole) % 2]]
     return (*whole[:middle], *half), (*half, *whole[len(whole) - middle :])
-
-
-def _measured(profile: Profile, is_chosen: bool, size: float) -> Phase:
-    """The phase that `torusgd tune` measured on its own ranks: of its choice, or of the backend's own all-reduce."""
-    if not is_chosen:
-        return Phase("flat", expect(profile, round(size))[2])
-    # Each message has threads and connections of its own: its rounds begin while another's are under way.
-    return Phase("flat", waited(profile, size), lead=waited(profile, 1))
 
 
 def _tree(topology: Topology, ranks: int) -> Cost:
