@@ -91,7 +91,11 @@ def main() -> None:
     atexit.register(remove_empty_cache)  # parts of torch make a folder in /tmp when they are imported
     try:
         for word in sys.argv[1:]:
-            _check_word(word)
+            # An empty word would be taken for the folder in which one stands.
+            flag, is_flag, value = word.partition("=") if word.startswith("--") else ("an argument", "=", word)
+            if is_flag and not value:
+                raise UserError(f"{flag}: is empty, as if a shell variable is not set; fill it in or leave it out")
+            check_scheme(value)
         adopt_step()
         # Typer would end the process itself, before the line for schedulers is written.
         # A shell that completes a line hands the line over by its variables.
@@ -103,10 +107,8 @@ def main() -> None:
         sys.exit(code)
     except _UsageError as error:
         end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
-    except UserError as error:
-        end(2, str(error))
-    except RunError as error:
-        end(1, str(error))
+    except (UserError, RunError) as error:
+        end(2 if isinstance(error, UserError) else 1, str(error))
     except BrokenPipeError:  # the reader, such as head, has seen enough: no word about it
         _drop_output()
         sys.exit(1)
@@ -121,11 +123,3 @@ def _drop_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _check_word(word: str) -> None:
-    """UserError for a word of the command line that is none: it would be taken for the folder in which one stands."""
-    flag, is_flag, value = word.partition("=") if word.startswith("--") else ("an argument", "=", word)
-    if is_flag and not value:
-        raise UserError(f"{flag}: is empty, as if a shell variable is not set; fill it in or leave it out")
-    check_scheme(value)

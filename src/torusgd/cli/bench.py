@@ -273,16 +273,10 @@ def compare(
         # The plan is scaled to the run with one rank, so that its rate is the planned one too.
         alone = points[0].images_per_second if points else rate
         points.append(
-            Point(
-                ranks=n,
-                step_seconds=beside["measured_step_seconds"],
-                images_per_second=rate,
-                efficiency=rate / (n * alone),
-                planned_step_seconds=beside["step_seconds"],
-                planned_efficiency=planned_rate / (n * alone),
-                error=beside["step_seconds_error"],
-            )
-        )
+            Point(n, beside["measured_step_seconds"], rate, efficiency=rate / (n * alone),
+                  planned_step_seconds=beside["step_seconds"], planned_efficiency=planned_rate / (n * alone),
+                  error=beside["step_seconds_error"])
+        )  # fmt: skip
     return points
 
 
@@ -291,16 +285,9 @@ def show_points(points: Sequence[Point]) -> None:
         "steps on this machine, median without the first; planned: from the run with one rank and the network"
     )
     rows = [
-        (
-            str(point.ranks),
-            f"{1e3 * point.step_seconds:.4g}",
-            f"{point.images_per_second:,.0f}",
-            f"{point.efficiency:.0%}",
-            f"{1e3 * point.planned_step_seconds:.4g}",
-            f"{point.planned_efficiency:.0%}",
-            f"{point.error:+.1%}",
-        )
-        for point in points
-    ]
+        (str(p.ranks), f"{1e3 * p.step_seconds:.4g}", f"{p.images_per_second:,.0f}", f"{p.efficiency:.0%}",
+         f"{1e3 * p.planned_step_seconds:.4g}", f"{p.planned_efficiency:.0%}", f"{p.error:+.1%}")
+        for p in points
+    ]  # fmt: skip
     headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
     console().print(table(headings, rows))

@@ -75,19 +75,12 @@ def train(
     begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
     folder = out or Path("runs") / resolved.name
     mirror = Mirror.at(folder, warn)
+    place, bucket = (folder, None) if mirror is None else (mirror.folder, mirror.url)
+    planned, traced = PlanComparison.load(plan) if plan else None, TracedSteps.parse(trace) if trace else None
     job = Job(
-        resolved,
-        options,
-        device,
-        folder if mirror is None else mirror.folder,
-        data,
-        init,
-        max_steps,
-        PlanComparison.load(plan) if plan else None,
-        delays=delays or "",
-        trace=TracedSteps.parse(trace) if trace else None,
-        bucket=None if mirror is None else mirror.url,
-    )
+        resolved, options, device, place, data, init, max_steps, planned, delays=delays or "", trace=traced,
+        bucket=bucket,
+    )  # fmt: skip
     entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
     result = _run(job, begins, entrance, mirror)
     if requeue and result.code == EXIT_AGAIN and is_first():
@@ -185,14 +178,12 @@ def replay(
     folder = out or named.with_name(f"{named.name}-replay")
     if folder.resolve() == run.resolve():
         raise UserError(f"--out {folder}: is the run itself; choose another folder")
-    options = runtime.over()
-    journaled, steps = None, status.get("steps")
+    options, journaled, steps = runtime.over(), None, status.get("steps")
     if recipe.synchrony.keeps_journal:
         # A run that has not finished is replayed as far as its journal goes.
         reached = original.journal_reached() if not status else None
-        journaled = read_journal(
-            original.journal, recipe.sha256(), recipe.virtual_workers, status.get("journal"), reached
-        )
+        expected = recipe.sha256(), recipe.virtual_workers, status.get("journal")
+        journaled = read_journal(original.journal, *expected, reached)
         steps = len(journaled.left_out)
     if steps == 0:
         raise UserError(f"{original.journal}: holds no update yet; there is nothing to replay")

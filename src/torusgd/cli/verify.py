@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,9 +57,8 @@ def verify(
         raise UserError("verify: give one of --steps, --sample, --final and --all, and --seed with --sample alone")
     try:
         claims = read_claims(run, overrides or [])
-        found, computed = _check(
-            claims, runtime, data, init, lambda: _wanted(claims, steps, sample, seed, final, whole)
-        )
+        wanted = partial(_wanted, claims, steps, sample, seed, final, whole)
+        found, computed = _check(claims, runtime, data, init, wanted)
     except (RunError, OSError) as error:  # which say nothing of the run that is checked
         scratch = tempfile.gettempdir()
         remedy = f"; TMPDIR names another folder than {scratch} to compute in" if scratch in str(error) else ""
@@ -134,27 +134,23 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
 
     terminal, steps = console(), max(claims.states, default=0)
     states = plural(len(claims.states), "record")
-    head = (
-        f"{claims.run}: {claims.recipe.name}, {plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
-    )
-    terminal.print(head)
+    head = f"{plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
+    terminal.print(f"{claims.run}: {claims.recipe.name}, {head}")
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):
         line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"
         # Names of tensors and conditions are the owner's, who may have put a terminal's commands into them.
         terminal.print("".join(letter if letter.isprintable() else "?" for letter in line))
     covered = sum(each.last - each.first for each in found if each.state not in (DIFFERS, UNKNOWN))
+    equal = f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed"
     code = verdict(found)
-    terminal.print(
-        {
-            0: f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed",
-            1: "something differs",
-            2: "not all that was asked for could be compared",
-        }[code]
-    )
-    write_json(
-        json_file,
-        {"run": str(claims.run), "records_sha256": claims.head, "steps": steps, "equal_steps": covered, "code": code,
-         "found": [asdict(each) for each in found]},
-    )  # fmt: skip
+    terminal.print((equal, "something differs", "not all that was asked for could be compared")[code])
+    about = {
+        "run": str(claims.run),
+        "records_sha256": claims.head,
+        "steps": steps,
+        "equal_steps": covered,
+        "code": code,
+    }
+    write_json(json_file, {**about, "found": [asdict(each) for each in found]})
     return code

@@ -138,36 +138,33 @@ def find_idx(path: Path, stem: str, dims: int) -> Path:
 
 def read_idx(file: Path, dims: int) -> Pixels:
     """An IDX file of unsigned bytes with so many dims; UserError if its header says another kind or length."""
+    begin, is_packed = 4 + 4 * dims, file.suffix == ".gz"
     try:
-        with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
-            return _read_idx(file, stream, dims)
+        with cast(IO[bytes], gzip.open(file) if is_packed else file.open("rb")) as stream:
+            header = stream.read(begin)
+            if len(header) < begin or header[:4] != bytes((0, 0, _UINT8, dims)):
+                raise UserError(f"{file}: no IDX file of unsigned bytes with {dims} dims (its first bytes differ)")
+            shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, begin, 4))
+            size, stored = math.prod(shape), file.stat().st_size
+            if size > _MOST_BYTES:
+                raise UserError(f"{file}: its header says {size} bytes, at most {_MOST_BYTES} are read")
+            check_swelling(size, stored)
+            # The header is not trusted with memory: of a plain file the length is known, of a gzip file no more than
+            # one byte beyond what the header says is unpacked.
+            found = stored - begin
+            if is_packed or found == size:
+                content = stream.read(size + 1)
+                found = len(content)
+            if found != size:
+                has = "more" if found > size else f"only {found}"
+                raise UserError(f"{file}: its header {list(shape)} says {size} bytes, it has {has}; fetch it again")
+            return np.frombuffer(content, np.uint8).reshape(shape)
     except UserError:  # a ValueError of our own
         raise
     except (gzip.BadGzipFile, EOFError, zlib.error, MemoryError, ValueError) as error:
         raise UserError(f"{file}: damaged ({error}); fetch it again") from error
     except OSError as error:
         raise UserError(f"{file}: can't be read: {error.strerror}") from error
-
-
-def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:
-    header = stream.read(4 + 4 * dims)
-    if len(header) < 4 + 4 * dims or header[:4] != bytes((0, 0, _UINT8, dims)):
-        raise UserError(f"{file}: no IDX file of unsigned bytes with {dims} dims (its first bytes differ)")
-    shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, 4 + 4 * dims, 4))
-    size, stored = math.prod(shape), file.stat().st_size
-    if size > _MOST_BYTES:
-        raise UserError(f"{file}: its header says {size} bytes, at most {_MOST_BYTES} are read")
-    check_swelling(size, stored)
-    # The header is not trusted with memory: of a plain file the length is known, of a gzip file no more than one byte
-    # beyond what the header says is unpacked.
-    found = stored - len(header)
-    if file.suffix == ".gz" or found == size:
-        content = stream.read(size + 1)
-        found = len(content)
-    if found != size:
-        has = "more" if found > size else f"only {found}"
-        raise UserError(f"{file}: its header {list(shape)} says {size} bytes, it has {has}; fetch it again")
-    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def open_digits() -> Pair:

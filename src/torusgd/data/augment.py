@@ -116,18 +116,17 @@ def mirror(images: Pixels, mirrored: Bools) -> Pixels:
     """The images [n, channels, height, width], the chosen ones mirrored left to right."""
     if not mirrored.any():
         return images
-    if mirrored.all():
-        return _reversed(images)
-    images = images.copy()
-    images[mirrored] = _reversed(images[mirrored])
-    return images
-
-
-def _reversed(images: Pixels) -> Pixels:
+    turned = images if mirrored.all() else images[mirrored]
     if images.shape[-1] % 8 != 0:
-        return images[..., ::-1]
-    # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
-    return np.ascontiguousarray(images).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
+        turned = turned[..., ::-1]
+    else:
+        # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
+        turned = np.ascontiguousarray(turned).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
+    if mirrored.all():
+        return turned
+    images = images.copy()
+    images[mirrored] = turned
+    return images
 
 
 def erase(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: Int64) -> None:
@@ -254,11 +253,7 @@ def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Rang
         # Two products and a sum in float32, each rounded once: the same bits on every machine.
         opposite = np.asarray(_opposite(image, operation), dtype=np.float32) * np.float32(1 - factor)
         return (image * np.float32(factor) + opposite).clip(0, 255).astype(np.uint8)
-    return _levels(image, operation, strength, ranges)
-
-
-def _levels(image: Pixels, operation: str, strength: int, ranges: Ranges) -> Pixels:
-    """Each value of a plane replaced by another; the image itself for `identity`."""
+    # The others replace each value of a plane by another.
     if operation == "posterize":
         bits = (2 * strength * ranges.bits + STRONGEST) // (2 * STRONGEST)  # to the nearest
         return image & np.uint8(0xFF << bits & 0xFF)
@@ -266,11 +261,8 @@ def _levels(image: Pixels, operation: str, strength: int, ranges: Ranges) -> Pix
         # From the threshold 255 - 255 * strength / STRONGEST on.
         bright = STRONGEST * (255 - image.astype(np.int64)) <= 255 * strength
         return np.where(bright, 255 - image, image)
-    if operation == "autocontrast":
-        return np.stack([_stretched(plane) for plane in image])
-    if operation == "equalize":
-        return np.stack([_equalized(plane) for plane in image])
-    return image
+    by_plane = {"autocontrast": _stretched, "equalize": _equalized}.get(operation)
+    return image if by_plane is None else np.stack([by_plane(plane) for plane in image])
 
 
 def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:

@@ -367,10 +367,6 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
 def nvjpeg(device: torch.device) -> NvJpeg:
     """The decoder of this rank's GPU; UserError if there is no torchvision."""
     stream = torch.cuda.Stream(device)
-    return NvJpeg(_torchvision(device), lambda: torch.cuda.stream(stream))
-
-
-def _torchvision(device: torch.device) -> DecodeMany:
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
@@ -385,7 +381,7 @@ def _torchvision(device: torch.device) -> DecodeMany:
         found: Sequence[Tensor] = decode_jpeg(inputs, mode=modes[channels], device=device)
         return found
 
-    return decode
+    return NvJpeg(decode, lambda: torch.cuda.stream(stream))
 
 
 class EncodedImages(ABC):

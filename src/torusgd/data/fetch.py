@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,22 +148,16 @@ def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arra
             raise UserError(f"{path}: has no {name}; wanted are {TRAIN}, {VAL} and {DEVKIT}, as image-net.org has them")
     counts, labels = read_devkit(path / DEVKIT)
     with as_user_error(f"{path}: can't be written"), held(path, str(path)):
-        arrays = _whole_index(path, counts, labels, progress)
+        arrays = make_index(path, {name: name for name in counts}, labels, {"train": [TRAIN], "eval": [VAL]}, progress)
+        classes = list(Names.of(arrays, "classes"))
+        found = np.bincount(arrays["train labels"], minlength=len(classes)).tolist()
+        checks = [(TRAIN, f" of {name}", count, counts[name]) for name, count in zip(classes, found, strict=True)]
+        for file, what, count, expected in (*checks, (VAL, "", len(arrays["eval labels"]), len(labels))):
+            if count != expected:
+                says = f"the development kit says {expected}; fetch it again"
+                raise UserError(f"{path / file}: has {count} pictures{what}, {says}")
         write_index(path / FILE, arrays)
         (path / LOCK).unlink()
-    return arrays
-
-
-def _whole_index(path: Path, counts: Mapping[str, int], labels: Mapping[str, str], progress: Progress) -> Arrays:
-    """The index's arrays; UserError if they are not of as many pictures as the development kit says."""
-    arrays = make_index(path, {name: name for name in counts}, labels, {"train": [TRAIN], "eval": [VAL]}, progress)
-    classes = list(Names.of(arrays, "classes"))
-    found = np.bincount(arrays["train labels"], minlength=len(classes)).tolist()
-    checks = [(TRAIN, f" of {name}", count, counts[name]) for name, count in zip(classes, found, strict=True)]
-    for file, what, count, expected in (*checks, (VAL, "", len(arrays["eval labels"]), len(labels))):
-        if count != expected:
-            says = f"the development kit says {expected}; fetch it again"
-            raise UserError(f"{path / file}: has {count} pictures{what}, {says}")
     return arrays
 
 

@@ -242,18 +242,6 @@ class _Process:
         self._process.join()
         return f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
 
-    def request_end(self) -> None:
-        # By a message: another child of this process may hold an end of the pipe, which then never closes.
-        with suppress(OSError):
-            self._pipe.send(None)
-        self._pipe.close()
-
-    def join(self) -> None:
-        self._process.join(CLOSE_SECONDS)
-        self._process.kill()
-        self._process.join()
-        os.close(self._file)
-
 
 def _is_suspended(process: int) -> bool:
     with suppress(OSError):
@@ -262,10 +250,16 @@ def _is_suspended(process: int) -> bool:
 
 
 def _close(processes: list[_Process]) -> None:
-    for process in processes:
-        process.request_end()
-    for process in processes:
-        process.join()
+    for each in processes:
+        # By a message: another child of this process may hold an end of the pipe, which then never closes.
+        with suppress(OSError):
+            each._pipe.send(None)
+        each._pipe.close()
+    for each in processes:
+        each._process.join(CLOSE_SECONDS)
+        each._process.kill()
+        each._process.join()
+        os.close(each._file)
 
 
 def _received(pipe: Connection) -> Any:

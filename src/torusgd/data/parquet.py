@@ -105,11 +105,11 @@ class _File:
         if self.parquet is None:
             # A mapped file is one part: the system reads the pages that a row needs.
             return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name), self.path))]
-        groups = (self.parquet.metadata.row_group(number) for number in range(self.parquet.num_row_groups))
-        return [
-            Part(group.num_rows, group.total_byte_size, partial(self._group, number, name))
-            for number, group in enumerate(groups)
-        ]
+        parts = []
+        for number in range(self.parquet.num_row_groups):
+            group = self.parquet.metadata.row_group(number)
+            parts.append(Part(group.num_rows, group.total_byte_size, partial(self._group, number, name)))
+        return parts
 
     def _group(self, number: int, name: str) -> Any:
         try:
@@ -125,11 +125,7 @@ Pair = tuple[TableImages, TableImages]
 
 
 def open_tables(
-    path: Path,
-    channels: int,
-    image: str | None = None,
-    label: str | None = None,
-    subset: str | None = None,
+    path: Path, channels: int, image: str | None = None, label: str | None = None, subset: str | None = None
 ) -> Pair:
     """Images of a data set in Parquet or Arrow files, in a folder or on the hub, in the order of the files' names.
 

@@ -213,8 +213,7 @@ class Pipeline:
         if self._data.pixels == "portable":
             choose = partial(_exactly, choose)
         if drawn is not None and drawn.corners is not None:
-            down, right = drawn.corners[at].tolist()
-            return choose, partial(cut_at, size=sizes.sides, corner=(down, right))
+            return choose, partial(cut_at, size=sizes.sides, corner=tuple(drawn.corners[at].tolist()))
         return choose, partial(centre, size=sizes.sides)
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:

@@ -128,10 +128,8 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         _check(source, word, data)
     if pair[0].classes != pair[1].classes:
         raise UserError(f"data.source: {name} has other classes in training than in held-out images")
-    train, held_out = (
-        _first(pair[0], data.train_images, "train_images"),
-        _first(pair[1], data.eval_images, "eval_images"),
-    )
+    train = _first(pair[0], data.train_images, "train_images")
+    held_out = _first(pair[1], data.eval_images, "eval_images")
     return (train, held_out) if data.validation_images is None else _validation(train, data.validation_images)
 
 

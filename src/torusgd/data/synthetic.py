@@ -28,8 +28,10 @@ class _Made(ABC):
     """What both sources have in common: images are made by `read_many` alone."""
 
     labels: Int64
-    _key: tuple[int, ...]
-    _noise: int
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], key: tuple[int, ...], noise: int) -> None:
+        self.classes, self.shape = tuple(map(str, range(classes))), shape
+        self._key, self._noise = key, noise
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,11 +62,8 @@ class Synthetic(_Made):
     def __init__(
         self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
     ) -> None:
+        super().__init__(classes, shape, (SYNTHETIC, seed, split), noise)
         self.labels = np.arange(count, dtype=np.int64) % classes
-        self.classes = tuple(str(label) for label in range(classes))
-        self.shape = shape
-        self._key = (SYNTHETIC, seed, split)
-        self._noise = noise
         tile = np.ogrid[:classes, :_GRID, :_GRID, : shape[2]]
         self._tiles = keyed_integer(256, SYNTHETIC, seed, _PATTERN, *tile).astype(np.uint8)
 
@@ -104,12 +103,8 @@ class Frames(_Made):
         self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
     ) -> None:
         window = shape[:2]  # frames have one channel, whatever the recipe says
-        self.classes = tuple(str(label) for label in range(classes))
-        self.shape = (*window, 1)
-        self._key = (FRAMES, seed, split)
-        self._noise = noise
-        means = keyed_integer(256, FRAMES, seed, _MEAN, *np.ogrid[:classes, : window[1]])
-        self._means = means.astype(np.uint8)
+        super().__init__(classes, (*window, 1), (FRAMES, seed, split), noise)
+        self._means = keyed_integer(256, FRAMES, seed, _MEAN, *np.ogrid[:classes, : window[1]]).astype(np.uint8)
         sequences = -(-count // SEQUENCE)
         length = SEQUENCE + window[0] - 1 + 2 * _REACH
         self._states = np.empty((sequences, length), np.int32)

@@ -50,9 +50,8 @@ class Shards(EncodedImages):
         self.names = Names.of(split, "names")
         self._root = root
         self._files = [os.path.join(root, name) for name in Names.of(split, "shards")]
-        self._shard, self._offset, self._size, self._header = (
-            split[key] for key in ("shard", "offset", "size", "header")
-        )
+        self._shard, self._offset, self._size = split["shard"], split["offset"], split["size"]
+        self._header = split["header"]
 
     def lengths(self) -> list[int]:
         """The bytes of each tar file; OSError if one isn't there."""
@@ -244,20 +243,15 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
 def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, Shards]:
     """Images in tar files, in the order of the index, which is a path from the folder or URL of these files."""
     load_decoders()
-    url = url_of(path)
-    store = Store(url) if url is not None else None
-    file = path / index if store is None else fetch_index(store, index)
-    root = str(path) if store is None else store.url
+    store = Store(url) if (url := url_of(path)) is not None else None
+    file, root = (path / index, str(path)) if store is None else (fetch_index(store, index), store.url)
     arrays = read_index(file, root)
     classes = list(Names.of(arrays, "classes"))
     pair = list[Shards]()
     for name in SPLITS:
-        split = {key: arrays[f"{name} {key}"] for key in _KINDS}
-        if store is None:
-            pair.append(Shards(root, split, classes, channels))
-        else:
-            pair.append(RemoteShards(store, file.parent / name, split, classes, channels))
-        pair[-1].check(split["shard sizes"].tolist())
+        own = {key: arrays[f"{name} {key}"] for key in _KINDS}, classes, channels
+        pair.append(Shards(root, *own) if store is None else RemoteShards(store, file.parent / name, *own))
+        pair[-1].check(arrays[f"{name} shard sizes"].tolist())
     return pair[0], pair[1]
 
 

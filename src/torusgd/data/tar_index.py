@@ -168,7 +168,11 @@ class _Walk:
     def _label(self, key: str, sample: Mapping[str, _Member], picture: _Member) -> str:
         for kind in ("cls", "json"):
             if kind in sample:
-                text = _read(self._stream, sample[kind]).strip()
+                member = sample[kind]
+                if member.size > _MOST_LABEL:
+                    raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
+                self._stream.seek(member.offset)
+                text = self._stream.read(member.size).decode().strip()
                 value: Any = text
                 if kind == "json":
                     tree = parse_json(text)
@@ -177,7 +181,7 @@ class _Walk:
                 is_label = isinstance(value, int | str) and not isinstance(value, bool)
                 if is_label and str(value) and "\0" not in str(value):
                     return str(value)
-                raise UserError(f"{self._file}: {sample[kind].name} holds no label")
+                raise UserError(f"{self._file}: {member.name} holds no label")
         folder, _, name = picture.name.rpartition("/")
         # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
@@ -187,13 +191,6 @@ class _Walk:
                 "folder in the tar file, which is its class"
             )
         return label
-
-
-def _read(stream: IO[bytes], member: _Member) -> str:
-    if member.size > _MOST_LABEL:
-        raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
-    stream.seek(member.offset)
-    return stream.read(member.size).decode()
 
 
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:

@@ -94,10 +94,8 @@ def line_chart(
     with `floor` the y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
-    shown = []
-    for each in series:
-        if points := [(x, y * scale) for x, y in each.points if _is_shown(x, log_x) and _is_shown(y, log_y)]:
-            shown.append((each, points))
+    found = ((s, [(x, y * scale) for x, y in s.points if _is_shown(x, log_x) and _is_shown(y, log_y)]) for s in series)
+    shown = [(each, points) for each, points in found if points]
     if not shown:
         return None
     # Axes span what is shown of all series, so that their lines can be compared.

@@ -18,8 +18,6 @@ from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, log_charts, run_cha
 from .read_run import Log, RunRecord
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
-
     from .mistakes import Mistakes
 
 # Runtime options with a flag of the same name that change how long a run takes.
@@ -84,7 +82,6 @@ def result_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def time_table(runs: Sequence[RunRecord]) -> Table:
-
     def beside(run: RunRecord, part: str) -> str:
         found = time_shares(run).get(part)
         return f"{duration(found[0])} ({found[1]:.1%})" if found else NONE
@@ -301,7 +298,8 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
     """
     sections = (result_table, training_table, plan_table, ranks_table)
     shares = [{part: share for part, (_, share) in time_shares(run).items()} for run in runs]
-    return _environment().get_template("run.html").render(
+    return _rendered(
+        "run.html",
         title=" beside ".join(run.name for run in runs),
         runs=runs,
         notes=_notes(runs),
@@ -313,51 +311,55 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
         mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],
         conditions=conditions_table(runs),
         commands=[(run.name, command_of(run)) for run in runs],
-        box=_BOX,
-    )  # fmt: skip
+    )
 
 
 def log_page(logs: Sequence[Log]) -> str:
     names = [log.name for log in logs]
-    return (
-        _environment()
-        .get_template("logs.html")
-        .render(title=" beside ".join(names), names=names, charts=log_charts(logs), box=_BOX)
-    )
+    return _rendered("logs.html", title=" beside ".join(names), names=names, charts=log_charts(logs))
 
 
 def plan_page(plan: Mapping[str, Any], command: str) -> str:
     """What `torusgd plan --sweep --json` writes, with `--to` or without, as a page of HTML; `command` made it."""
     curve = plan.get("sweep") or []
-    stages, columns = plan.get("stages") or [], _columns(curve)
-    return _environment().get_template("plan.html").render(
+    stages, columns, best = plan.get("stages") or [], _columns(curve), plan.get("best") or {}
+    parts = {name: [float(stage.get(key) or 0) for stage in stages] for key, name in PARTS.items()}
+    parts = {name: seconds for name, seconds in parts.items() if any(seconds)}
+    whole = [stage["seconds"] for stage in stages]
+    shares = [{name: seconds[at] / step for name, seconds in parts.items()} for at, step in enumerate(whole)]
+    rows = [
+        Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds))
+        for name, seconds in {"a step": whole, **parts}.items()
+    ]
+    return _rendered(
+        "plan.html",
         title=plan["title"],
         plan=plan,
         tiles=_plan_tiles(plan),
         charts=sweep_charts(curve, plan.get("knee")),
-        bars=_stage_bars(stages),
-        steps=_step_table(stages),
+        bars=[stacked_bar(f"batch {stage['batch']:,}", each) for stage, each in zip(stages, shares, strict=True)],
+        steps=Table("Where a step's time goes", tuple(rows)),
         heads=[head for _, head, _ in columns],
         sweep=[(each["devices"] == plan.get("knee"), [show(each) for _, _, show in columns]) for each in curve],
-        choices=[(c["setting"], c["value"], duration(c["saves"])) for c in (plan.get("best") or {}).get("choices", [])],
-        best=duration((plan.get("best") or {}).get("seconds")),
+        choices=[(c["setting"], c["value"], duration(c["saves"])) for c in best.get("choices", [])],
+        best=duration(best.get("seconds")),
         command=command,
-        box=_BOX,
-    )  # fmt: skip
+    )
 
 
 _BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
 
 
-def _environment() -> "Environment":
+def _rendered(template: str, **values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     # The page's policy forbids scripts, and every value is escaped, so that a class, a folder or an error message of a
     # stranger stays text.
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("torusgd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    return environment.get_template(template).render(box=_BOX, **values)
 
 
 def _notes(runs: Sequence[RunRecord]) -> list[str]:
@@ -399,30 +401,6 @@ def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("devices of the quickest run", count(plan.get("useful"))),
         ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
     )
-
-
-def _stage_bars(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    parts = _parts(stages)
-    return [
-        stacked_bar(
-            f"batch {stage['batch']:,}",
-            {name: float(stage.get(key) or 0.0) / stage["seconds"] for key, name in parts.items()},
-        )
-        for stage in stages
-    ]
-
-
-def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
-    names = {"seconds": "a step", **_parts(stages)}
-    rows = (
-        Row(name, tuple(f"{1e3 * float(stage.get(key) or 0):.2f} ms" for stage in stages))
-        for key, name in names.items()
-    )
-    return Table("Where a step's time goes", tuple(rows))
-
-
-def _parts(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return {key: name for key, name in PARTS.items() if any(stage.get(key) for stage in stages)}
 
 
 Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]

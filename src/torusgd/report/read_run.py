@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,28 +122,22 @@ def _expected(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    found: list[dict[str, Any]] = []
-    unread = 0
-    for line in _lines(path):
-        event = None
-        with suppress(ValueError):
-            event = parse_json(line.decode())
-        if isinstance(event, dict) and _is_whole(event):
-            found.append(event)
-        else:
-            unread += 1
-    return found, unread
-
-
-def _lines(path: Path) -> Iterator[bytes]:
+    found, unread = list[dict[str, Any]](), 0
     if not path.exists():  # stopped before its first step
-        return
+        return found, unread
     with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)):
         check_regular(path)
         with path.open("rb") as file:
             # Bounded: a line without an end would fill the memory.
             while line := file.readline(MOST_EVENT):
-                yield line
+                event = None
+                with suppress(ValueError):
+                    event = parse_json(line.decode())
+                if isinstance(event, dict) and _is_whole(event):
+                    found.append(event)
+                else:
+                    unread += 1
+    return found, unread
 
 
 def _is_whole(event: Mapping[str, Any]) -> bool:
