@@ -23,13 +23,6 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-def _splitmix(x: U64) -> U64:
-    x = x + _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    return x ^ (x >> np.uint64(31))
-
-
 def keyed_hash(*words: int | npt.NDArray[Any]) -> U64:
     """64 random bits for each combination of the words: uint64 of the broadcast shape (0-d for plain integers).
 
@@ -42,7 +35,10 @@ def keyed_hash(*words: int | npt.NDArray[Any]) -> U64:
     with np.errstate(over="ignore"):
         for word in words:
             bits = np.asarray(word % 2**64 if isinstance(word, int) else word).astype(np.uint64)
-            state = np.asarray(_splitmix(state ^ bits))
+            x = (state ^ bits) + _GOLDEN
+            x = (x ^ (x >> np.uint64(30))) * _MIX1
+            x = (x ^ (x >> np.uint64(27))) * _MIX2
+            state = np.asarray(x ^ (x >> np.uint64(31)))
     return state
 
 

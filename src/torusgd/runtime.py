@@ -119,13 +119,11 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
     """Replaces `auto` by the fastest precision and memory format of the device, which become part of the recipe."""
     # By the kind of the device, never by timing it: the same machine always gets the same recipe.
     if device == "cuda":
-        precision = precision_of_gpu(
-            torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.__version__
-        )
-        return recipe.resolve(precision=precision, memory_format="channels_last")
-    flags = cpu_flags()
-    fast = bool({"avx512_bf16", "amx_bf16"} & flags)
-    return recipe.resolve(precision="bfloat16" if fast else "float32", memory_format="channels_last")
+        capability = torch.cuda.get_device_capability()
+        precision = precision_of_gpu(torch.cuda.get_device_name(), capability, torch.__version__)
+    else:
+        precision = "bfloat16" if {"avx512_bf16", "amx_bf16"} & cpu_flags() else "float32"
+    return recipe.resolve(precision=precision, memory_format="channels_last")
 
 
 def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str) -> str:

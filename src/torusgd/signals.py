@@ -127,14 +127,15 @@ class StopFlag:
 
     def install(self) -> None:
         """Takes the stop signals (main thread only)."""
-        _take(self._remember)
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            # The first one counts: it decides the exit code.
+            self.signal = self.signal or number
+
+        _take(remember)
 
     def __call__(self) -> bool:
         return self.signal != 0 or self._also()
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        # The first one counts: it decides the exit code.
-        self.signal = self.signal or number
 
 
 @contextmanager

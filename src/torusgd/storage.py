@@ -138,10 +138,10 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
-        def is_worth(error: Exception) -> bool:
-            return isinstance(error, OSError) and is_transient(error)
-
-        return retry(lambda: self._as_os_error(name, call), PAUSES, is_worth)
+        # Whatever the store's library raised is an OSError by now.
+        return retry(
+            lambda: self._as_os_error(name, call), PAUSES, lambda e: isinstance(e, OSError) and is_transient(e)
+        )
 
     def _as_os_error(self, name: str, call: Callable[[], T]) -> T:
         try:

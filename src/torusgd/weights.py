@@ -33,8 +33,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        dims = ",".join(str(size) for size in tensor.shape)
+        dtype, dims = str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape))
         digest.update(f"{name}\0{dtype}\0{dims}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -38,13 +38,9 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
         )  # fmt: skip
         graph = onnx.load(str(temporary))
         known = {
-            "classes": list(trained.classes),
-            "mean": data.mean,
-            "std": data.std,
-            "resize": data.resize,
-            "weights_sha256": weights_sha256(trained.model.state_dict()),
-            "records_sha256": _records_sha256(trained),
-        }
+            "classes": list(trained.classes), "mean": data.mean, "std": data.std, "resize": data.resize,
+            "weights_sha256": weights_sha256(trained.model.state_dict()), "records_sha256": _records_sha256(trained),
+        }  # fmt: skip
         onnx.helper.set_model_props(graph, {name: json.dumps(value) for name, value in known.items()})
         onnx.checker.check_model(graph)
         onnx.save(graph, str(temporary))
@@ -89,8 +85,7 @@ def _compared(trained: TrainedModel, run: Callable[[Tensor], Tensor]) -> float:
     worst = 0.0
     for count in _BATCHES:
         images = example_images(trained, count)
-        expected = trained.model(images)
-        found = run(images)
+        expected, found = trained.model(images), run(images)
         worst = max(worst, float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)))
     if not worst <= TOLERANCE:
         raise RunError(f"the graph's logits differ from the network's by {worst:.1e} of the largest one; not written")

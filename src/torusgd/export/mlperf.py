@@ -86,9 +86,8 @@ def _hyperparameters(run: RunRecord) -> dict[str, Any]:
     recipe, summary = run.recipe, run.summary
     optimizer, rate = recipe.optimizer, recipe.rate
     schedule = Schedule(recipe, summary["train_images"])
-    warmup = rate.warmup.length if rate.warmup is not None else None
-    warm_steps = schedule.boundaries(warmup)[0] if warmup is not None else 0
-    warm_epochs = schedule[warm_steps].epoch if warmup is not None else 0
+    warm_steps = schedule.boundaries(rate.warmup.length)[0] if rate.warmup is not None else 0
+    warm_epochs = schedule[warm_steps].epoch if rate.warmup is not None else 0
     first = recipe.stages[0].images_per_worker
     common = {
         "base_learning_rate": rate.lr,

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,19 @@ def configuration(trained: TrainedModel) -> dict[str, Any]:
 
 def card(run: RunRecord, license_name: str | None) -> str:
     """README.md: front matter by the hub's rules, then a report's tables, and how to train the same again."""
-    recipe = run.recipe
+    recipe, names = run.recipe, {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+    figures = {name: run.summary[key] for key, name in names.items() if key in run.summary}
+    result = {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        "dataset": {"name": recipe.data.source, "type": recipe.data.source},
+        "metrics": [{"type": "accuracy", "name": name, "value": value} for name, value in figures.items()],
+    }
     head: dict[str, Any] = {
         **({"license": license_name} if license_name else {}),
         "library_name": "torusgd",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "pytorch", "torusgd"],
-        "model-index": [{"name": run.name, "results": [_result(recipe.data.source, run.summary)]}],
+        "model-index": [{"name": run.name, "results": [result]}],
     }
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     facts = (result_table([run]), training_table([run]), time_table([run]), conditions_table([run]))
@@ -91,19 +96,6 @@ def _command(run: RunRecord) -> str:
     if isinstance(steps := run.status.get("max_steps"), int):
         words.append(f"--max-steps {steps}")
     return " ".join(words)
-
-
-def _result(data: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = [
-        {"type": "accuracy", "name": name, "value": summary[key]}
-        for key, name in (("top1", "top-1 accuracy"), ("top5", "top-5 accuracy"))
-        if key in summary
-    ]
-    return {
-        "task": {"type": "image-classification", "name": "Image classification"},
-        "dataset": {"name": data, "type": data},
-        "metrics": metrics,
-    }
 
 
 def _cell(text: str) -> str:

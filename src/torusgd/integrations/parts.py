@@ -27,11 +27,8 @@ class StepParts:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if isinstance(sampler.batches, BatchSizeSchedule):
             sampler.batches.follow(optimizer, sampler)
-        self._replicas = (
-            Replicas(model, optimizer, every=compare_every, ignore=("*running_mean", "*running_var"))
-            if compare_every
-            else None
-        )
+        ignored = ("*running_mean", "*running_var")
+        self._replicas = Replicas(model, optimizer, every=compare_every, ignore=ignored) if compare_every else None
 
     def step(self) -> None:
         if self._replicas is not None:

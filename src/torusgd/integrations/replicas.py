@@ -99,18 +99,16 @@ class Replicas:
         suspects, is_clear = differing({index: row[0] for index, row in enumerate(rows)})
         who = ", ".join(named_with_host(self._ranks, index) for index in sorted(suspects)[:_MOST_NAMED])
         more = f" and {len(suspects) - _MOST_NAMED} more ranks" if len(suspects) > _MOST_NAMED else ""
-        verdict = "differs from most ranks" if is_clear and len(suspects) == 1 else (
-            "differ from most ranks" if is_clear else "differ, and no majority says who is right"
-        )  # fmt: skip
+        verdict = "differ" + "s" * (is_clear and len(suspects) == 1)
+        verdict += " from most ranks" if is_clear else ", and no majority says who is right"
         raise CorruptionError(f"after {self._steps} steps {who}{more} {verdict}, in {self._listed(different)}")
 
     def _listed(self, names: Sequence[str]) -> str:
         listed = ", ".join(names[:_MOST_NAMED])
         more = f" and {len(names) - _MOST_NAMED} more tensors" if len(names) > _MOST_NAMED else ""
-        remedy = "; DistributedDataParallel lets batch norm's differ: ignore=['*running_mean', '*running_var']" if all(
-            name.endswith(("running_mean", "running_var")) for name in names
-        ) else ""  # fmt: skip
-        return listed + more + remedy
+        if all(name.endswith(("running_mean", "running_var")) for name in names):
+            more += "; DistributedDataParallel lets batch norm's differ: ignore=['*running_mean', '*running_var']"
+        return listed + more
 
     def _hashes(self) -> tuple[list[str], Tensor]:
         """The names of all that is compared, and the hash of each: int64 [n]."""

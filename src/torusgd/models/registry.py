@@ -154,19 +154,14 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
         _check_parameters(model.name, network)
-        _set_batch_norm_momentum(model, network)
+        if (momentum := model.batch_norm_momentum) is not None:
+            layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+            if not layers:
+                raise UserError(f"model.batch_norm_momentum = {momentum}: {model.name} has no batch norm")
+            for layer in layers:
+                layer.momentum = momentum
         _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
-
-
-def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
-    if model.batch_norm_momentum is None:
-        return
-    layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
-    if not layers:
-        raise UserError(f"model.batch_norm_momentum = {model.batch_norm_momentum}: {model.name} has no batch norm")
-    for layer in layers:
-        layer.momentum = model.batch_norm_momentum
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
@@ -201,14 +196,11 @@ def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     """The network of that name with its options, unchecked; its builder draws the weights."""
-    library, _, name = model.name.partition(":")
+    library, colon, name = model.name.partition(":")
     if library in LIBRARIES:
         return LIBRARIES[library](name, classes=classes, channels=channels, options=model.options)
-    if ":" in model.name:
-        builder = import_factory(model.name, key="model.name")
-    elif model.name in MODELS:
-        builder = MODELS[model.name]
-    else:
+    builder = import_factory(model.name, key="model.name") if colon else MODELS.get(model.name)
+    if builder is None:
         raise UserError(
             f"model.name: no model {model.name!r}{suggest(model.name, sorted(MODELS))} "
             "(or torchvision:NAME, timm:NAME, or your own as package.module:factory)"
@@ -286,10 +278,9 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     try:
         logits = trial(images)
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-        reason = first_line(error)
         key = SIZE_OPTIONS.get(name.partition(":")[0])
-        hint = f"; where it is made for one size, give model.options.{key}" if key else ""
-        raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {reason}{hint}") from error
+        why = first_line(error) + (f"; where it is made for one size, give model.options.{key}" if key else "")
+        raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {why}") from error
     gave = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if gave != (len(images), classes):
         raise UserError(
@@ -299,9 +290,7 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     _check_graph(name, logits)
     before = dict(network.named_modules())
     for path, module in trial.named_modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        for key, value in module.named_buffers(recurse=False):
+        for key, value in () if isinstance(module, _BatchNorm) else module.named_buffers(recurse=False):
             if not _same_bits(value, before[path].get_buffer(key)):
                 raise UserError(
                     f"model.name: {name} has a module {path or '(the model)'} ({type(module).__name__}) whose buffer "

@@ -127,11 +127,6 @@ def _by_clocks(setup: Setup) -> bool:
     return form.leaves_out and form.delays is None and not setup.is_replay
 
 
-def _is_disallowed(setup: Setup) -> bool:
-    blocks = setup.recipe.column_blocks
-    return setup.ranks is not None and setup.options.model_parallel not in allowed_parallel(setup.ranks, blocks)
-
-
 def _resamples(setup: Setup) -> bool:
     recipe = setup.recipe
     if recipe.data.pixels == "portable":
@@ -192,7 +187,9 @@ SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sha
 MODEL_PARALLEL = Part(
     "model_parallel", "`model_parallel` above 1", lambda s: s.options.model_parallel not in (1, "auto")
 )
-DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide", _is_disallowed)
+DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
+                  lambda s: s.ranks is not None and s.options.model_parallel not in allowed_parallel(
+                      s.ranks, s.recipe.column_blocks))  # fmt: skip
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
 CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: s.options.cuda_graphs)
 NO_GRAPHS = Part("", "`cuda_graphs: false`", lambda s: not s.options.cuda_graphs)

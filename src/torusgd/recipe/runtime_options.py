@@ -126,8 +126,8 @@ class RuntimeOptions(Section):
         """`grid` as (vertical, horizontal)."""
         if self.grid is None:
             return None
-        vertical, horizontal = self.grid.split("x")
-        return int(vertical), int(horizontal)
+        vertical, horizontal = map(int, self.grid.split("x"))
+        return vertical, horizontal
 
     def without(self, names: Collection[str]) -> "RuntimeOptions":
         """The options with these as if nobody had given them."""

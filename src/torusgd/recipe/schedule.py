@@ -164,8 +164,7 @@ class Schedule:
             if isinstance(stage.lr, float | int):
                 lr = float(stage.lr)
             elif stage.lr is not None:  # scaled by the batch relative to the first stage's
-                ratio = batch / first_batch
-                lr *= ratio if stage.lr == "linear" else math.sqrt(ratio)
+                lr *= batch / first_batch if stage.lr == "linear" else math.sqrt(batch / first_batch)
             momentum = self._momentum(number, batch, lr, first_batch)
             if stage.until.unit == "st":
                 stop_step = int(stage.until.value)

@@ -160,19 +160,14 @@ class Lab:
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> LabRanks:
         """Starts a Python program (`[script, argument, ...]` or `["-m", module, argument, ...]`) on every rank."""
         positions = [(host, local) for host, spec in enumerate(self.hosts) for local in range(spec.ranks)]
+        common = {
+            "WORLD_SIZE": len(positions), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": _PORT + len(self._runs),
+            "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1,
+        }  # fmt: skip
         ranks = []
         for rank, (host, local) in enumerate(positions):
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": len(positions),
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": self.hosts[host].ranks,
-                "MASTER_ADDR": self.addresses[0],
-                "MASTER_PORT": _PORT + len(self._runs),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": 1,
-                **(environment or {}),
-            }
+            own = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.hosts[host].ranks}
+            variables = {**common, **own, **(environment or {})}
             ranks.append((self._spaces[host], {name: str(value) for name, value in variables.items()}))
         started = LabRanks(command, ranks, Path(tempfile.mkdtemp(dir=self._folder.name)))
         self._runs.append(started)
@@ -198,23 +193,6 @@ class Lab:
 # host's namespace. It reads one JSON line from standard input: the parent's process id, the command, and the namespace,
 # environment and output file of each rank. It prints the process ids, and when all ranks have ended their exit codes,
 # as JSON; it kills the ranks if its input ends before.
-def _be_rank(command: list[str], space: str, environment: dict[str, str], output: str) -> None:
-    """Runs the command in this process, as the interpreter itself would."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for stream in (1, 2):
-        os.dup2(target, stream)
-    enter(space)
-    os.environ.update(environment)
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = command
-        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-        runpy.run_path(command[0], run_name="__main__")
-
-
 def _start(command: list[str], space: str, environment: dict[str, str], output: str) -> int:
     spawner = os.getpid()
     process = os.fork()
@@ -223,7 +201,20 @@ def _start(command: list[str], space: str, environment: dict[str, str], output: 
     code = 1
     try:
         die_with_parent(spawner)
-        _be_rank(command, space, environment, output)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for stream in (1, 2):
+            os.dup2(target, stream)
+        enter(space)
+        os.environ.update(environment)
+        # As the interpreter itself would run the command.
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+            runpy.run_path(command[0], run_name="__main__")
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

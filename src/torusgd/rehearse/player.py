@@ -49,13 +49,9 @@ class Player:
         for send in actions:
             if isinstance(send, Send):
                 over = allreduce if send.members is None else grouped(send.members, send.apart)
-                used = dtypes.get(send.content, torch.float32)
+                used, halves = dtypes.get(send.content, torch.float32), shards(over)
+                starts = {"sum": over.start, "scatter": halves.start_reduce_scatter, "gather": halves.start_all_gather}
                 tensor = torch.zeros(elements(send, shrink, used), dtype=used)
-                starts = {
-                    "sum": over.start,
-                    "scatter": shards(over).start_reduce_scatter,
-                    "gather": shards(over).start_all_gather,
-                }
                 self._begin[send.name] = partial(starts[send.kind], tensor)
 
     def play(self, stretch: float) -> float:

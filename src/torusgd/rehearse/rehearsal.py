@@ -153,7 +153,15 @@ def rehearse(
         allreduce += f" {rows}x{columns}"
     dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
     part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce, dtype)
-    ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
+    mtu = packet_bytes(hosts, scale.rate)
+    places = [Host(each, scale.latency, 8 * scale.rate)] * hosts
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(places, mtu=mtu) as lab:
+        file.write(part)
+        file.flush()
+        outputs = lab.run(["-m", f"{__package__}.player", file.name], timeout=120 + 5 * (steps + 1) * limit)
+    # The end of each step on the slowest rank, by the one machine's clock.
+    ends = [max(step) for step in zip(*(json.loads(result_line(output)) for output in outputs), strict=True)]
+    explanation = next((line for line in outputs[0].splitlines() if line.startswith("allreduce")), "allreduce native")
     # Back in seconds of the machine; the first step, which warms up, has no end before it.
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(
@@ -161,18 +169,6 @@ def rehearse(
         predicted_late=exposed(scale.excess), waits=tuple(waits), ceiling=ceiling, scale=scale, allreduce=explanation,
         bytes=size,
     )  # fmt: skip
-
-
-def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], str]:
-    """The end of each step on the slowest rank, by the one machine's clock; and the all-reduce's explanation."""
-    mtu = packet_bytes(len(hosts), hosts[0].rate / 8)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(hosts, mtu=mtu) as lab:
-        file.write(part)
-        file.flush()
-        outputs = lab.run(["-m", f"{__package__}.player", file.name], timeout=120 + 5 * seconds)
-    ends = [json.loads(result_line(output)) for output in outputs]
-    explanation = next((line for line in outputs[0].splitlines() if line.startswith("allreduce")), "allreduce native")
-    return [max(step) for step in zip(*ends, strict=True)], explanation
 
 
 def choose_scale(
@@ -222,10 +218,8 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
     rank, ranks = connection.group.rank, connection.group.size
     tensor = connection.zeros(2 * size)
     half = tensor.numel() // 2  # sent from one half and received into the other
-    turn = Round(
-        (Message((rank + distance) % ranks, 0, half),), copies=(Message((rank - distance) % ranks, half, 2 * half),)
-    )
-    chain = [turn] * rounds
+    sent, received = Message((rank + distance) % ranks, 0, half), Message((rank - distance) % ranks, half, 2 * half)
+    chain = [Round((sent,), copies=(received,))] * rounds
     spans = [connection.clock.span(lambda: connection.engine.run_rounds(tensor, chain).wait()) for _ in range(_REPEAT)]
     return typical(connection.clock.elapsed(spans)).seconds / rounds
 
