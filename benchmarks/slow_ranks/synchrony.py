@@ -13,7 +13,8 @@ Needs: nothing.
 
 import argparse
 import json
-from statistics import fmean, stdev
+from collections.abc import Callable
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,7 @@ import torch
 from torusgd.recipe.load import load_recipe
 from torusgd.simulate import Point, Setting, simulate
 from torusgd.synchrony.barriers import barrier, steps_begun
-from torusgd.synchrony.cutoff import (
-    MovingAverage,
-    best_cutoff,
-    elfving,
-    with_counts,
-    with_predictor,
-)
+from torusgd.synchrony.cutoff import CutoffRun, MovingAverage, best_cutoff, with_predictor
 from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.state_space import StateSpace, fit
 
@@ -57,6 +52,22 @@ def node_times(steps: int, nodes: int, workers: int, seed: int, slow_from: int |
             now[0] = 3.0
         rows.append(np.repeat(now, workers) * np.exp(0.1 * rng.normal(size=nodes * workers)))
     return np.array(rows)
+
+
+def elfving(mean: float, deviation: float, workers: int) -> np.ndarray:
+    """E[x_(c)] for c = 1..n of independent normal times, by Elfving's approximation: float64 [workers].
+
+    E[x_(c)] = mean + deviation * Phi^-1((c - pi/8) / (n - pi/4 + 1)) (Elfving, Biometrika 34, 1947).
+    """
+    chances = (np.arange(1, workers + 1) - np.pi / 8) / (workers - np.pi / 4 + 1)
+    return mean + deviation * np.array([NormalDist().inv_cdf(chance) for chance in chances])
+
+
+def with_counts(times: np.ndarray, choose: Callable[[np.ndarray], int]) -> CutoffRun:
+    """The run of a rule on known times, seconds [steps, workers]: from a step's times to how many it waits for."""
+    counts = np.array([choose(row) for row in times], dtype=np.int64)
+    seconds = np.take_along_axis(np.sort(times, axis=1), counts[:, None] - 1, axis=1)[:, 0]
+    return CutoffRun(counts, seconds)
 
 
 class FittedElfving:

@@ -3,16 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks.slow_ranks.synchrony import elfving, with_counts
 
-from torusgd.synchrony.cutoff import (
-    MovingAverage,
-    Predictor,
-    best_cutoff,
-    elfving,
-    expected_order,
-    with_counts,
-    with_predictor,
-)
+from torusgd.synchrony.cutoff import MovingAverage, Predictor, best_cutoff, expected_order, with_predictor
 from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.state_space import StateSpace, fit
 

@@ -12,7 +12,6 @@ are above the cutoff (censored), and a predictor takes a draw of its own predict
 the times of the workers that arrived, and the cutoff.
 """
 
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
@@ -33,15 +32,6 @@ _FORGOTTEN = 3
 def expected_order(samples: F64) -> F64:
     """E[x_(c)] for c = 1..n from joint draws of n workers' times: [draws, n] to [n], in the same unit."""
     return np.sort(samples, axis=1).mean(axis=0)
-
-
-def elfving(mean: float, deviation: float, workers: int) -> F64:
-    """E[x_(c)] for c = 1..n of independent normal times, by Elfving's approximation: float64 [workers].
-
-    E[x_(c)] = mean + deviation * Phi^-1((c - pi/8) / (n - pi/4 + 1)) (Elfving, Biometrika 34, 1947).
-    """
-    ranks = np.arange(1, workers + 1)
-    return mean + deviation * _inverse((ranks - np.pi / 8) / (workers - np.pi / 4 + 1))
 
 
 def best_cutoff(expected: F64) -> int:
@@ -105,10 +95,6 @@ class MovingAverage:
         return np.maximum(np.sqrt(self._variance), 1e-3 * self._mean + 1e-12)
 
 
-Choice = Callable[[F64], int]
-"""function from the times of n workers in a step, which only an oracle knows before, to how many it waits for"""
-
-
 class CutoffRun(NamedTuple):
     """Of each step the number of gradients, the first to arrive, and the seconds until then."""
 
@@ -118,13 +104,6 @@ class CutoffRun(NamedTuple):
     def throughput(self, first: int = 0, stop: int | None = None) -> float:
         """Gradients a second over a range of steps."""
         return float(self.counts[first:stop].sum() / self.seconds[first:stop].sum())
-
-
-def with_counts(times: F64, choose: Choice) -> CutoffRun:
-    """The run of a rule on known times: seconds [steps, workers]."""
-    counts = np.array([choose(row) for row in times], dtype=np.int64)
-    seconds = np.take_along_axis(np.sort(times, axis=1), counts[:, None] - 1, axis=1)[:, 0]
-    return CutoffRun(counts, seconds)
 
 
 def with_predictor(times: F64, predictor: Predictor) -> CutoffRun:
