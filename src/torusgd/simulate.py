@@ -70,7 +70,7 @@ class Passes:
         """The mean gradient over the stream's batch of that number."""
         indices, epochs = self._order.at(number * self.images, self.images)
         batch = self._train.training_batch(indices, epochs, augment=self._recipe.stages[0].augment)
-        self._put(weights)
+        vector_to_parameters(weights, self._parameters)  # views of the vector, through which nothing writes
         self._model.train()
         seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
         logits = self._model(batch.images)
@@ -80,7 +80,7 @@ class Passes:
     @torch.no_grad()
     def error(self, weights: Tensor) -> float:
         """The fraction of held-out images that are classified wrongly."""
-        self._put(weights)
+        vector_to_parameters(weights, self._parameters)
         self._model.train()
         # Workers see different images with different weights, so there are no running statistics that were theirs all:
         # batch norm takes those of fixed training images with the weights that are judged.
@@ -97,12 +97,8 @@ class Passes:
         return float((found != self._held_out.targets).double().mean())
 
     def tensors(self, weights: Tensor) -> dict[str, Tensor]:
-        self._put(weights)
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
-
-    def _put(self, weights: Tensor) -> None:
-        # Views of the vector, not copies; nothing writes through them.
         vector_to_parameters(weights, self._parameters)
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -375,17 +371,17 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
         return partial(elastic, every=form.pull_every, beta=ELASTIC_BETA)
     if form.local_steps is not None:
         return partial(local, steps=form.local_steps, outer=form.outer)
-    return lambda workers: leaving_out(workers, _limits(form, workers))
 
+    def leave_out(workers: Workers) -> Iterator[Moment]:
+        count, most, warmup = form.count_of(workers.count), workers.count, form.warmup
+        if isinstance(count, int) and not 0 < count <= most:
+            there = f"there are {most} workers; wait for 1 to {most} of them"
+            raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
+        alone = each_alone(most)
+        limits = Limits(alone, workers.seed, count=count, threshold=form.threshold, warmup=warmup, warm=warmup)
+        return leaving_out(workers, limits)
 
-def _limits(form: Synchrony, workers: Workers) -> Limits:
-    count, most = form.count_of(workers.count), workers.count
-    if isinstance(count, int) and not 0 < count <= most:
-        raise UserError(
-            f"simulate: synchrony.form = {form.form}: there are {most} workers; wait for 1 to {most} of them"
-        )
-    warmup = form.warmup
-    return Limits(each_alone(most), workers.seed, count=count, threshold=form.threshold, warmup=warmup, warm=warmup)
+    return leave_out
 
 
 def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:

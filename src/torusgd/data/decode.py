@@ -331,7 +331,14 @@ class NvJpeg:
         if isinstance(found, Undecodable):
             raise found
         with self._stream():
-            return _render(found, choose(*found.shape[1:]))
+            region = choose(*found.shape[1:])
+            box = found[:, region.top : region.top + region.height, region.left : region.left + region.width]
+            if (region.rows, region.columns) != (region.height, region.width):
+                # As `geometry.render`, in float32, for torch resizes uint8 on CPUs only, and rounded half to even.
+                whole, size = box[None].float(), (region.rows, region.columns)
+                resized = F.interpolate(whole, size, mode="bilinear", antialias=True, align_corners=False)
+                box = resized[0].round_().clamp_(0, 255).to(torch.uint8)
+            return np.array(box.cpu().numpy(), order="C")
 
     def _decoded(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
         parts = (pictures[begin : begin + _MOST_AT_ONCE] for begin in range(0, len(pictures), _MOST_AT_ONCE))
@@ -351,17 +358,6 @@ class NvJpeg:
             if "out of memory" in str(error):
                 raise
             return [Undecodable(f"nvJPEG can't decode it: {first_line(error)}")]
-
-
-def _render(pixels: Tensor, region: Region) -> Pixels:
-    """As `geometry.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
-    box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
-    if (region.rows, region.columns) != (region.height, region.width):
-        size = (region.rows, region.columns)
-        # In float32: torch resizes uint8 on CPUs only.
-        resized = F.interpolate(box[None].float(), size, mode="bilinear", antialias=True, align_corners=False)
-        box = resized[0].round_().clamp_(0, 255).to(torch.uint8)
-    return np.array(box.cpu().numpy(), order="C")
 
 
 def nvjpeg(device: torch.device) -> NvJpeg:

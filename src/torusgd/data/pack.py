@@ -64,7 +64,15 @@ def pack(
             write_text(out / SETTINGS, json_text(settings, indent=1))
             names = (" ".join(name.splitlines()) for name in train.classes)
             write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
-            _write_shards({"train": train, "val": held_out}, out, packing, leave_out, progress)
+            for partial_file in out.glob(".*.tar.*"):  # left by a command that was killed
+                partial_file.unlink()
+            done = 0
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
+                for file, source, shard in _shards({"train": train, "val": held_out}, out, packing.images_per_shard):
+                    if not file.exists():
+                        copies = _copies(source, shard, packing, pool, leave_out)
+                        _write_shard(file, source, copies, lambda more: progress(done + more))
+                    progress(done := done + len(shard))
             arrays = make_index(out, read_classes(out / CLASSES))
             write_index(out / FILE, arrays)
             (out / LOCK).unlink()
@@ -88,26 +96,10 @@ def _refuse_others(out: Path, settings: Mapping[str, Any]) -> None:
             raise UserError(f"{out}: holds copies that were made otherwise ({key} differs); choose another folder")
 
 
-def _write_shards(
-    sources: Mapping[str, Source],
-    out: Path,
-    packing: Packing,
-    leave_out: Callable[[str], object],
-    progress: Callable[[int], object],
-) -> None:
-    """Writes the shards that are not there yet, by the name of their split."""
-    for partial_file in out.glob(".*.tar.*"):  # left by a command that was killed
-        partial_file.unlink()
-    done = 0
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
-        for split, source in sources.items():
-            for number, begin in enumerate(range(0, len(source), packing.images_per_shard)):
-                shard = range(begin, min(begin + packing.images_per_shard, len(source)))
-                file = out / f"{split}-{number:05d}.tar"
-                if not file.exists():
-                    copies = _copies(source, shard, packing, pool, leave_out)
-                    _write_shard(file, source, copies, lambda more: progress(done + more))
-                progress(done := done + len(shard))
+def _shards(sources: Mapping[str, Source], out: Path, size: int) -> Iterator[tuple[Path, Source, range]]:
+    for split, source in sources.items():
+        for number, begin in enumerate(range(0, len(source), size)):
+            yield out / f"{split}-{number:05d}.tar", source, range(begin, min(begin + size, len(source)))
 
 
 def _write_shard(

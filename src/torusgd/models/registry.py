@@ -291,17 +291,14 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     before = dict(network.named_modules())
     for path, module in trial.named_modules():
         for key, value in () if isinstance(module, _BatchNorm) else module.named_buffers(recurse=False):
-            if not _same_bits(value, before[path].get_buffer(key)):
+            known = before[path].get_buffer(key)
+            # Bits and not values, for NaN is not equal to itself.
+            bits = (t.flatten().contiguous().view(torch.uint8) for t in (value, known))
+            if value.shape != known.shape or value.dtype != known.dtype or not torch.equal(*bits):
                 raise UserError(
                     f"model.name: {name} has a module {path or '(the model)'} ({type(module).__name__}) whose buffer "
                     f"{key} changes in training; of such state only batch norm's is merged over virtual workers"
                 )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # Bits and not values, for NaN is not equal to itself.
-    as_bytes = (t.flatten().contiguous().view(torch.uint8) for t in (a, b))
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:

@@ -166,9 +166,7 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[_Row] = []
-        self.gradients: list[Gradient] = []
-        self.layers: list[Layer] = []
+        self.rows, self.gradients, self.layers = list[_Row](), list[Gradient](), list[Layer]()
         self.needed: dict[int, int] = {}  # forward kernels before the first layer that uses a parameter, by its id
         self.middle = 0  # number of rows of the forward pass
         self.written = 0  # number of values that the forward pass wrote
@@ -180,8 +178,12 @@ class _Trace(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         read, wrote = _tensors((args, kwargs)), _tensors(out)
         if name not in _NO_KERNEL and any(map(Tensor.is_floating_point, wrote)):  # integers are batch norm's counters
-            values = sum(map(Tensor.numel, read + wrote))
-            self.rows.append(_Row(name, _flops(func, name, args, kwargs or {}, out), values))
+            if name == "convolution_backward":  # torch's own count takes grouped convolutions for full ones
+                flops = 2 * args[0].numel() * args[2][0].numel() * sum(args[-1][:2])
+            else:
+                count = flop_registry.get(func.overloadpacket)
+                flops = int(count(*args, **(kwargs or {}), out_val=out)) if count else 0
+            self.rows.append(_Row(name, flops, sum(map(Tensor.numel, read + wrote))))
             self.written += sum(map(Tensor.numel, wrote))
         return out
 
@@ -198,14 +200,6 @@ def _norm_backward(args: Any) -> list[Tensor | None]:
 
 # On the meta device torch decomposes batch norm into some thirty operators in Python: most of a trace's time.
 _BATCH_NORM = {torch.ops.aten.native_batch_norm: _norm, torch.ops.aten.native_batch_norm_backward: _norm_backward}
-
-
-def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-    if name == "convolution_backward":  # torch's own count takes grouped convolutions for full ones
-        grad, weight = args[0], args[2]
-        return 2 * grad.numel() * weight[0].numel() * sum(args[-1][:2])
-    count = flop_registry.get(func.overloadpacket)
-    return int(count(*args, **kwargs, out_val=out)) if count else 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

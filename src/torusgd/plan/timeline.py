@@ -97,15 +97,17 @@ def phases(
         seconds = expect(profile, round(size))[2] if is_own else waited(profile, size)
         whole: tuple[Phase, ...] = (Phase("flat", seconds, lead=0.0 if is_own else waited(profile, 1)),)
     elif name == "in-network":
-        whole = _in_network(topology, ranks, size)
+        # Reduce-scatter in the host, addition in the switches (each card sends and receives a byte once), all-gather.
+        half = Phase("horizontal", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
+        up_and_down = 2 * (topology.between.alpha + topology.message) + size * topology.between.beta
+        whole = (half, half) if ranks <= topology.per_host else (half, Phase("vertical", up_and_down), half)
     elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
         rivals = [_tree(topology, ranks)]
         rivals += [] if name == "tree" else [prices.all_reduce(topology, Axis(ranks), "ring")]
         whole = (Phase("flat", min(cost.seconds(size) for cost in rivals)),)
     else:
-        algorithm = algorithm_of(communication, cluster, ranks, size)
         # In one chunk: buckets gain among each other what chunks gain in a message.
-        costs = prices.price(algorithm if kind == "sum" else _leaving_shards(algorithm), topology)
+        costs = prices.price(algorithm_of(communication, cluster, ranks, size, kind), topology)
         starts = (topology.start, *(0.0 for _ in costs[1:]))
         whole = tuple(
             Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True)
@@ -113,21 +115,21 @@ def phases(
     return whole if kind == "sum" else halves(whole)[0 if kind == "scatter" else 1]
 
 
-def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float) -> Algorithm:
+def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float, kind: Kind) -> Algorithm:
     """The algorithm of a run by the program's name of it, for `size` bytes; Gloo's `native` counts as a ring."""
     name = communication.algorithm
     if name == "auto":
         topology = topology_of(cluster, ranks, communication)
-        return min(prices.candidates(ranks, topology.per_host), key=lambda each: prices.seconds(each, size, topology))
-    grid = grid_of(communication, cluster, ranks) if name.partition(":")[0] in GRIDS else None
-    return parse_algorithm("ring" if name == "native" else name, ranks, grid)
-
-
-def _leaving_shards(algorithm: Algorithm) -> Algorithm:
+        found = min(prices.candidates(ranks, topology.per_host), key=lambda each: prices.seconds(each, size, topology))
+    else:
+        grid = grid_of(communication, cluster, ranks) if name.partition(":")[0] in GRIDS else None
+        found = parse_algorithm("ring" if name == "native" else name, ranks, grid)
+    if kind == "sum":
+        return found
     # Doubling and a leader leave no shards (`comm.algorithms`).
-    vertical, horizontal = (m if m != "doubling" else "halving" for m in (algorithm.vertical, algorithm.horizontal))
-    name = "torus" if algorithm.algorithm == "hierarchical" else algorithm.algorithm
-    return replace(algorithm, algorithm=name, vertical=vertical, horizontal=horizontal)
+    vertical, horizontal = (m if m != "doubling" else "halving" for m in (found.vertical, found.horizontal))
+    name = "torus" if found.algorithm == "hierarchical" else found.algorithm
+    return replace(found, algorithm=name, vertical=vertical, horizontal=horizontal)
 
 
 def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
@@ -149,15 +151,6 @@ def _tree(topology: Topology, ranks: int) -> Cost:
     inside, between = topology.per_host - 1, math.log2(hosts)
     latency = inside * topology.inside.alpha + between * topology.between.alpha
     return Cost(latency, (inside + between) * topology.message, slower).repeated(2)
-
-
-def _in_network(topology: Topology, ranks: int, size: float) -> tuple[Phase, ...]:
-    """Reduce-scatter in the host, addition in the switches (each card sends and receives a byte once), all-gather."""
-    half = Phase("horizontal", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
-    if ranks <= topology.per_host:
-        return half, half
-    up_and_down = 2 * (topology.between.alpha + topology.message) + size * topology.between.beta
-    return half, Phase("vertical", up_and_down), half
 
 
 Price = Callable[[Send], Sequence[Phase]]
