@@ -44,12 +44,10 @@ def this_process() -> str:
 def is_locked(folder: Path) -> bool:
     if not (folder / LOCK).exists():
         return False
-    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        lock.acquire()
+        with FileLock(folder / LOCK, timeout=0):
+            return False
     except Timeout:
         return True
     except OSError:  # this user may not write there
         return (folder / HOLDER).exists()
-    lock.release()
-    return False

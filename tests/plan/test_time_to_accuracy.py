@@ -93,7 +93,7 @@ def test_more_devices_take_a_larger_batch_until_they_bring_nothing_and_too_many_
     assert found.knee in counts
     assert found.knee <= found.useful == counts[seconds.index(min(seconds))]
     assert seconds[1] < seconds[0] / 6
-    assert accuracy.most_devices() == 2120
+    assert accuracy.MOST_DEVICES == 2120
     with refused("--to with too many devices", "--to with 4,096 devices:"):
         plans(4096)
     small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})

@@ -222,7 +222,7 @@ def _show_accuracy(planned: Planned, program: Software, target: float, wanted: W
         )
         terminal.print(accuracy.epochs_known())
         return {**found, "batches": [_priced(wanted, each) for each in plans], **_priced(wanted, best)}
-    most = accuracy.most_devices()
+    most = accuracy.MOST_DEVICES
     if devices > most:
         terminal.print(f"note: up to {most:,} devices only: beyond, no batch of known epochs occupies all of them")
     counts = device_counts(min(devices, most), devices)

@@ -12,7 +12,6 @@ from .output import console, table, write_json
 
 if TYPE_CHECKING:
     from ..rehearse.rehearsal import Rehearsal
-    from .planning import Planned
 
 PLAYED, FORM = "What to play", "What is simulated"
 
@@ -31,45 +30,39 @@ def rehearse(
     """Play a planned step with real messages: the cluster's network in small, timed waits for compute. Needs root."""
     from ..plan.forecast import with_communication
     from ..plan.program import as_torusgd
+    from ..recipe.compatibility import WORKERS, Setup, check
     from ..rehearse.lab import why_not
     from ..rehearse.rehearsal import rehearse as play
     from .planning import Planned
 
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     planned = replace(planned, software=as_torusgd(planned.software), as_published=frozenset())
-    _check(planned)
-    options = planned.runtime
+    options, devices = planned.runtime, planned.devices
+    # What can be planned and not played: one device, fewer virtual workers, other programs' all-reduces.
+    if devices < 2:
+        raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
+    check(Setup(planned.recipe, ranks=devices), {WORKERS})
+    if options.allreduce not in ("auto", "native"):
+        parse_algorithm(options.allreduce, devices)
     program = with_communication(planned.program(options), overlap=overlap)
     reason = why_not()
     if reason is not None:
         raise RunError(f"rehearse: {reason}")
     found = play(
-        planned.workload, planned.cluster, program, planned.devices, reduction=planned.recipe.reduction,
+        planned.workload, planned.cluster, program, devices, reduction=planned.recipe.reduction,
         allreduce=options.allreduce, steps=steps, limit=seconds,
     )  # fmt: skip
     groups = program.communication.linear_groups
-    shared = "" if groups is None else f", linear layers shared by {planned.devices // groups}"
+    shared = "" if groups is None else f", linear layers shared by {devices // groups}"
     cluster = planned.cluster
     speed = "" if program.program is None else f", computing like {program.program}"
     console().print(
-        f"{planned.recipe.name} on {planned.devices} x {cluster.device.name} ({cluster.name}), torusgd{speed}, "
+        f"{planned.recipe.name} on {devices} x {cluster.device.name} ({cluster.name}), torusgd{speed}, "
         f"{options.update} update{shared}"
     )
     show_rehearsal(found)
     settings = {"recipe": planned.recipe.name, "cluster": cluster.name, "update": options.update}
     write_json(json_file, {**settings, "linear_groups": groups, **found.as_dict()})
-
-
-def _check(planned: "Planned") -> None:
-    """Refuses what can be planned and not played: one device, fewer virtual workers, other programs' all-reduces."""
-    from ..recipe.compatibility import WORKERS, Setup, check
-
-    devices, allreduce = planned.devices, planned.runtime.allreduce
-    if devices < 2:
-        raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
-    check(Setup(planned.recipe, ranks=devices), {WORKERS})
-    if allreduce not in ("auto", "native"):
-        parse_algorithm(allreduce, devices)
 
 
 def show_rehearsal(found: "Rehearsal") -> None:

@@ -205,18 +205,21 @@ class _Process:
 
     def make(self, wanted: tuple[Any, ...]) -> _Made:
         """A batch that the process, or one in its place, makes from the arguments of `Pipeline.training_batch`."""
-        try:
-            made, lines = self._exchange(wanted)
-        except (EOFError, OSError):
-            # A second end at the same batch has the same reason, most likely too little memory.
-            log.warning("%s, and another one takes its place", self._end())
+        for is_second in (False, True):
             try:
-                with held_back():
-                    self._start()
+                if is_second:
+                    with held_back():
+                        self._start()
                 made, lines = self._exchange(wanted)
+                break
             except (EOFError, OSError):
-                end = self._end()
-                raise RunError(f"{end} twice in a row; fewer runtime.loader_processes take less memory") from None
+                self._pipe.close()
+                self._process.join()
+                end = f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
+                # A second end at the same batch has the same reason, most likely too little memory.
+                if is_second:
+                    raise RunError(f"{end} twice in a row; fewer runtime.loader_processes take less memory") from None
+                log.warning("%s, and another one takes its place", end)
         for line in lines:
             log.warning("%s", line)
         if isinstance(made, Exception):
@@ -235,12 +238,6 @@ class _Process:
                 log.warning("a process that makes batches is suspended (SIGSTOP), and is ended")
                 self._process.kill()
         return self._pipe.recv()
-
-    def _end(self) -> str:
-        """How the process has ended, whose pipe is closed."""
-        self._pipe.close()
-        self._process.join()
-        return f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
 
 
 def _is_suspended(process: int) -> bool:

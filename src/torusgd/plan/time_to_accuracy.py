@@ -119,6 +119,7 @@ def check_known(recipe: Recipe, target: float) -> None:
 IMAGES = (32, 50, 64, 100, 128, 204, 256, 400)
 """numbers of images of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in
 the reference runs"""
+MOST_DEVICES = LARGEST // IMAGES[0]  # that a batch within the curve occupies
 _STEP = 2**0.5  # ratio of one candidate batch to the next, about
 
 
@@ -152,19 +153,14 @@ class AccuracyPlan:
         return self.devices * self.seconds / 3600 * price
 
 
-def most_devices() -> int:
-    """Most devices that a batch within the curve occupies."""
-    return LARGEST // IMAGES[0]
-
-
 def plan_to_accuracy(
     recipe: Recipe, workload: Workload, cluster: Cluster, software: Software, devices: int
 ) -> list[AccuracyPlan]:
     """The quickest run of each candidate batch on so many devices, by batch; `check_known` accepts the recipe."""
-    if devices > most_devices():
+    if devices > MOST_DEVICES:
         raise UserError(
             f"--to with {devices:,} devices: the smallest batch that keeps them busy is {IMAGES[0] * devices:,}, and "
-            f"the epochs are known up to {LARGEST:,}; use at most {most_devices():,} devices"
+            f"the epochs are known up to {LARGEST:,}; use at most {MOST_DEVICES:,} devices"
         )
 
     # Of cuts whose batches are about the same, the quickest: keys are steps of `_STEP` on a logarithmic scale.

@@ -88,12 +88,6 @@ def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None =
     return AlgorithmAllReduce(name, connect(group), choose, why)
 
 
-def _neighbours(ranks: Group, members: int, apart: int) -> Group:
-    """This rank's group, of `members` ranks that are `apart` ranks from one to the next; every rank calls it."""
-    firsts = [first for first in range(ranks.size) if first // apart % members == 0]
-    return ranks.partition([range(first, first + apart * members, apart) for first in firsts])
-
-
 def main(part: Path) -> None:
     """Plays this rank's script and prints the end of each step."""
     spec = json.loads(part.read_text())
@@ -108,7 +102,10 @@ def main(part: Path) -> None:
 
     @cache
     def grouped(members: int, apart: int) -> AnyAllReduce:
-        opened.append(_open(flat, shrink, _neighbours(ranks, members, apart)))
+        # Every rank calls it, for its own group of ranks that are `apart` from one to the next.
+        firsts = [first for first in range(ranks.size) if first // apart % members == 0]
+        group = ranks.partition([range(first, first + apart * members, apart) for first in firsts])
+        opened.append(_open(flat, shrink, group))
         return opened[-1]
 
     classes: dict[str, Callable[..., Action]] = {"Compute": Compute, "Send": Send, "Wait": Wait}

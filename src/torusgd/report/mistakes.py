@@ -76,8 +76,14 @@ def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: 
         WrongImage(-index, names[own], names[taken], -likely, picture_of(image, recipe.data.mean, recipe.data.std))
         for likely, index, own, taken, image in sorted(worst, key=lambda entry: entry[:2], reverse=True)
     ]
-    seen, right = int(confusion.counts.sum()), int(confusion.counts.diagonal().sum())
-    return Mistakes(_worst_classes(confusion, names), tuple(images), seen - right, seen)
+    seen, right, found = int(confusion.counts.sum()), int(confusion.counts.diagonal().sum()), list[WorstClass]()
+    for row, (name, top1) in enumerate(zip(names, confusion.accuracies(), strict=True)):
+        if top1 is not None and top1 < 1.0:
+            others = confusion.counts[row].clone()
+            count, others[row] = int(others.sum()), 0
+            found.append(WorstClass(name, count, top1, names[int(others.argmax())]))
+    worst_classes = sorted(found, key=lambda each: each.top1)[:MOST_CLASSES]
+    return Mistakes(tuple(worst_classes), tuple(images), seen - right, seen)
 
 
 def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> str:
@@ -109,14 +115,3 @@ def png(pixels: "np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]") -> bytes
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
-
-
-def _worst_classes(confusion: Confusion, names: Sequence[str]) -> tuple[WorstClass, ...]:
-    found = []
-    for row, (name, top1) in enumerate(zip(names, confusion.accuracies(), strict=True)):
-        if top1 is None or top1 == 1.0:
-            continue
-        others = confusion.counts[row].clone()
-        images, others[row] = int(others.sum()), 0
-        found.append(WorstClass(name, images, top1, names[int(others.argmax())]))
-    return tuple(sorted(found, key=lambda each: each.top1)[:MOST_CLASSES])
