@@ -21,13 +21,11 @@ from .options import NETWORK, OUTPUT, DataPath, JsonFile, Overrides, RecipeName,
 from .output import check_writable, console, table, write_file, write_json
 
 if TYPE_CHECKING:
-    from ..comm.base import Liveness
     from ..comm.groups import Group
     from ..comm.tuning.bench import Record
     from ..comm.tuning.profile import Profile
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
-    from ..signals import StopFlag
 
 _COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
 _TIMEOUT = 60.0  # seconds without a heartbeat
@@ -171,14 +169,7 @@ def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments
             error.failure.throw()
 
 
-def _measure(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    world: "Group",
-    stop: "StopFlag",
-    restarts: int,
-    liveness: "Liveness",
-) -> Any:
+def _measure(function: Callable[..., Any], arguments: Sequence[Any], world: "Group", *_: object) -> Any:
     import torch
 
     from ..signals import end_on_stop

@@ -321,18 +321,12 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
 
 
 def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
-    rows = [
-        [
-            f"{forecast.devices:,}",
-            f"{forecast.images_per_second:,.0f}",
-            f"{forecast.efficiency:.1%}",
-            f"{forecast.speedup:,.1f}",
-            f"{max(step.communication / step.seconds for step in forecast.steps):.1%}",
-            duration(forecast.run.seconds),
-            *([f"{forecast.cost(price):,.2f}"] if price else []),
-        ]
-        for forecast in sweep.forecasts
-    ]
+    rows = []
+    for each in sweep.forecasts:
+        sent = max(step.communication / step.seconds for step in each.steps)
+        figures = (f"{each.images_per_second:,.0f}", f"{each.efficiency:.1%}", f"{each.speedup:,.1f}", f"{sent:.1%}")
+        cost = [f"{each.cost(price):,.2f}"] if price else []
+        rows.append([f"{each.devices:,}", *figures, duration(each.run.seconds), *cost])
     headings = ["devices", "images/s", "efficiency", "speed-up", "communication", "time to train"]
     headings += ["cost"] if price else []
     devices = [forecast.devices for forecast in sweep.forecasts]

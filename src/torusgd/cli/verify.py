@@ -145,12 +145,6 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     equal = f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed"
     code = verdict(found)
     terminal.print((equal, "something differs", "not all that was asked for could be compared")[code])
-    about = {
-        "run": str(claims.run),
-        "records_sha256": claims.head,
-        "steps": steps,
-        "equal_steps": covered,
-        "code": code,
-    }
-    write_json(json_file, {**about, "found": [asdict(each) for each in found]})
+    about = {"run": str(claims.run), "records_sha256": claims.head, "steps": steps, "equal_steps": covered}
+    write_json(json_file, {**about, "code": code, "found": [asdict(each) for each in found]})
     return code

@@ -177,19 +177,15 @@ def resample(image: Pixels, region: Region) -> Pixels:
 
 def _scaled_exactly(image: Pixels, rows: int, columns: int) -> Pixels:
     """Rows first, rounded to uint8, then columns: float32 operations, neighbours in their order."""
-    place, weight, total = _neighbours(image.shape[0], rows)
-    values = np.zeros((rows, *image.shape[1:]), np.float32)
-    for each, share in zip(place, weight, strict=True):
-        values += image[each] * share[:, None, None]
-    values /= total[:, None, None]
-    half = np.float32(0.5)
-    image = (values + half).astype(np.uint8)
-    place, weight, total = _neighbours(image.shape[1], columns)
-    values = np.zeros((rows, columns, image.shape[2]), np.float32)
-    for each, share in zip(place, weight, strict=True):
-        values += image.take(each, 1) * share[:, None]
-    values /= total[:, None]
-    return (values + half).astype(np.uint8)
+    for axis, out in enumerate((rows, columns)):
+        place, weight, total = _neighbours(image.shape[axis], out)
+        values = np.zeros((*image.shape[:axis], out, *image.shape[axis + 1 :]), np.float32)
+        along = (-1, 1, 1)[axis:]  # one value for each row, or column
+        for each, share in zip(place, weight, strict=True):
+            values += image.take(each, axis) * share.reshape(along)
+        values /= total.reshape(along)
+        image = (values + np.float32(0.5)).astype(np.uint8)
+    return image
 
 
 @lru_cache(maxsize=256)

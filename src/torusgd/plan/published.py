@@ -18,16 +18,7 @@ from ..recipe.load import load_recipe, parse_yaml, read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
 from ..untrusted import MOST_TEXT
-from .cluster import (
-    Cluster,
-    Communication,
-    Factors,
-    Software,
-    load_calibrated,
-    load_cluster,
-    load_parameters,
-    load_software,
-)
+from .cluster import Cluster, Factors, Software, load_calibrated, load_cluster, load_parameters, load_software
 from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened, workload_of
 from .model_cost import ModelCost, known_cost
 from .step_script import cut_buckets
@@ -170,14 +161,12 @@ def _allreduce_speedup(system: System, devices: int) -> float:
         return 1.0
     own, gradients = system.software.communication, system.cost.gradients
     # The messages alone, bucket by bucket, without a backward pass that hides them.
-    flat = own.model_copy(update={"algorithm": "ring"})
     buckets = cut_buckets(gradients, np.zeros(len(gradients)), own.buckets, own.wire_bits // 8)
-
-    def seconds(communication: Communication) -> float:
-        messages = [phases(system.cluster, communication, devices, bucket.bytes) for bucket in buckets]
-        return sum(phase.seconds for message in messages for phase in message)
-
-    return seconds(flat) / seconds(own)
+    flat, by_own = (
+        sum(phase.seconds for bucket in buckets for phase in phases(system.cluster, how, devices, bucket.bytes))
+        for how in (own.model_copy(update={"algorithm": "ring"}), own)
+    )
+    return flat / by_own
 
 
 def predict_row(row: Row) -> Prediction:

@@ -34,8 +34,7 @@ def fixed_batch(workload: Workload, devices: int) -> Workload:
     for stage in workload.stages:
         workers = max(stage.workers, devices)
         images = math.ceil(stage.batch / workers)
-        spare = images * workers - stage.batch
-        cut = replace(stage, images=images, workers=workers, spare=spare)
+        cut = replace(stage, images=images, workers=workers, spare=images * workers - stage.batch)
         stages.append(stage if workers == stage.workers else cut)
     return replace(workload, stages=tuple(stages))
 

@@ -392,13 +392,10 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
-        for number, stage in enumerate(self.stages):
-            size, resize = self.training_sizes(stage)
+        sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
+        for key, (size, resize) in {**sizes, "evaluate": self.held_out_data.sizes}.items():
             if resize is not None and resize < max(size):
-                raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
-        held_out = self.held_out_data
-        if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
-            raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
+                raise ValueError(f"{key}.resize: must be at least its image_size, {max(size)}")
         check_recipe(self)
         images = tuple(stage.images_per_worker for stage in self.stages)
         self.synchrony.check_counts(self.virtual_workers, images)

@@ -30,17 +30,14 @@ def elements(send: Send, shrink: float, dtype: torch.dtype) -> int:
     return max(1, round(send.bytes / shrink / dtype.itemsize))
 
 
+Reducers = Callable[[int | None, int], AnyAllReduce]
+"""from the members of a group and their distance, None and 1 for all ranks, to what sums over them"""
+
+
 class Player:
     """The messages of a step's script, their bytes divided by `shrink`, ready to leave as often as it is played."""
 
-    def __init__(
-        self,
-        actions: list[Action],
-        shrink: float,
-        allreduce: AnyAllReduce,
-        grouped: Callable[[int, int], AnyAllReduce],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, actions: list[Action], shrink: float, dtype: torch.dtype, reducers: Reducers) -> None:
         self._actions = actions
         self._begin: dict[str, Callable[[], Work]] = {}
         self._on_the_way: dict[str, Work] = {}
@@ -48,7 +45,7 @@ class Player:
         shards = cache(ShardCollectives)
         for send in actions:
             if isinstance(send, Send):
-                over = allreduce if send.members is None else grouped(send.members, send.apart)
+                over = reducers(send.members, send.apart)
                 used, halves = dtypes.get(send.content, torch.float32), shards(over)
                 starts = {"sum": over.start, "scatter": halves.start_reduce_scatter, "gather": halves.start_all_gather}
                 tensor = torch.zeros(elements(send, shrink, used), dtype=used)
@@ -101,7 +98,9 @@ def main(part: Path) -> None:
     opened = [allreduce]
 
     @cache
-    def grouped(members: int, apart: int) -> AnyAllReduce:
+    def reducers(members: int | None, apart: int) -> AnyAllReduce:
+        if members is None:
+            return allreduce
         # Every rank calls it, for its own group of ranks that are `apart` from one to the next.
         firsts = [first for first in range(ranks.size) if first // apart % members == 0]
         group = ranks.partition([range(first, first + apart * members, apart) for first in firsts])
@@ -110,7 +109,7 @@ def main(part: Path) -> None:
 
     classes: dict[str, Callable[..., Action]] = {"Compute": Compute, "Send": Send, "Wait": Wait}
     actions = [classes[kind](*fields) for kind, *fields in spec["actions"]]
-    player = Player(actions, shrink, allreduce, grouped, getattr(torch, spec["dtype"]))
+    player = Player(actions, shrink, getattr(torch, spec["dtype"]), reducers)
     ranks.barrier()
     ends = [player.play(spec["stretch"]) for _ in range(spec["steps"])]
     player.end()
