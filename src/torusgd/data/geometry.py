@@ -180,7 +180,7 @@ def _scaled_exactly(image: Pixels, rows: int, columns: int) -> Pixels:
     for axis, out in enumerate((rows, columns)):
         place, weight, total = _neighbours(image.shape[axis], out)
         values = np.zeros((*image.shape[:axis], out, *image.shape[axis + 1 :]), np.float32)
-        along = (-1, 1, 1)[axis:]  # one value for each row, or column
+        along = (-1, 1, 1)[: 3 - axis]  # one value for each row, or column
         for each, share in zip(place, weight, strict=True):
             values += image.take(each, axis) * share.reshape(along)
         values /= total.reshape(along)
