@@ -27,7 +27,7 @@ def test_tables_of_a_capture_lie_in_memory_taken_before_it_and_are_filled_after_
 
 
 @pytest.mark.usefixtures("capturing")
-def test_a_graph_has_a_cached_table_of_its_own() -> None:
+def test_a_graph_has_a_cached_table_of_its_own_and_one_too_many_ends_its_capture() -> None:
     """One that is cached for others may be dropped while the graph still reads it, and theirs need no capture."""
     captured = list[torch.Tensor]()
     for _ in range(2):
@@ -37,10 +37,6 @@ def test_a_graph_has_a_cached_table_of_its_own() -> None:
     assert captured[0].data_ptr() != captured[1].data_ptr()
     assert [table.tolist() for table in captured] == [[[1, 2]]] * 2
     assert cached_table(((1, 2),), CPU) is cached_table(((1, 2),), CPU)
-
-
-@pytest.mark.usefixtures("capturing")
-def test_tables_beyond_what_was_taken_end_a_capture() -> None:
     with tables_of_capture(CPU), pytest.raises(RuntimeError):
         table_of([(0, 0)] * (1 << 16) + [(0, 0)], GPU)
 

@@ -135,7 +135,7 @@ def test_values_far_out_of_range_are_an_overflow_and_a_refused_step_changes_no_s
     assert all(map(torch.equal, mean, expected))
 
 
-def test_zero_gradient_takes_the_largest_scale_and_missing_slots_are_zero() -> None:
+def test_a_zero_gradient_takes_the_largest_scale_and_a_state_restores_scales_with_other_buckets() -> None:
     grads = gradients(2, seed=6)
     for worker in grads:
         worker[2].zero_()
@@ -144,9 +144,6 @@ def test_zero_gradient_takes_the_largest_scale_and_missing_slots_are_zero() -> N
     status, mean = run(total, [grads])
     assert accepted(status)
     assert mean[2].item() == pytest.approx(grads[0][2].item() / 2, rel=1e-6)
-
-
-def test_state_restores_the_scales_with_other_buckets() -> None:
     grads = gradients(3, seed=7)
     first = measured(exact(3), grads)
     run(first, [grads])
