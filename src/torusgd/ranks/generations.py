@@ -193,8 +193,7 @@ class Generations:
         # tenth of short steps.
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return False
-        self._looked = time.monotonic()
-        newest = _Record.read(self._store)
+        self._looked, newest = time.monotonic(), _Record.read(self._store)
         self.is_planned = newest.number > self.number and newest.is_planned
         mine = [each for each in newest.joining if newest.source(each) == self._rank]
         self.joiners = tuple(mine) if newest.number == self.number else ()

@@ -424,9 +424,8 @@ class Listener:
         for connection, host in accepted(self._socket):
             # Strangers are bounded in number: each costs a thread until its handshake fails or times out.
             if self._pending.acquire(blocking=False):
-                threading.Thread(
-                    target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"
-                ).start()
+                arguments = connection, host
+                threading.Thread(target=self._receive, args=arguments, daemon=True, name="torusgd-joined").start()
             else:
                 connection.close()
 

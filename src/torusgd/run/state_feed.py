@@ -69,8 +69,7 @@ class _Feed:
         self._rank, self._generations = rank, generations
         self.messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
         self._group: Group | None = None
-        self._is_over = False
-        self._most = LEAST_WAITING
+        self._is_over, self._most = False, LEAST_WAITING
         Thread(target=self._run, daemon=True, name="torusgd-state-feed").start()
 
     def send(self, tensors: Tensors, state: RunState, event: Event, is_whole: bool = False) -> None:

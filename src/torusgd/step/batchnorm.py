@@ -48,8 +48,7 @@ class BatchNormStatistics:
         # The layers' buffers are views of one flat scratch tensor: with momentum 1 a pass leaves its statistics there.
         for layer in self.layers.values():
             layer.momentum = 1.0
-        self._scratch = self.running.clone()
-        self.batch = self._scratch
+        self.batch = self._scratch = self.running.clone()
         self._extra = torch.zeros_like(self.running) if has_extra else self.running.new_zeros(0)
         self._use(self._scratch)
 

@@ -218,8 +218,7 @@ class Audit(StepWatch):
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
         """CorruptionError, on every rank, if two ranks found other integers; RunError if images can't be read again."""
-        step = view.step.index
-        self._compared = 0
+        step, self._compared = view.step.index, 0
         if self._work is None or view.is_skipped:
             return
         self._work.wait()

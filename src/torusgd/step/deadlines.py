@@ -169,8 +169,7 @@ class StepWindow:
     def __init__(self, step: int, limit: Limit, virtual_workers: int, arrivals: Arrivals) -> None:
         self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
         self._is_counted = limit.count < virtual_workers
-        self._began = time.perf_counter()
-        self._is_closed = False
+        self._began, self._is_closed = time.perf_counter(), False
         arrivals.begin(step)
 
     def takes_one(self) -> bool:

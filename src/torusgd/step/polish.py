@@ -61,8 +61,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
-    layers = _layers(model)
-    device = next(model.parameters(), torch.empty(0)).device
+    layers, device = _layers(model), next(model.parameters(), torch.empty(0)).device
     sums = [torch.zeros(FULL.rows, 3, layer.num_features, dtype=torch.int64, device=device) for layer in layers]
     counts = torch.zeros(len(layers) + 1, dtype=torch.int64, device=device)
 
@@ -97,8 +96,7 @@ def refresh(
     model: nn.Module, steps: Iterable[Sequence[Tensor]], workers: int, momentum: float, allreduce: AllReduce
 ) -> int:
     """Lets the running statistics go on as in training, over steps of `workers` batches in all; the images seen."""
-    layers = _layers(model)
-    device = next(model.parameters()).device
+    layers, device = _layers(model), next(model.parameters()).device
     edges = [0, *accumulate(2 * layer.num_features for layer in layers)]
     sums = torch.zeros(FULL.rows, edges[-1] + 1, dtype=torch.int64, device=device)
 

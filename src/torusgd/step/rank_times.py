@@ -280,9 +280,7 @@ def balance(membership: Membership, earlier: Sequence[float], later: Sequence[fl
     ((5, 5, 2), 0.375)
     """
     now, workers = membership.counts, sum(membership.counts)
-    even = even_counts(workers, len(now))
-    best = best_counts(workers, later)
-    move = None
+    even, best, move = even_counts(workers, len(now)), best_counts(workers, later), None
     # Work moves only if the new sizes would have made the steps of both halves shorter, and clearly so.
     if all(slowest_rank(best, each) <= (1 - LEAST_GAIN) * slowest_rank(now, each) for each in (earlier, later)):
         moved = sum(max(0, new - old) for old, new in zip(now, best, strict=True))
