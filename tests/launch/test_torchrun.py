@@ -1,17 +1,24 @@
-"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
+"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks.
 
+Workers that torchrun starts again go on from their nodes' memory, on as many nodes as there are.
+"""
+
+import json
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from tests.comm.gloo_world import start_forkserver
+from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import (
     STEPS,
@@ -27,18 +34,23 @@ from tests.run.processes import (
     torusgd_words,
     wait_for_step,
 )
+from torch._C._distributed_c10d import HashStore
 
 from torusgd.__main__ import main
 from torusgd.comm import groups
-from torusgd.launch import torchrun as torchrun_ranks
+from torusgd.errors import RunError
+from torusgd.launch.torchrun import agree_on_prefix, run_joined
 from torusgd.ranks.liveness import Limits
 
 
-def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:
+def torchrun(
+    folder: Path, out: Path, recipe: Path, *options: str, flags: list[str], nodes: str = "", **environment: str
+) -> Process:
     words = torusgd_words(out, recipe, *flags)
     assert words[1] == "-m"
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(held_port()))
-    return Process(folder, sys.executable, *launcher, *options, *words[1:])
+    where = nodes.split() or ("--nproc-per-node", "2", "--master-port", str(held_port()))
+    launcher = (sys.executable, "-m", "torch.distributed.run", *where, *options)
+    return Process(folder, *launcher, *words[1:], environment=environment)
 
 
 class Forked:
@@ -83,11 +95,6 @@ def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) 
     told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
     words = torusgd_words(out, recipe, *flags)[2:]
     return [Forked(folder / str(rank), words, told | {"RANK": str(rank)}) for rank in range(size)]
-
-
-def ours(process: Process) -> list[str]:
-    """What torusgd says on the error stream of torchrun."""
-    return [line for line in process.err.splitlines() if line.startswith("torusgd:")]
 
 
 @pytest.mark.slow
@@ -154,44 +161,37 @@ def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path)
     )
 
 
-def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
-    """A rank that has joined; rank 1 is killed when the store knows of it and before its connections are there."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
+    """A rank that has joined; of two, rank 1 is killed when the store knows of it and before its connections are there.
+
+    One alone never closes its group.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if rank == 1:
         patch.object(groups, "build", lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)).start()
-    torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=3, start=60))
+    if size == 1:
+        patch.object(groups.Group, "close", lambda self: threading.Event().wait()).start()
+    run_joined(lambda *arguments: None, "cpu", Limits(beat=1 if size == 1 else 3, start=60))
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: Path) -> None:
-    port, context = str(held_port()), multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=_meet_and_lose_rank_1, args=(rank, port, tmp_path / str(rank))) for rank in range(2)
-    ]
+@pytest.mark.parametrize(
+    ("codes", "line"),
+    [
+        ([0], r"torusgd: rank 0 on \S+ ends only now"),
+        pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
+    ],
+    ids=["after its result", "while they meet"],
+)
+def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], line: str, tmp_path: Path) -> None:
+    port, size, context = str(held_port()), len(codes), multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_run_joined, args=(n, size, port, tmp_path / str(n))) for n in range(size)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(240)
-    assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
-    assert re.match(r"torusgd: .*rank 1.*, says rank 0 on ", (tmp_path / "0").read_text())
-
-
-def _close_for_ever(port: str, told: Path) -> None:
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
-    patch.object(groups.Group, "close", lambda self: threading.Event().wait()).start()
-    torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=1, start=60))
-
-
-def test_a_rank_that_does_not_end_after_its_result_is_ended_with_a_line(tmp_path: Path) -> None:
-    rank = multiprocessing.get_context("forkserver").Process(
-        target=_close_for_ever, args=(str(held_port()), tmp_path / "err")
-    )
-    rank.start()
-    rank.join(60)
-    assert rank.exitcode == 0
-    assert re.match(r"torusgd: rank 0 on \S+ ends only now", (tmp_path / "err").read_text())
+    assert [rank.exitcode for rank in ranks] == codes
+    assert re.match(line, (tmp_path / "0").read_text())
 
 
 @pytest.mark.parametrize(
@@ -226,3 +226,115 @@ def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -
     (line,) = process.err.splitlines()
     assert line.startswith("torusgd: rank 1 on ")
     assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line
+
+
+class Agent:
+    """An agent of torchrun whose workers' images take 0.1 s each, as long as the file `held` is there."""
+
+    def __init__(
+        self, folder: Path, out: Path, recipe: Path, *options: str, nodes: str = "", **environment: str
+    ) -> None:
+        held = out.with_name("held")
+        held.touch()
+        flags = ["--fresh", "--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.1"]
+        environment["TORUSGD_HELD"] = str(held)
+        self.process = torchrun(folder, out, recipe, *options, flags=flags, nodes=nodes, **environment)
+
+    def copies(self) -> list[int]:
+        """The steps whose state is in this node's memory."""
+        found = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{self.process.pid}-*/step-*")
+        return [int(path.name.removeprefix("step-")) for path in found]
+
+    def workers(self) -> list[int]:
+        return children(self.process.pid)
+
+
+def resumed_from_memory(process: Process) -> list[int]:
+    """The steps from which the ranks have gone on."""
+    told = rf"resumed from the copy in the memory of {re.escape(socket.gethostname())} of step (\d+)"
+    return [int(step) for step in re.findall(told, process.out)]
+
+
+@pytest.mark.slow
+def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where_that_is_damaged(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    agent = Agent(tmp_path, out, recipe, "--max-restarts", "2")
+    process = agent.process
+    until(lambda: max(agent.copies(), default=0) % 4, "a copy of a step that has no checkpoint", process)
+    os.kill(agent.workers()[1], signal.SIGKILL)
+    until(lambda: resumed_from_memory(process), "they have gone on", process)
+    (step,) = resumed_from_memory(process)
+    assert step > 0
+
+    wait_for_step(out, step + 5, process)
+    workers = agent.workers()
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    (file,) = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{process.pid}-*/step-*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    out.with_name("held").unlink()
+    assert process.end() == 0, process.output
+    assert "model.safetensors is damaged" in process.err
+    assert len(re.findall("resumed from the checkpoint of step", process.out)) == 1
+    assert results(summary(out)) == undisturbed
+    assert_told_once(out, STEPS)
+    assert agent.copies() == []
+
+
+@pytest.mark.slow
+def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out, rare = tmp_path / "out", tmp_path / "rare.yaml"
+    rare.write_text(recipe.read_text().replace("checkpoint_every: 4st", f"checkpoint_every: {STEPS}st"))
+    # torch 2.13 never tells a node that joins later where the shared store is.
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    nodes = "--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --max-restarts 3 --rdzv-conf last_call_timeout=2 "
+    nodes += f"--rdzv-endpoint localhost:{held_port()}"
+    first = Agent(tmp_path / "1", out, rare, nodes=nodes, **apart)
+    until(first.copies, "a copy", first.process)
+    second = Agent(tmp_path / "2", out, rare, nodes=nodes, **apart)
+    until(lambda: "4 virtual workers on 2 ranks" in first.process.out + second.process.out, "both train")
+    # torchrun has asked the first one's worker to stop, which has left a checkpoint.
+    stopped = int(re.findall(r"resumed from the checkpoint of step (\d+)", first.process.out + second.process.out)[0])
+    until(lambda: second.copies() > [stopped], "a later copy there", second.process)
+    second.process.kill()
+    until(lambda: resumed_from_memory(first.process), "the first goes on alone", first.process)
+    assert resumed_from_memory(first.process)[0] > stopped
+    out.with_name("held").unlink()
+    assert first.process.end() == 0, first.process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert told["resumed_from"] > stopped
+    assert_told_once(out, STEPS)
+    assert first.copies() == []
+
+
+def agreed(store: HashStore, size: int) -> list[list[str]]:
+    """What each rank of an attempt, as a thread, has written under the agreed prefix."""
+
+    def be(rank: int) -> list[str]:
+        part = agree_on_prefix(store, rank, size, 240)
+        part.set(str(rank), "here")
+        return sorted(str(each) for each in range(size) if part.get(str(each)) == b"here")
+
+    with ThreadPoolExecutor(size) as ranks:
+        return [*ranks.map(be, range(size))]
+
+
+def test_each_attempt_meets_apart_from_what_earlier_ones_left_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    store = HashStore()
+    for size in (3, 2, 4, 1, 2):
+        assert agreed(store, size) == [[str(rank) for rank in range(size)]] * size
+    store.set("word/1", "of a rank that is gone")
+    store.set("answer", json.dumps({"prefix": "old", "words": ["a", "of a rank that is gone"]}))
+    assert agreed(store, 2) == [["0", "1"]] * 2
+    # A rank that waits for others that never come.
+    with refused("ranks that do not meet", "rank 1", RunError, HOST=socket.gethostname()):
+        agree_on_prefix(store, 1, 2, 0.1)

@@ -21,7 +21,7 @@ def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
         TracedSteps.parse(text)
 
 
-def test_ranks_are_put_on_one_clock() -> None:
+def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_own() -> None:
     def part(base: float, begin: float) -> dict[str, Any]:
         """A rank that began a step so many seconds after what its times count from."""
         event = {"ph": "X", "name": "step", "pid": 77, "tid": 1, "ts": begin * 1e6, "dur": 1e6}
@@ -32,9 +32,6 @@ def test_ranks_are_put_on_one_clock() -> None:
     begins = [event["ts"] - events[0]["ts"] for event in events]
     assert begins == pytest.approx([0.0, 0.5e6, 1.0e6])
     assert [event["pid"] for event in events] == [0, 1, 2]
-
-
-def test_a_device_of_a_rank_is_a_process_of_its_own() -> None:
     events = [{"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 1.0}, {"ph": "X", "name": "x", "pid": "Spans"}]
     parts = {rank: {"host": "a", "process": 9, "base": 0, "events": events} for rank in (0, 1)}
     kernels = [event["pid"] for event in merged(parts)["traceEvents"] if event["ph"] == "X"]

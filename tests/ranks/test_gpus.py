@@ -57,22 +57,18 @@ def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPa
     assert own_gpu(ranks_per_gpu=2) == torch.device("cuda", 1)
 
 
-def test_torchruns_variable_goes_first() -> None:
+def test_torchruns_variable_goes_first_more_ranks_than_gpus_are_refused_and_one_gpu_is_for_any(
+    four_gpus: pytest.MonkeyPatch,
+) -> None:
     assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
     with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
         local_rank({"SLURM_LOCALID": "x"})
-
-
-def test_a_rank_that_is_shown_one_gpu_takes_it(four_gpus: pytest.MonkeyPatch) -> None:
-    four_gpus.setenv("SLURM_LOCALID", "3")
-    four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
-    assert own_gpu(ranks_per_gpu=1).index == 0
-
-
-def test_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
     with refused("more ranks than GPUs", "rank 4 of this machine"):
         own_gpu(ranks_per_gpu=1)
+    four_gpus.setenv("SLURM_LOCALID", "3")
+    four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    assert own_gpu(ranks_per_gpu=1).index == 0
 
 
 def test_ranks_on_one_gpu_are_named() -> None:

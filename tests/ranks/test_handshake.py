@@ -1,27 +1,24 @@
-"""The handshake of machines that join: who doesn't know the token learns nothing, and what is sent has bounds."""
+"""What reaches a run's port, or a machine that joins, and has no token: it learns nothing; flags that are wrong."""
 
+import errno
 import json
 import socket
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.launch.driven import job_of
 from tests.messages import refused
+from tests.polling import until
 
+from torusgd.errors import RunError, UserError
+from torusgd.launch import node_agent
+from torusgd.launch.node_agent import join_run
 from torusgd.ranks import join
-from torusgd.ranks.join import (
-    NODE,
-    STORE,
-    Channel,
-    ChannelClosed,
-    Refused,
-    hang_up,
-    make_token,
-    parse_address,
-    prove_to_client,
-    prove_to_listener,
-    read_token,
-)
+from torusgd.ranks.join import NODE, STORE, Channel, ChannelClosed, Listener, Refused
 
 KEY = b"k" * 64
 
@@ -32,37 +29,34 @@ def listener() -> tuple[socket.socket, Future[str]]:
 
     def listen() -> str:
         try:
-            return prove_to_client(there, KEY)
+            return join.prove_to_client(there, KEY)
         except Refused:
-            hang_up(there)
+            join.hang_up(there)
             raise
 
     return here, ThreadPoolExecutor(1).submit(listen)
 
 
-def test_both_sides_prove_that_they_know_the_token() -> None:
+def test_both_sides_prove_that_they_know_the_token_and_who_does_not_gets_nothing() -> None:
     for purpose in (NODE, STORE):
         here, found = listener()
-        prove_to_listener(here, KEY, purpose)
+        join.prove_to_listener(here, KEY, purpose)
         assert found.result() == purpose
     here, found = listener()
     with pytest.raises(Refused):
-        prove_to_listener(here, b"x" * 64, NODE)
+        join.prove_to_listener(here, b"x" * 64, NODE)
     assert str(found.exception()) == "a wrong token"
-
-
-def test_a_listener_that_does_not_know_the_token_gets_nothing_of_a_machine() -> None:
     here, there = socket.socketpair()
     there.sendall(json.dumps({"torusgd": 1, "nonce": "0" * 64}).encode() + b"\n")
     there.sendall(json.dumps({"proof": "0" * 64}).encode() + b"\n")
     with pytest.raises(Refused):
-        prove_to_listener(here, KEY, NODE)
+        join.prove_to_listener(here, KEY, NODE)
 
 
 def test_what_was_overheard_serves_no_second_time() -> None:
     link, found = listener()
     here, mine = socket.socketpair()
-    client = ThreadPoolExecutor(1).submit(prove_to_listener, here, KEY, NODE)
+    client = ThreadPoolExecutor(1).submit(join.prove_to_listener, here, KEY, NODE)
     mine.sendall(link.recv(4096))
     heard = mine.recv(4096)
     link.sendall(heard)
@@ -79,6 +73,7 @@ def test_what_was_overheard_serves_no_second_time() -> None:
 @pytest.mark.parametrize(
     "said",
     [
+        b"",
         b"\n",
         b"[]\n",
         b'{"proof": 1}\n',
@@ -87,15 +82,11 @@ def test_what_was_overheard_serves_no_second_time() -> None:
         b"[" * 1000 + b"\n",
     ],
 )
-def test_garbage_in_place_of_a_proof_is_refused(said: bytes) -> None:
+def test_garbage_in_place_of_a_proof_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not said:
+        monkeypatch.setattr(join, "HANDSHAKE_SECONDS", 0.2)
     here, found = listener()
     here.sendall(said)
-    assert isinstance(found.exception(240), Refused)
-
-
-def test_who_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "HANDSHAKE_SECONDS", 0.2)
-    _here, found = listener()
     assert isinstance(found.exception(240), Refused)
 
 
@@ -118,27 +109,144 @@ def test_a_channel_ends_with_silence_with_what_is_no_message_and_with_its_connec
 
 def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    drawn = make_token(path)
+    drawn = join.make_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert make_token(path) == read_token(path) == drawn
+    assert join.make_token(path) == join.read_token(path) == drawn
     path.chmod(0o640)
     with refused("a token that others may read", f"--token-file {path}", TMP=tmp_path):
-        read_token(path)
+        join.read_token(path)
     path.chmod(0o600)
     path.write_text("short")
     with refused("a token that is none", f"--token-file {path}", TMP=tmp_path):
-        read_token(path)
+        join.read_token(path)
     with refused("a token that is not there", f"--token-file {tmp_path / 'none'}", TMP=tmp_path):
-        read_token(tmp_path / "none")
+        join.read_token(tmp_path / "none")
 
 
 @pytest.mark.parametrize("text", ["7000", "host:", ":7000", "host:port", "host:70000"])
 def test_an_address_has_a_host_and_a_port(text: str) -> None:
     with refused(f"no address: {text}", f"--listen {text}"):
-        parse_address(text, "--listen")
+        join.parse_address(text, "--listen")
 
 
 @pytest.mark.parametrize("host", ["a..b", "127..1", "x" * 64])
 def test_what_can_be_no_name_of_a_host_is_a_mistake(host: str) -> None:
     with refused("no name of a host", f"--listen {host}:7000", HOST=host):
-        parse_address(f"{host}:7000", "--listen")
+        join.parse_address(f"{host}:7000", "--listen")
+
+
+@pytest.fixture
+def port() -> Iterator[Listener]:
+    listener = Listener(("127.0.0.1", 0), KEY, 1, {}, 30.0, print)
+    yield listener
+    listener.close(0, "")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.address)
+
+
+def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time(
+    port: Listener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strangers = [socket.create_connection(port.address) for _ in range(join.MOST_STRANGERS)]
+    assert all(stranger.recv(4096) for stranger in strangers)
+    assert socket.create_connection(port.address).recv(4096) == b""
+    for stranger in strangers:
+        stranger.sendall(b"garbage\n")
+        assert stranger.recv(4096) == b""
+    assert until(lambda: capsys.readouterr().out, "a line").count("\n") == 1
+
+
+def test_a_listener_outlives_a_connection_that_can_not_be_taken(
+    port: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, list[int]()
+
+    def fails_once(own: socket.socket) -> Any:
+        if not failed:
+            failed.append(errno.EMFILE)
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(own)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_once)
+    for _ in range(2):
+        with socket.create_connection(port.address, 30) as stranger:
+            assert stranger.recv(4096)
+    assert failed
+
+
+def test_a_message_that_holds_no_number_ends_its_machine_alone(port: Listener) -> None:
+    with socket.create_connection(port.address, 30) as link:
+        join.prove_to_listener(link, KEY, NODE)
+        link.sendall(b'{"host": "here", "workers": Infinity, "version": "1"}\n')
+        assert link.recv(4096) == b""
+
+
+GARBAGE = "a first machine that sends garbage"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "messages"),
+    [
+        ("a job that is none", UserError, [{"silent": 5.0, "job": 7}]),
+        ("a job without a recipe", UserError, [{"silent": 5.0, "job": {"device": "tpu"}}]),
+        (GARBAGE, RunError, [{"silent": "long", "job": {}}]),
+        (GARBAGE, RunError, [{"job": {}}]),
+        (GARBAGE, RunError, [{"end": "over"}]),
+        (GARBAGE, RunError, [{"end": "over", "code": 1e400}]),
+        (GARBAGE, RunError, [None, {"start": 1}]),
+        (GARBAGE, RunError, [None, {"start": 1, "rank": -1, "size": 1, "attempt": 0}]),
+        (GARBAGE, RunError, [None, {"kill": [2]}]),
+        (GARBAGE, RunError, [None, {"end": "over", "code": -3}]),
+    ],
+)
+def test_odd_messages_of_the_first_machine_are_one_line(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception], messages: list[Any]
+) -> None:
+    """None: the job as it should be."""
+    job = job_of(tmp_path / "out", recipe)
+    monkeypatch.setattr(node_agent, "warn", lambda line: None)
+
+    def be_root() -> None:
+        with server.accept()[0] as link:
+            join.prove_to_client(link, KEY)
+            link.recv(4096)  # what the machine brings
+            for message in messages:
+                link.sendall(json.dumps(message or {"silent": 5.0, "job": job.as_dict()}).encode() + b"\n")
+            while link.recv(4096):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=be_root, daemon=True).start()
+        host, port = server.getsockname()
+        with refused(name, kind=kind, PORT=port):
+            join_run((host, port), KEY, None, 1)
+
+
+def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert join.interface_of("127.0.0.1") == "lo"
+    assert ("lo", "127.0.0.1") in join.interface_addresses()
+    monkeypatch.setattr("torusgd.ranks.join.interface_addresses", lambda: [("eth0", "10.0.0.1"), ("eth0", "10.0.0.2")])
+    assert join.interface_of("10.0.0.2") == "eth0"
+    with refused("an address of another machine", "0.0.0.0"):
+        join.interface_of("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--listen", "7000"], "--listen 7000: write an address and a port"),
+        (["--listen", "192.0.2.1:0"], "192.0.2.1: no network interface of this machine has it"),
+        (["--workers", "3:2"], "workers = 3:2: give the smaller number first"),
+        (["--workers", "2:9999"], "the recipe has"),
+        (["--workers", "2:x"], "workers_range"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags: list[str], reason: str) -> None:
+    code, _, err = run_cli("train", recipe, "--out", tmp_path / "out", *flags)
+    assert (code, err.count("\n"), reason in err) == (2, 1, True), err
+
+
+def test_a_machine_brings_so_many_ranks_at_most(tmp_path: Path, run_cli: Any) -> None:
+    join.make_token(tmp_path / "token")
+    told = run_cli("join", "127.0.0.1:1", "--token-file", tmp_path / "token", "--workers", 2000)
+    assert told == (2, "", "torusgd: --workers 2000: one machine may bring 1024 ranks at most\n")

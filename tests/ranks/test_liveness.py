@@ -54,22 +54,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 BEAT = Beat(0, "a", "train", 7, 3)
 
 
-def test_a_rank_without_a_beat_is_named_with_what_it_did_last(clock: Clock) -> None:
-    clock.look(BEAT, BEAT)
-    (late,) = clock.looks(BEAT, None, seconds=31)
-    assert str(late) == "rank 1 on a in train of step 7: no heartbeat for 30 s, frozen or lost"
-    assert clock.watch.silent(5) == [1]
-
-
 def test_a_rank_that_never_begins_is_named(clock: Clock) -> None:
     (late,) = clock.looks(BEAT, None, seconds=100 + 1)
     assert str(late) == "rank 1: has not begun within 100 s"
 
 
-def test_a_watcher_that_was_suspended_blames_nobody(clock: Clock) -> None:
+def test_a_watcher_that_was_suspended_blames_nobody_and_a_rank_without_a_beat_is_named_with_what_it_did(
+    clock: Clock,
+) -> None:
     clock.look(BEAT, BEAT)
     assert clock.look(None, None, seconds=3600.0) == []
     assert clock.looks(BEAT, None, seconds=10) == []
+    clock.look(BEAT, BEAT)
+    (late,) = clock.looks(BEAT, None, seconds=31)
+    assert str(late) == "rank 1 on a in train of step 7: no heartbeat for 30 s, frozen or lost"
+    assert clock.watch.silent(5) == [1]
 
 
 def test_ranks_that_make_progress_may_differ_by_hours(clock: Clock) -> None:
@@ -130,12 +129,15 @@ def test_those_that_follow_the_roll_call_learn_who_is_late_and_watch_its_caller(
     assert look(None, None, publishes=False) == []
 
 
-def test_few_of_many_late_ranks_are_named(clock: Clock) -> None:
+def test_few_of_many_late_ranks_are_named_and_a_rank_alone_that_hangs(clock: Clock) -> None:
     many = Watch(clock.store, range(100), LIMITS)
     for _ in range(102):
         clock.now += 1
         many.look()
     assert len(many.look()) == liveness.MOST_NAMED
+    alone = Watch(clock.store, [0], LIMITS)
+    clock.look(replace(BEAT, longest=1.0, idle=61.0, stack="forward (slow.py:7)"))
+    assert [late.why for late in alone.look()] == ["no progress for 61 s, at forward (slow.py:7)"]
 
 
 def test_a_wait_for_a_disk_is_told_and_given_up_late(clock: Clock) -> None:
@@ -164,12 +166,6 @@ def test_a_rank_that_computes_has_an_hour_for_its_first_unit_and_one_that_hangs_
     assert [
         late.rank for late in clock.look(replace(BEAT, idle=101.0, busy=0.01), replace(BEAT, idle=101.0, waits=True))
     ] == [0]
-
-
-def test_a_rank_alone_that_hangs_is_named(clock: Clock) -> None:
-    alone = Watch(clock.store, [0], LIMITS)
-    clock.look(replace(BEAT, longest=1.0, idle=61.0, stack="forward (slow.py:7)"))
-    assert [late.why for late in alone.look()] == ["no progress for 61 s, at forward (slow.py:7)"]
 
 
 @pytest.fixture

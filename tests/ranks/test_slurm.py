@@ -1,4 +1,4 @@
-"""Slurm's variables, its signal ahead of the end, and its queue; tests/launch/slurm_cluster.py has a real one."""
+"""Slurm's variables, its signal ahead of the end, and its queue; tests/launch/test_slurm_cluster.py has a real one."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def put_scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
 
-def test_the_job_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     put_scontrol(tmp_path, f'echo "$@" > "{tmp_path}/said"', monkeypatch)
     slurm.check_requeue()
     slurm.requeue()
@@ -79,9 +79,6 @@ def test_the_job_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     put_scontrol(tmp_path, "echo 'Requested operation is presently disabled' >&2; exit 1", monkeypatch)
     with refused("Slurm does not queue again", "--requeue", RunError):
         slurm.requeue()
-
-
-def test_requeue_needs_a_job(run_cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     code, _, said = run_cli("train", "digits", "--requeue", "--out", tmp_path / "run")
     assert (code, said) == (

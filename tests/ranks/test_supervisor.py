@@ -111,11 +111,14 @@ def work_for_long(liveness: Liveness) -> None:
         liveness.progress("train", 3, unit)
 
 
-def test_every_rank_runs_the_function_and_a_new_attempt_meets_anew(attempts: Attempts) -> None:
+def test_every_rank_runs_the_function_a_new_attempt_meets_anew_and_a_slow_rank_that_makes_progress_is_waited_for(
+    attempts: Attempts,
+) -> None:
     for _ in range(2):
         results = attempts.results(be_well)
         number = attempts.number
         assert results == [["0", "2", 0, 2.0, number, False, None], ["1", "2", 1, 2.0, number, False, "well"]]
+    assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -199,10 +202,6 @@ def test_nothing_of_a_run_with_groups_of_all_kinds_listens_beyond_loopback() -> 
     assert own
     assert all(ranks), "each rank listens for others"
     assert {*own, *itertools.chain(*ranks)} <= LOOPBACK
-
-
-def test_a_slow_rank_that_makes_progress_is_waited_for(attempts: Attempts) -> None:
-    assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]
 
 
 FORK = """

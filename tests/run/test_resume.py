@@ -77,12 +77,9 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["5", "4", "3", "2", "1"]
 
 
-def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, out: Path) -> None:
-    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
-        run_alone(out, recipe, max_steps=10)
-
-
-def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(recipe: Path, out: Path) -> None:
+def test_a_checkpoint_of_other_data_or_initial_weights_and_fewer_steps_than_done_are_refused(
+    recipe: Path, out: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
@@ -92,6 +89,8 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(recipe: Path, 
     renew_manifest(progress)
     with refused("a checkpoint of more images", "the checkpoint of step 15"):
         run_alone(out, recipe)
+    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
+        run_alone(out, recipe, max_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +149,7 @@ def test_a_strangers_checkpoint_folder_leads_nowhere(
     [
         *(f"reduction={reduction}" for reduction in ("exact", "float32", "float16", "bfloat16")),
         "model.batch_norm_workers=each stages.0.extra_pass=true",
+        "average={half_life:2st,every:2}",
     ],
 )
 def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, recipe: Path, changes: str) -> None:

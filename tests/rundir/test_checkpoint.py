@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import signal
 import threading
@@ -60,7 +61,12 @@ def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     return Checkpoint(weights, state, {"step": step, "samples": 10 * step})
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def write(folder: Path, *steps: int) -> None:
+    for step in steps:
+        write_checkpoint(folder, checkpoint(step), {})
+
+
+def test_what_is_written_is_read_also_a_tensor_with_two_names(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(7, 0.1), {"classes": '["a"]'})
     assert path.name == "step-00000007"
     found = read_checkpoint(path)
@@ -69,26 +75,31 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
     assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
+    shared = torch.nn.Linear(2, 2)
+    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    tensors, _ = load_weights(tmp_path / "w.safetensors")
+    assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
-    for step in (4, 8):
-        write_checkpoint(tmp_path, checkpoint(step), {})
+    write(tmp_path, 4, 8)
     damage(tmp_path / "step-00000008" / name)
     told: list[str] = []
     assert step_of(newest_checkpoint(tmp_path, told.append)) == 4
-    assert len(told) == 1
-    assert str(tmp_path / "step-00000008") in told[0]
-    assert told[0].endswith("; it is set aside as step-00000008.damaged")
-    assert "\n" not in told[0]
+    (line,) = told
+    assert str(tmp_path / "step-00000008") in line
+    assert line.endswith("; it is set aside as step-00000008.damaged")
+    assert "\n" not in line
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008.damaged"]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8)
     for step in (4, 8):
-        write_checkpoint(tmp_path, checkpoint(step), {})
         flip_a_byte(tmp_path / f"step-{step:08d}" / FILES[1])
     told: list[str] = []
     for _ in range(2):  # the second time they have been set aside before
@@ -97,7 +108,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     assert len(told) == 2
     assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
     assert newest_checkpoint(tmp_path / "none", told.append) is None
-    write_checkpoint(tmp_path, checkpoint(8), {})  # a copy of it, put back, is damaged as well
+    write(tmp_path, 8)  # a copy of it, put back, is damaged as well
     flip_a_byte(tmp_path / "step-00000008" / FILES[1])
     with pytest.raises(RunError):
         newest_checkpoint(tmp_path, told.append)
@@ -106,10 +117,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
 def test_a_disk_that_cannot_be_read_now_is_read_again_and_then_ends_the_run(tmp_path, monkeypatch, number) -> None:
-    for step in (4, 8):
-        write_checkpoint(tmp_path, checkpoint(step), {})
+    write(tmp_path, 4, 8)
     monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
-    read, errors = Path.read_bytes, [OSError(number, os.strerror(number))] * 2
+    errors: list[OSError] = []
 
     def failing(call: Callable[[Path], Any]) -> Callable[[Path], Any]:
         def ask(path: Path) -> Any:
@@ -119,18 +129,15 @@ def test_a_disk_that_cannot_be_read_now_is_read_again_and_then_ends_the_run(tmp_
 
         return ask
 
-    monkeypatch.setattr(Path, "read_bytes", failing(read))
-    assert step_of(newest_checkpoint(tmp_path, pytest.fail)) == 8
-    monkeypatch.setattr(os, "scandir", failing(os.scandir))
-    for _ in ("the list of checkpoints", "a file"):
-        errors[:] = [OSError(number, os.strerror(number))] * 3
-        with pytest.raises(RunError) as caught:
-            newest_checkpoint(tmp_path, pytest.fail)
-        assert str(tmp_path) in str(caught.value)
-        monkeypatch.undo()
-        monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
-        monkeypatch.setattr(Path, "read_bytes", failing(read))
-    monkeypatch.undo()
+    for owner, name, times in ((Path, "read_bytes", 2), (os, "scandir", 3), (Path, "read_bytes", 3)):
+        errors[:] = [OSError(number, os.strerror(number))] * times
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing(getattr(owner, name)))
+            if times == 2:
+                assert step_of(newest_checkpoint(tmp_path, pytest.fail)) == 8
+            else:
+                with pytest.raises(RunError, match=re.escape(str(tmp_path))):
+                    newest_checkpoint(tmp_path, pytest.fail)
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008"]
 
 
@@ -145,20 +152,15 @@ def test_the_newest_are_kept_and_nothing_newer_is_deleted(tmp_path: Path) -> Non
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000010", "step-00000008"]
 
 
-class SlowDisk:
-    """Takes as long to write as the test lets it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.release, self.write = threading.Event(), checkpoints.write_checkpoint
-        monkeypatch.setattr(checkpoints, "write_checkpoint", self._write_late)
-
-    def _write_late(self, *arguments: Any) -> Path:
-        assert self.release.wait(240)
-        return self.write(*arguments)
-
-
 def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, writer = SlowDisk(monkeypatch), CheckpointWriter(tmp_path, 2, {})
+    release = threading.Event()
+
+    def write_late(*arguments: Any) -> Path:
+        assert release.wait(240)
+        return write_checkpoint(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_late)
+    writer = CheckpointWriter(tmp_path, 2, {})
     times = CheckpointTimes({4, 8}, 1e9, writer)
     assert [step for step in range(1, 5) if times.is_due(step)] == [4]
     writer.save(checkpoint(4))
@@ -171,7 +173,7 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
 
     def progress(seconds: float) -> None:
         told.append(seconds)
-        disk.release.set()
+        release.set()
 
     writer.wait(progress)
     assert told
@@ -213,15 +215,6 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
     writer.save(large)
     writer.close()
     assert len(list_checkpoints(tmp_path)) == 2
-
-
-def test_a_tensor_with_two_names_is_written_under_both(tmp_path: Path) -> None:
-    shared = torch.nn.Linear(2, 2)
-    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
-    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
-    tensors, _ = load_weights(tmp_path / "w.safetensors")
-    assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

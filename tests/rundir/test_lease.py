@@ -30,9 +30,13 @@ def machine(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "POLL", 0.05)
     monkeypatch.setattr(module, "EXPIRES", 30.0)  # of a holder at work a sign is seen long before
 
-    def on(name: str) -> Lease:
+    def on(name: str, lines: list[str] | None = None) -> Lease:
+        """One that holds it, if there are lines to tell of that."""
         (tmp_path / name).mkdir(exist_ok=True)
-        return Lease(Store(URL), tmp_path / name)
+        lease = Lease(Store(URL), tmp_path / name)
+        if lines is not None:
+            lease.acquire(lines.append)
+        return lease
 
     return on
 
@@ -59,24 +63,21 @@ def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> No
 
 def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
     lines: list[str] = []
-    first, second = machine("a"), machine("b")
-    first.acquire(lines.append)
+    first = machine("a", lines)
     with first.renewed(print):
         with in_use():
-            second.acquire(lines.append)
+            machine("b", lines)
         first.check()
-    assert len(lines) == 1
-    assert lines[0].endswith("waiting 30 s for a sign of life")
-    second.acquire(lines.append)
-    assert len(lines) == 1, "what was given back is taken at once"
+    (line,) = lines
+    assert line.endswith("waiting 30 s for a sign of life")
+    machine("b", lines)
+    assert lines == [line], "what was given back is taken at once"
 
 
 def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, monkeypatch) -> None:
     monkeypatch.setattr(module, "EXPIRES", 0.2)
     lines: list[str] = []
-    first, second, third = machine("a"), machine("b"), machine("c")
-    for each in (first, second, third):
-        each.acquire(lines.append)
+    first, second, third = (machine(name, lines) for name in "abc")
     assert len(lines) == 2
     third.check()
     for late in (first, second):
@@ -87,27 +88,25 @@ def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, m
 
 def test_a_start_on_the_same_machine_need_not_wait(machine: Any) -> None:
     lines: list[str] = []
-    machine("a").acquire(lines.append)
-    machine("a").acquire(lines.append)  # whoever held it is gone, since the folder's own lock is free
+    machine("a", lines)
+    machine("a", lines)  # whoever held it is gone, since the folder's own lock is free
     assert not lines
 
 
 def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = machine("a"), machine("b")
-    found = second.newest()
-    first.acquire(lambda line: None)
+    second = machine("b")
+    found, first = second.newest(), machine("a", [])
     answer_once(monkeypatch, second, found)
     with first.renewed(print), in_use():
         second.acquire(lambda line: None)
 
 
 def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machine, monkeypatch) -> None:
-    slow, first, second = machine("slow"), machine("a"), machine("b")
+    slow = machine("slow")
     found = slow.newest()
-    first.acquire(lambda line: None)
-    with first.renewed(print):
+    with machine("a", []).renewed(print):
         pass
-    second.acquire(lambda line: None)  # deletes the first's
+    second = machine("b", [])  # deletes the first's
     answer_once(monkeypatch, slow, found)
     with second.renewed(print), in_use():
         slow.acquire(lambda line: None)
@@ -116,7 +115,7 @@ def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machi
 
 def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any) -> None:
     lines: list[str] = []
-    other, here = Store(URL), machine("a")
+    other = Store(URL)
     is_done = threading.Event()
 
     def beat() -> None:
@@ -129,7 +128,7 @@ def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     with refused("a lock of another version", f"--out {URL}"):
-        here.acquire(lines.append)
+        machine("a", lines)
     is_done.set()
     thread.join()
     assert len(lines) == 1
@@ -137,9 +136,7 @@ def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any
 
 def test_a_holder_that_was_held_up_writes_nothing_more(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXPIRES", 0.2)
-    late, other, calls = machine("a"), machine("b"), list[str]()
-    late.acquire(lambda line: None)
-    other.acquire(lambda line: None)
+    late, other, calls = machine("a", []), machine("b", []), list[str]()
     with late.renewed(print, lambda: calls.append("written")):
         until(lambda: "lease" not in [thread.name for thread in threading.enumerate()], "it gives up")
     assert not calls
@@ -165,13 +162,12 @@ def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest
 
 
 def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
-    first, calls = machine("a"), list[None]()
+    first, calls = machine("a", []), list[None]()
 
     def beside() -> None:
         calls.append(None)
         raise OSError("503 Slow Down")
 
-    first.acquire(lambda line: None)
     with first.renewed(print, beside):
         until(lambda: len(calls) >= 3, "it is called three times")
     assert first.newest()[1].released
@@ -179,8 +175,8 @@ def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
 
 def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(machine, monkeypatch) -> None:
     monkeypatch.setattr(module, "GIVE_BACK", 0.1)
-    first, asks, answers, lines = machine("a"), threading.Event(), threading.Event(), list[str]()
-    first.acquire(lines.append)
+    asks, answers, lines = threading.Event(), threading.Event(), list[str]()
+    first = machine("a", lines)
 
     def ask_and_wait() -> None:
         asks.set()

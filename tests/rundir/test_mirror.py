@@ -1,4 +1,4 @@
-"""A run whose folder is in a bucket: fsspec's in memory here; the slow test has a real S3 server that fails."""
+"""A run whose folder is in a bucket: fsspec's in memory here; the slow tests have real servers that fail."""
 
 import json
 import os
@@ -22,29 +22,39 @@ from tests.run.runs import TINY, run_here, sets
 
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
+from torusgd.report.read_run import read_run
+from torusgd.rundir import lease
 from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
-from torusgd.rundir.lease import is_lease
 from torusgd.rundir.mirror import NAME, Mirror
 from torusgd.rundir.run_dir import RunDir
+from torusgd.rundir.run_view import STATUS, STOP, WORKERS, RunView, local_run
 from torusgd.storage import Store
 
-URL = "memory://runs/one"
+URL = "memory://runs/digits one"
 
 
 @pytest.fixture
-def machines(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a mirror on a machine of its own."""
-    lines: list[str] = []
+def move(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Moves to another machine, which is one with another cache; the run's mirror there."""
+    monkeypatch.setattr(lease, "RENEW", 0.05)
+
+    def to(name: str) -> Mirror:
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
+        return Mirror(URL, print)
+
+    return to
+
+
+@pytest.fixture
+def machines(move: Any) -> Any:
+    """Makes a mirror on a machine of its own, which has fetched what is in the bucket."""
 
     def machine(name: str, fresh: bool = False) -> Mirror:
-        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
-        mirror = Mirror(URL, lines.append)
+        mirror: Mirror = move(name)
         with mirror.held(fresh):
             return mirror
 
-    made: Any = machine
-    made.lines = lines
-    return made
+    return machine
 
 
 def advance(mirror: Mirror, step: int, keep: int = 2) -> None:
@@ -87,15 +97,16 @@ def test_a_machine_that_is_ahead_of_the_bucket_stays_so(machines: Any, monkeypat
     assert newest(machines("b")) == 1
 
 
-def test_what_is_not_whole_is_not_taken(machines: Any) -> None:
+def test_what_is_not_whole_is_not_taken(machines: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first = machines("a")
     for step in (1, 2, 3):
         advance(first, step, keep=3)
     Store(URL).delete("checkpoints/step-00000003/manifest.json")  # it is being written, or deleted
     Store(URL).write("checkpoints/step-00000002/model.safetensors", b"stale")
     assert newest(machines("b")) == 1
-    assert "step-00000002" in machines.lines[0]
-    assert "is damaged" in machines.lines[0]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step-00000002" in line
+    assert "is damaged" in line
     Store(URL).delete("checkpoints/step-00000001/state.json")
     with refused("a bucket without a good checkpoint", URL, RunError):
         machines("c")
@@ -106,7 +117,7 @@ def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
         advance(machines("a"), step)
     Store(URL).write("notes.txt", b"mine")
     second = machines("b", fresh=True)
-    left = {name for name in Store(URL).sizes() if not is_lease(name)}
+    left = {name for name in Store(URL).sizes() if not lease.is_lease(name)}
     assert left == {"notes.txt"}, "only what a run wrote is deleted"
     advance(second, 1)
     assert newest(machines("a")) == 1
@@ -142,6 +153,68 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
     with refused("a bucket that can't be used", f"--out {URL}"):
         machines("a")
     assert (mirror.folder / NAME).exists()
+
+
+def begin(mirror: Mirror) -> Path:
+    """Two steps of a run that has not ended; the folder of their checkpoint, which the bucket has not."""
+    run_here(mirror.folder, max_steps=2)
+    for name in ("summary.json", "model.safetensors"):
+        (mirror.folder / name).unlink()
+    return mirror.folder / "checkpoints" / "step-00000002"
+
+
+def test_what_a_finished_run_left_is_used_by_its_url(move, tmp_path: Path, run_cli, mistake) -> None:
+    mirror = move("a")
+    with mirror.held(fresh=False):
+        summary, _ = run_here(mirror.folder)
+        mirror.put_result()
+    move("b")
+    assert RunView(Path(URL)).read().reported["weights_sha256"] == summary["weights_sha256"]
+    record = read_run(local_run(Path(URL)))
+    assert (record.name, record.state, len(record.steps)) == ("digits one", "finished", 4)
+    told = tmp_path / "told.json"
+    code, out, _ = run_cli("eval", URL, "--json", told)
+    assert code == 0
+    assert f"top-1 {summary['top1']:.2%}" in out
+    assert run_cli("eval", f"{URL}/model.safetensors")[0] == 0
+    code, out, _ = run_cli("status", URL)
+    assert (code, out.startswith("finished: 4 steps")) == (0, True)
+    assert run_cli("report", URL, "--out", tmp_path / "report.html")[0] == 0
+    for name in ("polish", "export", "replay", "stop"):
+        mistake(name, URL)
+    mistake("eval", "memory://runs/none")
+
+
+def test_a_checkpoint_serves_until_the_run_is_done(move: Any) -> None:
+    mirror = move("a")
+    with mirror.held(fresh=False):
+        mirror.put_checkpoint(begin(mirror), 2)
+    move("b")
+    assert (local_run(Path(URL)) / "checkpoints" / "step-00000002" / "model.safetensors").is_file()
+    assert (local_run(Path(f"{URL}/checkpoints/step-00000002")) / "model.safetensors").is_file()
+    assert RunView(Path(URL)).read().state == "gone"
+
+
+def test_a_run_at_work_elsewhere_is_seen_and_asked(move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = move("a")
+    with mirror.held(fresh=False):
+        begin(mirror)
+        with RunDir(mirror.folder).lock():
+            assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
+        move("b")
+        until(lambda: STATUS in Store(URL).sizes(), "its status is there")
+        view = RunView(Path(URL))
+        assert view.running("stop").reported["virtual_workers"] == 4
+        view.request(STOP, "")
+        view.request(WORKERS, "3")
+        until(lambda: all((mirror.folder / name).exists() for name in (STOP, WORKERS)), "requests are here")
+        assert (mirror.folder / WORKERS).read_text() == "3"
+        assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
+        assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
+    with Mirror(URL).held(fresh=False):
+        pass  # another machine takes over a run that has no checkpoint yet
+    with refused("a request to a run that is gone", view.name):
+        view.running("scale")
 
 
 def slowly(pause: float) -> list[str]:

@@ -38,20 +38,18 @@ def files(path: Path) -> list[str]:
     )
 
 
-def test_a_new_folder_gets_the_complete_recipe(tmp_path: Path) -> None:
+def test_a_new_folder_gets_the_complete_recipe_and_goes_on_with_the_same_and_partial_files_are_swept(
+    tmp_path: Path,
+) -> None:
     folder = RunDir(tmp_path / "a" / "b")
     with folder.lock():
         folder.claim(RECIPE, fresh=False)
-        folder.claim(RECIPE, fresh=False)
     assert read_run_recipe(folder.recipe) == RECIPE
     assert files(folder.path) == ["recipe.yaml"]
-
-
-def test_the_same_recipe_goes_on_and_partial_files_are_swept(tmp_path: Path) -> None:
-    folder = run_in(tmp_path)
-    before = files(tmp_path)
+    run_in(folder.path)
+    before = files(folder.path)
     folder.claim(RECIPE, fresh=False)
-    assert set(before) - set(files(tmp_path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
+    assert set(before) - set(files(folder.path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
 
 
 @pytest.mark.parametrize(
@@ -104,23 +102,17 @@ def test_what_only_has_the_name_of_a_runs_file_is_never_deleted(tmp_path: Path, 
 def test_ranks_that_torchrun_starts_again_with_fresh_go_on(tmp_path: Path) -> None:
     """Also where nodes have come and gone meanwhile, of which torchrun counts no restart."""
     folder = RunDir(tmp_path)
-    recipe = load_recipe("digits").recipe
-    folder.claim(recipe, True, {1, 2})
-    for agents in ({2, 3}, {3}, {3, 4}):
-        folder.events.write_text("{}")
-        folder.claim(recipe, True, agents)
-        assert folder.events.exists()
-    folder.claim(recipe, True, {5})  # the user's next command
-    assert not folder.events.exists()
-    folder.events.write_text("{}")
-    folder.claim(recipe, True, {4})
-    assert not folder.events.exists()
+    # The last two are the user's next commands.
+    for agents, goes_on in (({1, 2}, False), ({2, 3}, True), ({3}, True), ({3, 4}, True), ({5}, False), ({4}, False)):
+        if folder.recipe.exists():
+            folder.events.write_text("{}")
+        folder.claim(RECIPE, True, agents)
+        assert folder.events.exists() == goes_on
 
 
 def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Path) -> None:
     folder = run_in(tmp_path)
-    assert folder.finished(30) == {"steps": 30, "top1": 0.5}
-    assert folder.finished(20) == {"steps": 30, "top1": 0.5}
+    assert folder.finished(30) == folder.finished(20) == {"steps": 30, "top1": 0.5}
     assert folder.finished(31) is None
     assert not folder.summary.exists()
     assert not folder.model.exists()
@@ -170,20 +162,14 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
     assert files(begun.path) == before
 
 
-def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_one_line_and_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
         with refused(f"to lock a file's {path.name}", f"--out {path}: ", PATH=path), RunDir(path).lock():
             pass
         with refused("to read a file as a run's folder", f"--out {path}: ", PATH=path):
             RunDir(path).data_revision()
-
-
-def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("needs /dev/full")
-    (tmp_path / ".holder").symlink_to(full)
+    (tmp_path / ".holder").symlink_to("/dev/full")
     with refused("a folder on a full disk", f"--out {tmp_path}", RunError, TMP=tmp_path), RunDir(tmp_path).lock():
         pass
     with RunDir(tmp_path).lock():  # the lock was given back
@@ -195,11 +181,10 @@ def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     [("/nfs/run", "nolock"), ("/lustre/run", "localflock"), ("/nfs4/run", ""), ("/lustre2/run", ""), ("/home/run", "")],
 )
 def test_a_mount_whose_locks_stay_on_this_host_is_named(path: str, option: str) -> None:
-    mounts = [
-        "/dev/vda / ext4 rw,relatime 0 0",
-        "server:/a /nfs nfs rw,vers=3,nolock,local_lock=none 0 0",
-        "server:/a /nfs4 nfs4 rw,vers=4.2,local_lock=none 0 0",
-        "mgs@tcp:/b /lustre lustre rw,localflock 0 0",
-        "mgs@tcp:/b /lustre2 lustre rw,flock 0 0",
-    ]
-    assert (option in module.local_locks(Path(path), mounts)) if option else not module.local_locks(Path(path), mounts)
+    mounts = """/dev/vda / ext4 rw,relatime 0 0
+        server:/a /nfs nfs rw,vers=3,nolock,local_lock=none 0 0
+        server:/a /nfs4 nfs4 rw,vers=4.2,local_lock=none 0 0
+        mgs@tcp:/b /lustre lustre rw,localflock 0 0
+        mgs@tcp:/b /lustre2 lustre rw,flock 0 0"""
+    found = module.local_locks(Path(path), mounts.splitlines())
+    assert option in found if option else not found

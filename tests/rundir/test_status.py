@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,34 +12,25 @@ from typing import Any
 
 import pytest
 from tests.commands import ran
-from tests.run.runs import TINY, around_steps
+from tests.run.runs import around_steps
+from tests.step.trainers import job_of, run_of
 
 from torusgd.comm.base import Liveness
-from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
 from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, write_request
-from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 
 
-def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
+def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None, **more: Any) -> Any:
     """Trains four steps in this process, `meanwhile` before each; the result."""
-    recipe = resolve_auto(load_recipe("digits", TINY).recipe, "cpu")
-    folder = RunDir(out)
-    with folder.lock():
-        folder.claim(recipe, fresh=False)
-        run = Run(Job(recipe, RuntimeOptions(), "cpu", out), group_of(), StopFlag(), restarts=0)
 
-        def watched(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-            meanwhile(entry.step)
-            return take(membership, entry)
+    def watched(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
+        meanwhile(entry.step)
+        return take(membership, entry)
 
+    with RunDir(out).lock():
+        run = run_of(job_of(out=out), **more)
         around_steps(run, watched)
         return run.run()
 
@@ -82,10 +74,8 @@ class Phases(Liveness):
 
 
 def test_a_rank_says_that_it_closes_its_loaders_and_its_files(tmp_path: Path) -> None:
-    recipe, liveness = resolve_auto(load_recipe("digits", TINY).recipe, "cpu"), Phases()
-    with RunDir(tmp_path).lock():
-        RunDir(tmp_path).claim(recipe, fresh=False)
-        Run(Job(recipe, RuntimeOptions(), "cpu", tmp_path), group_of(), StopFlag(), restarts=0, liveness=liveness).run()
+    liveness = Phases()
+    go(tmp_path, liveness=liveness)
     assert {"images", "train", "evaluate", "checkpoint", "polish"} <= {*liveness.phases}
     assert liveness.phases[-2:] == ["close", "the disk, or the servers of --track"]
 
@@ -97,16 +87,21 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
         for folder in ("no run", "none"):
             mistake(command, tmp_path / folder, *words, TMP=tmp_path)
     (tmp_path / "recipe.yaml").write_text(run_view.HEAD + "\n")
-    (tmp_path / run_view.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
-    assert run_cli("status", tmp_path)[0] == 1
-    assert "is not running, its process is gone after step 7" in run_cli("status", tmp_path)[2]
+    status = tmp_path / run_view.STATUS
+    status.write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
+    code, _, said = run_cli("status", tmp_path)
+    assert (code, "is not running, its process is gone after step 7" in said) == (1, True)
     assert "its process is gone after step 7" in run_cli("stop", tmp_path)[2]
-    (tmp_path / run_view.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": "another"}))
+    status.write_text(json.dumps({"step": 7, "phase": "train", "host": "another"}))
     assert read_status(tmp_path).state == "running"  # where locks don't bind it
-    os.utime(tmp_path / run_view.STATUS, (0, time.time() - 3600))
+    os.utime(status, (0, time.time() - 3600))
     assert read_status(tmp_path).state == "gone"
-    (tmp_path / run_view.STATUS).write_text("[")
+    status.write_text("[")
     assert "its status can't be read" in run_cli("status", tmp_path)[2]
+    status.unlink()
+    os.mkfifo(status)
+    with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
+        read_status(tmp_path)
 
 
 def test_ranks_that_can_not_change_are_named(tmp_path: Path, mistake: Callable[..., None]) -> None:
@@ -137,13 +132,6 @@ def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, mo
     assert not RunRequests(tmp_path).to_stop()
 
 
-def test_a_status_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(run_view.HEAD)
-    os.mkfifo(tmp_path / run_view.STATUS)
-    with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
-        run_view.read_status(tmp_path)
-
-
 def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_some(path: Path, text: str) -> None:
         path.write_bytes(text[:5].encode())
@@ -158,7 +146,6 @@ def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pyte
 
 
 def test_who_asks_does_not_wait_for_torch() -> None:
-    import sys
 
     script = "import sys, torusgd.rundir.run_view; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     assert ran([sys.executable, "-c", script]).stdout == "set()\n"

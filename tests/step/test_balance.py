@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import TINY, events, run_here
+from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of, trainer_of, weights_of
 
 from torusgd.comm.groups import Group, group_of
@@ -18,7 +18,6 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import best_counts
 from torusgd.rng import keyed_uniform
-from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
 from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
@@ -41,7 +40,7 @@ def test_each_next_virtual_worker_goes_to_the_rank_that_is_done_first(
     assert best_counts(workers, seconds) == counts
 
 
-def test_only_what_must_changes_its_rank() -> None:
+def test_work_moves_only_for_what_lasts_and_is_clear_and_only_what_must_changes_its_rank() -> None:
     membership = even_shares(range(4), me=1, virtual_workers=64)
     for counts in ([20, 20, 20, 4], [1, 1, 1, 61], [16, 16, 16, 16]):
         new = with_counts(membership, counts)
@@ -50,9 +49,6 @@ def test_only_what_must_changes_its_rank() -> None:
         stayed = sum(len(set(a) & set(b)) for a, b in zip(membership.shares, new.shares, strict=True))
         assert stayed == sum(map(min, zip(membership.counts, new.counts, strict=True)))
         membership = new
-
-
-def test_work_moves_only_for_what_lasts_and_is_clear() -> None:
     membership = even_shares(range(3), me=0, virtual_workers=12)
     even, slow, little = [1.0, 1.0, 1.0], [1.0, 1.0, 2.0], [1.0, 1.0, 1.04]
     for earlier, later in ((even, even), (even, slow), (slow, even), (little, little)):
@@ -120,14 +116,18 @@ def test_any_split_in_any_step_gives_the_same_weights() -> None:
     assert {two, three, shards} == {alone}
 
 
-LONG = ("stages=[{until: 42st, images_per_worker: 2}]", "virtual_workers=6", "evaluate.every=42st")
+LONG = (
+    "stages=[{until: 42st, images_per_worker: 2}]",
+    "virtual_workers=6",
+    "evaluate.every=42st",
+    "memory_format=contiguous",
+)
 
 
 def train_at_other_speeds(out: str) -> dict[str, Any]:
     """42 steps on 3 ranks; a virtual worker takes rank 2 twice as long, from step 23 on rank 0 three times."""
     world = group_of()
-    recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
-    run = run_of(job_of(recipe=recipe, out=Path(out)), world)
+    run = run_of(job_of(*LONG, out=Path(out)), world)
     (speeds,) = (watcher for watcher in run.trainer.step.watchers if isinstance(watcher, SpeedWatch))
     measured, steps = speeds._speed, count()
 

@@ -1,16 +1,22 @@
-"""Evaluation counts every image once; polish gives the float64 statistics of the same batches."""
+"""Evaluation counts every image once, also by classes; polish gives the float64 statistics of the same batches."""
 
 import copy
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.comm.gloo_world import run_ranks
+from tests.run.runs import run_here
 from tests.step.trainers import recipe_of
 from torch import nn
 
 from torusgd import polish
+from torusgd.cli.eval import confusion_table
 from torusgd.comm.allreduce import NativeAllReduce
 from torusgd.comm.groups import group_of
 from torusgd.data.pipeline import Batch, Pipeline
@@ -18,18 +24,15 @@ from torusgd.data.registry import open_sources
 from torusgd.models import build_model
 from torusgd.precision import Precision
 from torusgd.recipe.data_schema import Evaluate
-from torusgd.step.evaluate import Evaluation, count_correct, evaluate
+from torusgd.step.evaluate import Confusion, Evaluation, count_correct, evaluate
 from torusgd.step.polish import refresh
 
 
-def test_counts_are_those_of_torch_on_distinct_logits() -> None:
+def test_counts_are_those_of_torch_and_equal_logits_count_for_the_lower_class_and_nan_for_none() -> None:
     logits = torch.randn(200, 30, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(200) % 30
     top = logits.topk(5).indices == targets[:, None]
     assert count_correct(logits, targets).tolist() == [int(top[:, 0].sum()), int(top.any(dim=1).sum())]
-
-
-def test_equal_logits_count_for_the_lower_class_and_nan_for_none() -> None:
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [float("nan"), 2.0, 0.0], [0.0, float("inf"), 0.0]])
     assert count_correct(logits, torch.tensor([0, 1, 1, 1])).tolist() == [2, 3]
 
@@ -58,6 +61,54 @@ def test_every_image_is_counted_once_by_the_mean_logits_of_image_and_mirror_imag
 
 def test_a_stop_during_evaluation_gives_no_result() -> None:
     assert evaluated(Evaluate(images_per_chunk=5), stop=True)[0] is None
+
+
+def some(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, 4, (50, 5), generator=generator).float()  # many equal ones
+    logits[3] = float("nan")
+    return logits, torch.randint(0, 5, (50,), generator=generator)
+
+
+def test_the_diagonal_of_a_confusion_matrix_is_top1_and_ranks_count_together() -> None:
+    confusion = Confusion(5, torch.device("cpu"))
+    logits, targets = some(0)
+    confusion.add(logits, targets)
+    assert int(confusion.counts.diagonal().sum()) == int(count_correct(logits, targets)[0])
+    assert confusion.counts.sum(dim=1).tolist() == torch.bincount(targets, minlength=5).tolist()
+    accuracies = confusion.accuracies()
+    assert all(accuracy is not None and 0 <= accuracy <= 1 for accuracy in accuracies)
+    whole = Confusion(5, torch.device("cpu"))
+    for seed in range(4):
+        whole.add(*some(seed))
+    assert run_ranks(3, counted) == [whole.counts.tolist()] * 3
+
+
+def counted() -> list[list[int]]:
+    world = group_of()
+    confusion = Confusion(5, world.device)
+    for seed in range(world.rank, 4, world.size):
+        confusion.add(*some(seed))
+    confusion.sum_over_ranks(NativeAllReduce(world))
+    return confusion.counts.tolist()
+
+
+def test_eval_prints_few_classes_as_they_are_named_and_writes_all(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    summary, _ = run_here(tmp_path / "run")
+    code, out, _ = run_cli("eval", tmp_path / "run", "--json", tmp_path / "e.json")
+    assert code == 0
+    told = json.loads((tmp_path / "e.json").read_text())
+    assert told["top1"] == summary["top1"]
+    assert [len(row) for row in told["confusion"]] == [4] * 4
+    right = sum(row[number] for number, row in enumerate(told["confusion"]))
+    assert right == round(told["top1"] * 24)
+    assert [each["name"] for each in told["classes"]] == ["0", "1", "2", "3"]
+    rows = [line.split() for line in out.splitlines()]
+    assert sum(row[:1] == [str(n)] and row[1][-1] in "%-" for row in rows for n in range(4)) == 4, "no 0 0"
+    assert "top-1" in out
+    assert "top-5" not in out, "of four classes it is always 100 %"
+    table = confusion_table(["[red]x"], [None], [[0]])
+    assert str(next(iter(table.columns[0].cells))) == "0 [red]x"
 
 
 def small_net() -> nn.Sequential:
@@ -102,15 +153,12 @@ def test_polish_is_the_float64_oracle_on_uneven_batches(sizes: list[int], seed: 
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
-def test_polish_does_not_depend_on_the_order_of_batches() -> None:
+def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_whole_when_one_fails() -> None:
     batches = [torch.randn(n, 2, 7, 7) for n in (4, 4, 3)]
     one, other = small_net(), small_net()
     polish(one, batches)
     polish(other, batches[::-1])
     assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
-
-
-def test_polish_leaves_the_model_whole_when_a_batch_fails() -> None:
     model = small_net()
     with pytest.raises(RuntimeError):
         polish(model, [torch.randn(4, 2, 7, 7), torch.randn(4, 9, 7, 7)])

@@ -92,7 +92,9 @@ def test_a_replay_has_the_bits_of_the_live_run_on_any_number_of_ranks(size: int,
         assert (tmp_path / name / "journal.txt").read_bytes() == (live / name / "journal.txt").read_bytes()
 
 
-def test_live_runs_leave_out_what_they_say(live: Path) -> None:
+def test_live_runs_leave_out_what_they_say_and_limits_that_leave_nothing_out_are_the_synchronous_run(
+    live: Path,
+) -> None:
     left_out = {name: [event.get("left_out", 0) for event in events(live / name) if "lr" in event] for name in LIVE}
     for name, form in LIVE.items():
         warm = 3 if "warmup: 3" in form else 2
@@ -101,9 +103,6 @@ def test_live_runs_leave_out_what_they_say(live: Path) -> None:
     for name in LIVE:
         assert results(live / name)["left_out_workers"] == sum(left_out[name])
         assert results(live / name)["journal"]["bytes"] == (live / name / "journal.txt").stat().st_size
-
-
-def test_limits_that_leave_nothing_out_are_the_synchronous_run(live: Path) -> None:
     synchronous = results(live / "synchronous")
     assert synchronous.pop("journal") is None
     assert not (live / "synchronous" / "journal.txt").exists()
@@ -131,13 +130,12 @@ def test_the_mean_is_over_what_arrived() -> None:
         torch.testing.assert_close(found, (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_path: Path) -> None:
+def test_virtual_time_makes_the_run_a_function_of_the_recipe_also_where_it_goes_on_after_a_stop(
+    live: Path, tmp_path: Path
+) -> None:
     train(tmp_path / "virtual", VIRTUAL)
     assert results(tmp_path / "virtual") == results(live / "virtual")
     assert results(live / "virtual")["left_out_workers"] > 0
-
-
-def test_in_virtual_time_a_run_that_goes_on_decides_as_if_it_had_not_stopped() -> None:
     recipe = load_recipe("digits", [*BASE, f"synchrony={VIRTUAL}"]).recipe
     through, again = (deadlines_of(recipe, None, [range(8)], first) for first in (0, 6))
     entries = [through.next(step) for step in range(8)]

@@ -2,11 +2,13 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.messages import refused
 from tests.run.runs import events, run_here
+from tests.run.sources import Half
 from tests.step.trainers import job_of, take, trainer_of
 from torch import nn
 from torch.nn import functional as F
@@ -176,24 +178,16 @@ def test_vanished_images_end_the_run_with_a_line(tmp_path: Path) -> None:
     assert ".png" in str(caught.value)
 
 
-class Vanishing:
+class Vanishing(Half):
     """A source whose files vanish."""
 
-    classes = ("a", "b", "c", "d")
-    shape = (8, 8, 1)
+    reads = 0
 
-    def __init__(self, path: object, split: str, **options: object) -> None:
-        self.labels = torch.arange(96).numpy() % 4
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return 96
-
-    def read(self, index: int):
+    def read(self, index: int) -> Any:
         self.reads += 1
         if self.reads > 30:
             raise FileNotFoundError(2, "No such file or directory", f"image-{index}.png")
-        return torch.zeros(8, 8, 1, dtype=torch.uint8).numpy()
+        return super().read(index)
 
 
 def test_same_recipe_same_hash_as_the_saved_file_and_another_seed_another(tmp_path: Path) -> None:

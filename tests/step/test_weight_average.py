@@ -1,12 +1,11 @@
-"""The moving average of the weights: its arithmetic, that training never sees it, that a resumed run has the same."""
+"""The moving average of the weights: its arithmetic, and that training never sees it; test_resume.py resumes one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.run.runs import events, run_here
-from tests.step.trainers import job_of, recipe_of, run_of
+from tests.step.trainers import recipe_of
 from torch import nn
 
 from torusgd.recipe.schedule import Schedule
@@ -60,16 +59,6 @@ def test_training_never_sees_it_and_both_results_are_reported(tmp_path: Path) ->
     assert averaged["top1_without_average"] == plain["top1_before_polish"]
     assert averaged["weights_sha256"] != plain["weights_sha256"]
     assert "top1_without_average" not in plain
-
-
-def test_a_resumed_run_has_the_same_average(tmp_path: Path) -> None:
-    def train(out: Path, max_steps: int | None) -> dict[str, Any]:
-        return run_of(job_of("average={half_life: 2st, every: 2}", out=out, max_steps=max_steps)).run().summary
-
-    train(tmp_path / "twice", 3)
-    twice, once = train(tmp_path / "twice", None), train(tmp_path / "once", None)
-    assert twice["resumed_from"] == 3
-    assert twice["weights_sha256"] == once["weights_sha256"]
 
 
 def test_what_is_saved_is_the_average_and_a_checkpoint_keeps_both(tmp_path: Path) -> None:

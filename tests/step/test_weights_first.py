@@ -86,6 +86,8 @@ def test_a_layers_weight_gradient_leaves_before_its_input_gradient_is_begun() ->
     assert order_of(WeightsFirst) == [
         "mm", "4 leaves", "mm", "weight", "2 leaves", "input", "weight", "0 leaves",
     ]  # fmt: skip
+    assert order_of_gradients(RuntimeOptions()) is nullcontext
+    assert order_of_gradients(RuntimeOptions(weights_first=True)) is WeightsFirst
 
 
 def weights(out: Path, *overrides: str, first: bool) -> str:
@@ -96,8 +98,3 @@ def weights(out: Path, *overrides: str, first: bool) -> str:
 def test_a_run_ends_with_the_same_weights(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     usual, first = (weights(tmp_path / str(first), *overrides, first=first) for first in (False, True))
     assert usual == first
-
-
-def test_forward_passes_are_as_usual_unless_an_option_says_otherwise() -> None:
-    assert order_of_gradients(RuntimeOptions()) is nullcontext
-    assert order_of_gradients(RuntimeOptions(weights_first=True)) is WeightsFirst

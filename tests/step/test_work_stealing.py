@@ -1,8 +1,12 @@
-"""Idle ranks take over what a late one has not begun: the same weights, each virtual worker once, in the events."""
+"""Idle ranks take over what a late one has not begun: each virtual worker once, the same weights, in the events."""
 
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
@@ -10,26 +14,31 @@ from tests.launch.driven import Driven, kill
 from tests.launch.driven import job_of as job_of_run
 from tests.polling import until
 from tests.run.processes import assert_told_once, results, run_alone
-from tests.run.runs import TINY, events, run_here
+from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
-from torusgd.comm.groups import group_of
-from torusgd.recipe.load import load_recipe
+from torusgd.comm.base import ConnectionLost
+from torusgd.comm.groups import Group, group_of
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.runtime import resolve_auto
-from torusgd.step.work_stealing import TakenOver, work_stealing
+from torusgd.rng import keyed_uniform
+from torusgd.step.work_stealing import Claims, TakenOver, work_stealing
 
-LONG = ("stages=[{until: 8st, images_per_worker: 2}]", "virtual_workers=12", "evaluate.every=8st")
+LONG = (
+    "memory_format=contiguous",
+    "stages=[{until: 8st, images_per_worker: 2}]",
+    "virtual_workers=12",
+    "evaluate.every=8st",
+)
 LATE_STEPS = (0, 2, 5)
 """in which rank 2 computes its first virtual worker for as long as it has others; step 0's passes are run twice"""
 
 
 def train_with_a_late_rank(out: str) -> dict[str, Any]:
     world = group_of()
-    recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
     options = RuntimeOptions(work_stealing=True, shares="even", drift_every=1)
-    run = run_of(job_of(recipe=recipe, options=options, out=Path(out)), world)
+    run = run_of(job_of(*LONG, options=options, out=Path(out)), world)
     passes: Any = run.trainer.step.forward_backward
     stealing = run.trainer.step.stealing
     assert stealing is not None
@@ -79,7 +88,7 @@ def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again
     assert_told_once(out, told["steps"])
 
 
-def test_what_was_saved_is_until_the_late_rank_would_have_been_ready() -> None:
+def test_what_was_saved_is_until_the_late_rank_would_have_been_ready_and_nobody_helps_a_rank_alone_or_unasked() -> None:
     # Lost, taken, microseconds until ready, microseconds of the quickest own virtual worker.
     rows = [[0, 1, 4_400_000, 500_000], [2, 0, 4_000_000, 500_000], [0, 1, 4_500_000, 500_000], [0, 0, 4_100_000, 1]]
     told = TakenOver.read(torch.tensor(rows).reshape(-1), [0, 1, 2, 4])
@@ -91,8 +100,90 @@ def test_what_was_saved_is_until_the_late_rank_would_have_been_ready() -> None:
     rows[1][0] = 0
     assert TakenOver.read(torch.tensor(rows).reshape(-1), [0, 1, 2, 4]) is None
     assert TakenOver.read(torch.zeros(0, dtype=torch.int64), [0, 1]) is None
-
-
-def test_nobody_helps_a_rank_alone_or_unasked() -> None:
     assert work_stealing(RuntimeOptions(work_stealing=True), group_of()) is None
     assert work_stealing(RuntimeOptions(), group_of()) is None
+
+
+def members(size: int) -> list[Claims]:
+    """Claims of all members of a group, in this process."""
+    group = {"size": size, "store": HashStore(), "barrier": lambda: None, "broadcast_text": lambda text: "1"}
+    return [Claims(cast(Group, SimpleNamespace(rank=rank, **group))) for rank in range(size)]
+
+
+def take_all(claims: list[Claims], counts: list[int], seed: int) -> Counter[tuple[int, int]]:
+    """The pieces, as (row, index in it), that all members take in a round, in an order drawn from the seed."""
+    taken: Counter[tuple[int, int]] = Counter()
+    for each in claims:
+        each.begin(counts)
+    busy, turn = set(range(len(claims))), 0
+    while busy:
+        me = sorted(busy)[int(len(busy) * keyed_uniform(seed, turn, np.arange(1))[0])]
+        turn += 1
+        own = claims[me].claim_own()
+        if own is not None:
+            taken[me, own] += 1
+            continue
+        looks = claims[me].looks()
+        row = max(looks, key=lambda member: looks[member])
+        if not looks[row]:
+            busy.remove(me)
+        elif (piece := claims[me].claim_of(row)) is not None:
+            taken[row, piece] += 1
+    return taken
+
+
+@pytest.mark.parametrize("counts", [[8, 8, 8, 8], [1, 1, 1], [1, 40, 3], [5, 5, 2], [2, 64]])
+def test_each_piece_is_taken_once_in_whatever_order_members_claim(counts: list[int]) -> None:
+    claims = members(len(counts))
+    expected = {(row, piece) for row, count in enumerate(counts) for piece in range(count)}
+    for seed in range(20):
+        taken = take_all(claims, counts, seed)
+        assert set(taken) == expected
+        assert set(taken.values()) == {1}
+        counts = counts[1:] + counts[:1]
+        expected = {(row, piece) for row, count in enumerate(counts) for piece in range(count)}
+
+
+def test_who_is_late_loses_from_the_back_what_it_has_not_claimed() -> None:
+    late, idle, other = members(3)
+    for each in (late, idle, other):
+        each.begin([8, 1, 1])
+    assert [late.claim_own() for _ in range(3)] == [0, 1, 2]  # a quarter without a claim, and one claim
+    assert idle.looks() == {2: 0, 0: 5}
+    assert [idle.claim_of(0), other.claim_of(0), idle.claim_of(0)] == [7, 6, 5]
+    assert late.may_have_own
+    assert [late.claim_own(), late.claim_own(), late.claim_own()] == [3, 4, None]
+    assert not late.may_have_own
+    assert idle.claim_of(0) is None
+    assert idle.looks() == {2: 0, 0: 0}
+
+
+def test_a_member_that_leaves_takes_its_pieces_along() -> None:
+    leaving, idle = members(2)
+    for each in (leaving, idle):
+        each.begin([8, 2])
+    assert leaving.claim_own() == 0
+    leaving.claim_rest()
+    assert (leaving.claim_own(), idle.looks(), idle.claim_of(0)) == (None, {0: 0}, None)
+
+
+def test_a_round_of_many_pieces_takes_few_queries() -> None:
+    claims, queries = members(1)[0], dict[int, int]()
+    for pieces in (8, 64, 512):
+        with patch.object(claims._store, "query", wraps=claims._store.query) as query:
+            claims.begin([pieces])
+            assert [claims.claim_own() for _ in range(pieces + 1)] == [*range(pieces), None]
+        queries[pieces] = query.call_count
+    assert queries == {8: 7, 64: 15, 512: 23}
+
+
+def test_a_store_out_of_reach_is_a_lost_connection() -> None:
+    claims = members(2)[0]
+    claims.begin([1, 1])
+    claims._store._store = cast(Any, SimpleNamespace(multi_get=broken))
+    with pytest.raises(ConnectionLost):
+        claims.looks()
+
+
+def broken(keys: list[str]) -> None:
+    raise RuntimeError("gone")
