@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +26,6 @@ from tests.run.processes import (
     torusgd,
     wait_for_step,
 )
-from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
 from torusgd.comm.base import Liveness
@@ -41,9 +38,6 @@ from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
-from torusgd.run.fingerprint import Fingerprint
-from torusgd.run.newest_state import Retained, agree
-from torusgd.run.saving import LastSaved, RunState
 from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
 
@@ -261,48 +255,6 @@ def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generati
     assert lines[-1].endswith("; ranks 0, 3 go on")
     told = "; ".join(lines).split("; ")
     assert {line[:6] for line in told if " was ended by SIGKILL" in line} == {"rank 1", "rank 2"}
-
-
-def retained(step: int, evaluated: int, value: float) -> Retained:
-    """What a rank keeps after `step` steps; all its tensors hold `value`."""
-    state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
-    tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
-    nothing: Any = None
-    own: dict[str, Any] = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
-    return Retained(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
-
-
-def agreed(*each: Retained) -> list[tuple[int, int, Any, dict[str, float]]]:
-    """What ranks, as threads, take from each other: step, evaluated, event, tensors."""
-    store = HashStore()
-
-    def be(rank: int) -> tuple[int, int, Any, dict[str, float]]:
-        world = groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240)
-        taken = agree(each[rank], world)
-        own = each[rank].tensors if rank in taken.holders else {}
-        tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
-        return taken.state.step, taken.state.evaluated, taken.last_event, tensors
-
-    with ThreadPoolExecutor(len(each)) as ranks:
-        return [*ranks.map(be, range(len(each)))]
-
-
-def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measured_again() -> None:
-    whole = dict.fromkeys(("model/w", "optimizer/momentum_buffer/w", "gradient_bounds"), 2.0)
-    assert agreed(retained(3, 0, 1.0), retained(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
-    mine = whole | {"model/w": 1.0, "optimizer/momentum_buffer/w": 1.0}
-    assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
-    # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
-    joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
-    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
-        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
-    ]
-
-
-def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost() -> None:
-    for writer, known in ((0, 4), (3, None)):
-        taken = agree(replace(retained(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
-        assert (taken.saved.step if taken.saved else None) == known
 
 
 @pytest.mark.parametrize(

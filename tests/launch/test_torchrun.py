@@ -139,7 +139,9 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path: Path, recipe: Path) -> None:
+def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint_and_ranks_that_never_meet_end(
+    tmp_path: Path, recipe: Path
+) -> None:
     out = tmp_path / "out"
     ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
     until(lambda: last_step(out) >= 5, "step 5")
@@ -147,6 +149,14 @@ def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path
     assert [process.end() for process in ranks] == [143, 130]
     assert (out / "checkpoints" / f"step-{last_step(out):08d}").is_dir()
     assert not any("Traceback" in process.err for process in ranks)
+    impatient = tmp_path / "impatient.yaml"
+    impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), "RANK": "1"}
+    process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
+    assert process.end() == 1
+    (line,) = process.err.splitlines()
+    assert line.startswith("torusgd: rank 1 on ")
+    assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line
 
 
 def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path) -> None:
@@ -214,18 +224,6 @@ def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[st
     assert told.splitlines()[-1].startswith(line)
     assert told.count("Traceback") == (1 if code == 1 else 0)
     assert told.count("torusgd:") == 1
-
-
-@pytest.mark.slow
-def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
-    impatient = tmp_path / "impatient.yaml"
-    impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), "RANK": "1"}
-    process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
-    assert process.end() == 1
-    (line,) = process.err.splitlines()
-    assert line.startswith("torusgd: rank 1 on ")
-    assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line
 
 
 class Agent:

@@ -23,7 +23,8 @@ from tests.data.buckets import bucket
 from tests.polling import until
 from tests.run.processes import summary
 from tests.run.runs import TINY as BASE
-from tests.run.runs import run_here, train_on_ranks
+from tests.run.runs import run_here
+from tests.step.trainers import train_on_ranks
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
@@ -159,14 +160,9 @@ def test_a_whole_run_is_equal_and_nothing_is_written_into_it(copy: Path, verify:
     assert before == after
 
 
-@pytest.mark.parametrize("words", [("--steps", "2:4"), ("--sample", "2", "--seed", "x"), ("--final",), ()])
-def test_parts_of_a_run_are_equal(words: tuple[str, ...], run: Path, verify: Any) -> None:
-    code, found = verify(run, *words)
-    assert code == 0
-    assert found
-
-
-def test_a_range_begins_from_the_checkpoint_before(run: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_run_are_equal_and_begin_from_the_checkpoint_before(
+    run: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[int] = []
     compute = verification.Verifier._compute
 
@@ -175,8 +171,11 @@ def test_a_range_begins_from_the_checkpoint_before(run: Path, verify: Any, monke
         return compute(self, segment, begin)
 
     monkeypatch.setattr(verification.Verifier, "_compute", noted)
-    assert verify(run, "--steps", "4:6")[0] == 0
-    assert begun == [4]
+    for words in ("--steps 2:4", "--sample 2 --seed x", "--final", "", "--steps 4:6"):
+        code, found = verify(run, *words.split())
+        assert code == 0
+        assert found
+    assert (begun[0], begun[-1]) == (2, 4)
 
 
 # A changed tensor: the checkpoint is not that of its record, whether or not it is begun from.
@@ -225,6 +224,20 @@ def forge_begin(folder: Path) -> None:
     forge(folder, change)
 
 
+def repeat_a_record(folder: Path) -> None:
+    """With other rates, before that of the fourth step."""
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    state = next(number for number, line in enumerate(lines) if json.loads(line)["step"] == 4)
+    wrong = {**json.loads(lines[state]), "rates": [1.0, 1.0, 1.0]}
+    write_lines(folder / "records.jsonl", [*lines[:state], json.dumps(wrong), *lines[state:]])
+    forge(folder, lambda line: None)
+
+
+def put_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a statistic": (lambda folder: add_one_in(light(folder, 4), end="running_mean"), ["--steps", "4:6"]),
     "an initial weight": (forge_begin, ["--steps", "0:2"]),
@@ -237,14 +250,28 @@ CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a summary's images": (lambda folder: change_summary(folder, train_images=9), ["--final"]),
     "a line that is left out": (lambda folder: leave_out_lines(folder, 4, 5), ["--all"]),
     "the last line": (lambda folder: leave_out_lines(folder, -1, None), ["--all"]),
+    "two records of a step": (repeat_a_record, ["--all"]),
+    "a checkpoint without end": (lambda folder: put_a_pipe(light(folder, 4)), ["--steps", "4:6"]),
+    "a summary's figures": (lambda folder: change_summary(folder, top1=0.99), ["--steps", "0:2"]),
 }
+FOUND = {
+    "two records of a step": {"records.jsonl": "differs two state records of step 4 differ$"},
+    "a checkpoint without end": {"steps 4:6": r"equal\s*$", "checkpoint 4": ".* is no file"},
+    "a summary's figures": {"summary.json": "differs top1 is 0.99, in the records TOP1$"},
+}
+"""of these changes all that is found"""
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_found(what: str, copy: Path, verify: Any) -> None:
+def test_a_change_is_found(what: str, copy: Path, run: Path, verify: Any) -> None:
     change, words = CHANGES[what]
     change(copy)
-    assert verify(copy, *words)[0] == 1
+    code, found = verify(copy, *words)
+    assert code == 1
+    if what in FOUND:
+        assert found.keys() == FOUND[what].keys()
+        for name, pattern in FOUND[what].items():
+            assert re.match(pattern.replace("TOP1", str(summary(run)["top1"])), found[name])
 
 
 def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
@@ -268,32 +295,6 @@ def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
     (copy / "summary.json").unlink()
     code, found = verify(copy, "--final")
     assert (code, list(found)) == only_the_weights
-
-
-def test_two_records_of_one_step_are_found(copy: Path, verify: Any) -> None:
-    lines = (copy / "records.jsonl").read_text().splitlines()
-    state = next(number for number, line in enumerate(lines) if json.loads(line)["step"] == 4)
-    wrong = {**json.loads(lines[state]), "rates": [1.0, 1.0, 1.0]}
-    write_lines(copy / "records.jsonl", [*lines[:state], json.dumps(wrong), *lines[state:]])
-    forge(copy, lambda line: None)
-    assert verify(copy, "--all") == (1, {"records.jsonl": "differs two state records of step 4 differ"})
-
-
-def test_what_has_no_end_is_not_read(copy: Path, verify: Any) -> None:
-    light(copy, 4).unlink()
-    os.mkfifo(light(copy, 4))
-    code, found = verify(copy, "--steps", "4:6")
-    assert (code, found["steps 4:6"].strip()) == (1, "equal")
-    assert "is no file" in found["checkpoint 4"]
-    (copy / "records.jsonl").unlink()
-    os.mkfifo(copy / "records.jsonl")
-    assert verify(copy, "--steps", "4:6")[0] == 2
-
-
-def test_figures_of_the_summary_are_compared(copy: Path, verify: Any) -> None:
-    text = f"differs top1 is 0.99, in the records {summary(copy)['top1']}"
-    change_summary(copy, top1=0.99)
-    assert verify(copy, "--steps", "0:2") == (1, {"summary.json": text})
 
 
 def test_a_run_of_another_seed_is_found(tmp_path: Path, run: Path, other: Path, verify: Any) -> None:
@@ -411,13 +412,7 @@ def test_a_run_in_a_bucket_is_checked(
     assert (code, "checkpoint 2" in found) == (1, True), "a file of it is damaged"
 
 
-def test_ranks_of_their_own_compute_it(run: Path) -> None:
-    done = ran(command("verify", run, "--steps", "2:4", "--workers", "2"))
-    assert done.stderr == ""
-    assert "steps 2:4  equal" in done.stdout
-
-
-def test_a_stop_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(run: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
         command("verify", run, "--all", "--workers", "1"), env=environment, stderr=subprocess.PIPE, text=True
@@ -426,6 +421,9 @@ def test_a_stop_leaves_nothing(run: Path, tmp_path: Path) -> None:
     process.terminate()
     assert (process.communicate(timeout=240)[1], process.returncode) == ("torusgd: stopped by SIGTERM\n", 143)
     assert not list(tmp_path.glob("torusgd-verify-*"))
+    done = ran(command("verify", run, "--steps", "2:4", "--workers", "2"))
+    assert done.stderr == ""
+    assert "steps 2:4  equal" in done.stdout
 
 
 def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,6 +547,8 @@ def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verif
         assert verify(copy, *words)[0] == 2
     recipe = copy / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("source: digits", "source: 'os:getcwd'"))
+    assert verify(copy, "--all")[0] == 2
+    put_a_pipe(copy / "records.jsonl")
     assert verify(copy, "--all")[0] == 2
     (copy / "records.jsonl").unlink()
     assert verify(copy, "--all")[0] == 2

@@ -69,19 +69,24 @@ def lines_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "events.jsonl"
 
 
+def go_on(found: Trackers, folder: Path, held: list[str], taken: list[str]) -> None:
+    """As a run does whose events have these lines, and then gets those."""
+    (folder / "events.jsonl").write_text("".join(line + "\n" for line in held))
+    found.open(folder, {})
+    found.catch_up(folder / "events.jsonl")
+    for line in taken:
+        found.feed(json.loads(line))
+
+
 def test_what_a_tracker_lacks_is_sent_and_nothing_twice(lines_of_a_run, tmp_path: Path, monkeypatch) -> None:
     sent = Sent()
     monkeypatch.setitem(trackers.MAKERS, "wandb", lambda folder, config: Memory(sent))
     lines = lines_of_a_run.read_text().splitlines()
-    path = tmp_path / "events.jsonl"
     for held, taken in ((0, 2), (1, 6), (2, len(lines))):  # a run goes back, takes steps again, and some new ones
-        path.write_text("".join(line + "\n" for line in lines[:held]) + "damaged\n[]\n")
         if held == 1:
             del sent["train", 1]  # it was under way when the process was killed
-        found = opened(["wandb", "wandb"], tmp_path)
-        found.catch_up(path)
-        for line in lines[held:taken]:
-            found.feed(json.loads(line))
+        found = Trackers(["wandb", "wandb"], pytest.fail)
+        go_on(found, tmp_path, [*lines[:held], "damaged", "[]"], lines[held:taken])
         found.close()
     assert sent == dict.fromkeys(WHOLE, 1)
 
@@ -95,14 +100,9 @@ def test_trackers_stay_open_while_ranks_change(lines_of_a_run, tmp_path: Path, m
 
     monkeypatch.setitem(trackers.MAKERS, "tensorboard", opened)
     lines = lines_of_a_run.read_text().splitlines()
-    path = tmp_path / "events.jsonl"
     found = Trackers(["tensorboard"], pytest.fail)
     for held, taken in ((0, 3), (2, 5), (5, len(lines))):  # the second time a step back, and then on
-        path.write_text("".join(line + "\n" for line in lines[:held]))
-        found.open(tmp_path, {})
-        found.catch_up(path)
-        for line in lines[held:taken]:
-            found.feed(json.loads(line))
+        go_on(found, tmp_path, lines[:held], lines[held:taken])
         found.flush()
     found.close()
     assert begun == ["tensorboard"]
@@ -214,15 +214,13 @@ def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_mlflow_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_wants_a_server_and_one_that_is_not_there_is_tried_thrice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with refused("mlflow without an address", "--track mlflow"):
         opened(["mlflow"], tmp_path)
-
-
-@pytest.mark.slow
-def test_a_server_of_mlflow_that_is_not_there_is_tried_thrice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")  # no pauses: the attempts are counted

@@ -71,13 +71,6 @@ def test_torchruns_variable_goes_first_more_ranks_than_gpus_are_refused_and_one_
     assert own_gpu(ranks_per_gpu=1).index == 0
 
 
-def test_ranks_on_one_gpu_are_named() -> None:
-    check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
-    check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
-    with refused("two ranks on one GPU", "ranks 1, 5"):
-        check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
-
-
 def rank_0_comes(store: HashStore) -> None:
     """What rank 0 has left in the store, with GPU 0."""
     store.set(keys.GPU.format(rank=0), "GPU-0")
@@ -100,12 +93,16 @@ def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo
     assert [os.environ[name] for name in WATCHDOG] == ["0", "0"]
 
 
-def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest.MonkeyPatch) -> None:
+def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gpus: pytest.MonkeyPatch) -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     rank_0_comes(store)
     with refused("two ranks without a number on the machine", "ranks 0, 1"):
         meet_within(store, 1, 2, "cuda", seconds=5)
+    check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
+    check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
+    with refused("two ranks on one GPU", "ranks 1, 5"):
+        check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ STEP = {
 }  # fmt: skip
 
 
-def test_a_task_of_a_step_becomes_a_rank() -> None:
+def test_a_task_of_a_step_becomes_a_rank_and_any_other_process_starts_ranks_of_its_own() -> None:
     task = {**STEP, "SLURM_RESTART_COUNT": "2"}
     slurm.adopt_step(task)
     assert {name: task[name] for name in task.keys() - STEP.keys() - {"SLURM_RESTART_COUNT"}} == {
@@ -33,20 +33,16 @@ def test_a_task_of_a_step_becomes_a_rank() -> None:
     slurm.adopt_step(given)
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("10.0.0.1", "5")
 
-
-@pytest.mark.parametrize(
-    "other",
-    [
+    others: list[dict[str, str]] = [
         {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"},  # the batch script
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
         {**STEP, "RANK": "0"},  # of torchrun, started by srun
         {},
-    ],
-)
-def test_any_other_process_starts_ranks_of_its_own(other: dict[str, str]) -> None:
-    before = dict(other)
-    slurm.adopt_step(other)
-    assert other == before
+    ]
+    for other in others:
+        before = dict(other)
+        slurm.adopt_step(other)
+        assert other == before
 
 
 @pytest.mark.parametrize(

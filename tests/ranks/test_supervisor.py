@@ -125,8 +125,8 @@ def test_every_rank_runs_the_function_a_new_attempt_meets_anew_and_a_slow_rank_t
     ("action", "kind", "text"),
     [
         (partial(fail, UserError("data = 0: give 1 or more")), FailureKind.USER_ERROR, "data = 0: give 1 or more"),
-        (partial(fail, KeyError("a defect")), FailureKind.DEFECT, "rank 1: KeyError: 'a defect' (traceback above)"),
-        (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, "rank 1: [Errno 28] No space left"),
+        (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
+        (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
         (
             partial(fail, BrokenPipeError()),
             FailureKind.OUTPUT_CLOSED,
@@ -134,13 +134,21 @@ def test_every_rank_runs_the_function_a_new_attempt_meets_anew_and_a_slow_rank_t
         ),
         (die, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
         (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),
+        (freeze, FailureKind.RANK_LOST, r"rank 1 on \S+ in train of step 3: no heartbeat for 3 s, frozen or lost"),
+        (
+            sleep_for_ever,
+            FailureKind.RANK_LOST,
+            r"rank 1 on \S+ in train of step 3: no progress for \d+ s, at .*"
+            r"sleep_for_ever \(test_supervisor.py:.*",
+        ),
     ],
 )
 def test_a_failure_has_the_kind_of_its_cause(
     attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str
 ) -> None:
     failure = attempts.failure(action)
-    assert (failure.kind, failure.rank, failure.text) == (kind, 1, text)
+    assert (failure.kind, failure.rank) == (kind, 1)
+    assert re.fullmatch(text, failure.text)
     assert failure.kind.exit_code == (2 if kind is FailureKind.USER_ERROR else 1)
     assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
 
@@ -168,21 +176,6 @@ def test_a_rank_whose_process_does_not_end_after_its_result_is_killed(attempts: 
     monkeypatch.setattr(attempts.supervisor, "_report", lines.append)
     assert [result[-1] for result in attempts.results(leave_a_thread)] == [None, "done"]
     assert lines == [f"rank 1 ends only now, killed {BEAT:g} s after the result was there"]
-
-
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [
-        (freeze, r"no heartbeat for 3 s, frozen or lost"),
-        (sleep_for_ever, r"no progress for \d+ s, at .*sleep_for_ever \(test_supervisor.py:.*"),
-    ],
-)
-def test_a_frozen_rank_and_one_that_hangs_are_named_with_their_phase(
-    attempts: Attempts, action: Callable[..., Any], text: str
-) -> None:
-    failure = attempts.failure(action)
-    assert failure.kind is FailureKind.RANK_LOST
-    assert re.search(rf"rank 1 on \S+ in train of step 3: {text}$", failure.text)
 
 
 def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[str]:

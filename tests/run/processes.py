@@ -13,15 +13,10 @@ from typing import Any
 
 from tests.commands import command
 from tests.polling import until
-from torusgd.comm.groups import group_of
-from torusgd.recipe.load import load_recipe
+from tests.run.runs import run_here
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
-from torusgd.run.job import Job
-from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
-from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 
 STEPS = 30
 RECIPE = f"""
@@ -134,11 +129,9 @@ def run_alone(
     out: Path, recipe: Path, *overrides: str, fresh: bool = False, options: RuntimeOptions | None = None, **job: Any
 ) -> dict[str, Any]:
     """Trains in this process, on one rank and without a launcher; the summary. `job`: fields of `Job`."""
-    loaded, folder = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu"), RunDir(out)
     options = options or RuntimeOptions(checkpoint_every=Duration(4, "st"))
-    with folder.lock():
-        folder.claim(loaded, fresh)
-        return Run(Job(loaded, options, "cpu", out, **job), group_of(), StopFlag(), restarts=0).run().summary
+    with RunDir(out).lock():
+        return run_here(out, *overrides, recipe=str(recipe), tiny=False, fresh=fresh, options=options, **job)[0]
 
 
 def pauses(train: float, held_out: float = 0.0) -> list[str]:

@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +17,12 @@ from torusgd.observe.events import plan_table
 from torusgd.precision import arithmetic_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.recipe.schema import Recipe
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
+from torusgd.step.membership import Membership
 
 # The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
 TINY = (
@@ -42,6 +41,7 @@ def run_here(
     *overrides: str,
     recipe: str = "digits",
     tiny: bool = True,
+    fresh: bool = False,
     options: RuntimeOptions | None = None,
     **job: Any,
 ) -> tuple[dict[str, Any], str]:
@@ -49,7 +49,7 @@ def run_here(
     loaded = resolve_auto(load_recipe(recipe, [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
     folder = RunDir(out)
     out.mkdir(parents=True, exist_ok=True)
-    folder.claim(loaded, fresh=False)
+    folder.claim(loaded, fresh)
     threads = torch.get_num_threads()
     try:
         with arithmetic_of(loaded):
@@ -61,23 +61,15 @@ def run_here(
         torch.set_num_threads(threads)
 
 
-def train_on_ranks(out: Path, recipe: Recipe, options: RuntimeOptions | None = None, **job: Any) -> dict[str, Any]:
-    """Trains on the ranks of this process' group, each of which calls it; the summary. `job`: more of its fields."""
-    ranks = group_of()
-    if ranks.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        RunDir(out).claim(recipe, fresh=False)
-    ranks.barrier()
-    job_of_ranks = Job(recipe, options or RuntimeOptions(), "cpu", out, **job)
-    summary = Run(job_of_ranks, ranks, StopFlag(), restarts=0).run().summary
-    ranks.barrier()  # before another run in the same folder
-    return summary
-
-
-def around_steps(run: Run, call: Callable[..., Any]) -> None:
-    """From now on each step of a run is `call(take, membership, entry)`, in which `take` takes it."""
+def before_steps(run: Run, call: Callable[[int], object]) -> None:
+    """From now on this is called before each step of a run, with the step's index."""
     take = (run.trainer.ahead or run.trainer.step).run
-    steps: Any = SimpleNamespace(run=partial(call, take))
+
+    def called(membership: Membership, entry: Any) -> Any:
+        call(entry.step)
+        return take(membership, entry)
+
+    steps: Any = SimpleNamespace(run=called)
     run.trainer = replace(run.trainer, ahead=steps)
 
 

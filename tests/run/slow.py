@@ -42,19 +42,6 @@ def is_in_a_step() -> bool:
     return threading.current_thread().name.startswith("torusgd-loader")
 
 
-class Held(Slow):
-    """`Slow` in steps, as long as there is the file that the environment names."""
-
-    def __init__(self, path: object, split: str, *, pause: float = 0.0) -> None:
-        super().__init__(path, split)
-        self._most = pause
-
-    def read(self, index: int) -> np.ndarray:
-        is_held = is_in_a_step() and Path(os.environ["TORUSGD_HELD"]).exists()
-        self._pause = self._most if is_held else 0.0
-        return super().read(index)
-
-
 class Gated(Slow):
     """`Slow` in steps, as long as there is the file `gate`; another data set where the path is named `other`."""
 
@@ -67,6 +54,13 @@ class Gated(Slow):
         while is_in_a_step() and time.monotonic() < end and self._gate.exists():
             time.sleep(0.01)
         return super().read(index)
+
+
+class Held(Gated):
+    """`Gated`; the environment names the gate."""
+
+    def __init__(self, path: object, split: str, *, pause: float = 0.0) -> None:
+        super().__init__(path, split, gate=os.environ["TORUSGD_HELD"], pause=pause)
 
 
 class Late(nn.Module):

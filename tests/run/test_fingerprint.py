@@ -46,31 +46,19 @@ def compared(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[A
 
 def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
     other = {"cpu": "EPYC", "threads": 1, "cpu_flags": f"{MINE.conditions['cpu_flags']} avx512f"}
-    found = run_ranks(
-        3,
-        compared,
-        [
-            ({}, {}, False),
-            ({"recipe_sha256": "x"}, {}, True),
-            ({"drawn_sha256": "y"}, {}, False),
-            ({"operators": "add.2 mul.3"}, {}, True),
-            ({}, {"update": "sharded"}, True),
-            ({"conditions": other}, {}, False),
-            ({"conditions": {**MINE.conditions, "cpu_flags": other["cpu_flags"]}}, {}, False),
-            ({"conditions": other}, {}, True),
-        ],
-    )
+    flags = {**MINE.conditions, "cpu_flags": other["cpu_flags"]}
+    named: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any], bool]] = {
+        ("recipe_sha256", "'x'", "'r'"): ({"recipe_sha256": "x"}, {}, True),
+        ("drawn_sha256", "'y'", "'w'"): ({"drawn_sha256": "y"}, {}, False),
+        ("operators", "'add.2 mul.3'", "''"): ({"operators": "add.2 mul.3"}, {}, True),
+        ("update", "'sharded'", "'replicated'"): ({}, {"update": "sharded"}, True),
+        ("cpu", "'EPYC'", "'Xeon'"): ({"conditions": other}, {}, False),
+        ("cpu_flags", "'avx512f'", "''"): ({"conditions": flags}, {}, False),
+    }
+    found = run_ranks(3, compared, [*named.values(), ({}, {}, False), ({"conditions": other}, {}, True)])
     assert found[0] == found[1] == found[2], "every rank finds the same"
-    equal, recipe, drawn, operators, options, cpu, flags, mixed = found[0]
-    assert (equal, mixed) == ([], [other])
-    for text, key, two, one in (
-        (recipe, "recipe_sha256", "'x'", "'r'"),
-        (drawn, "drawn_sha256", "'y'", "'w'"),
-        (operators, "operators", "'add.2 mul.3'", "''"),
-        (options, "update", "'sharded'", "'replicated'"),
-        (cpu, "cpu", "'EPYC'", "'Xeon'"),
-        (flags, "cpu_flags", "'avx512f'", "''"),
-    ):
+    assert found[0][-2:] == [[], [other]]
+    for text, (key, two, one) in zip(found[0], named, strict=False):
         assert text.startswith("rank 2 on ")
         assert f": {key} is {two}, of rank 0 on " in text
         assert f" it is {one}; all ranks of a run need the same" in text

@@ -12,7 +12,8 @@ from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
 from tests.data.tables import write_lists, write_parquet
 from tests.data.tars import write_shards
-from tests.run.runs import TINY, events, train_on_ranks
+from tests.run.runs import TINY, events
+from tests.step.trainers import train_on_ranks
 from torusgd.comm.groups import group_of
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.models import build_model

@@ -1,26 +1,32 @@
-"""The newest state in the memory of nodes: who goes on from which copy, and what becomes of bad ones."""
+"""The newest state, of ranks and in the memory of nodes: who goes on from which copy, and what becomes of bad ones."""
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from torusgd.comm import groups
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import node_memory as module
 from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.job import Job
-from torusgd.run.newest_state import Choice, Offer, choose
+from torusgd.run.newest_state import Choice, Offer, Retained, agree, choose
 from torusgd.run.node_memory import NodeMemory, node_memory
-from torusgd.run.saving import RunState
+from torusgd.run.saving import LastSaved, RunState
 from torusgd.rundir.checkpoint import list_checkpoints
 
+FINGERPRINT = Fingerprint("recipe", 96, "data", "", "drawn", {})
 
-def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one() -> None:
+
+def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one_and_know_of_the_last_checkpoint() -> None:
     none, old, new = Offer(), Offer(copy=4, digest=1), Offer(copy=7, digest=1)
     assert choose([old._replace(disk=7), none, new, new]) == Choice(source=2, is_copy=True)
     assert choose([new._replace(disk=8), none]) == Choice(source=0)
@@ -29,6 +35,45 @@ def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one() -> Non
     assert choose([new, new._replace(digest=2)]) is None
     # What ranks hold comes before all copies.
     assert choose([new, Offer(progress=2)]) == Choice(source=1, holders=frozenset({1}))
+    for writer, known in ((0, 4), (3, None)):
+        taken = agree(replace(retained(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
+        assert (taken.saved.step if taken.saved else None) == known
+
+
+def retained(step: int, evaluated: int, value: float) -> Retained:
+    """What a rank keeps after `step` steps; all its tensors hold `value`."""
+    state = RunState(FINGERPRINT, step=step, evaluated=evaluated)
+    tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
+    nothing: Any = None
+    own: dict[str, Any] = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
+    return Retained(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
+
+
+def agreed(*each: Retained) -> list[tuple[int, int, Any, dict[str, float]]]:
+    """What ranks, as threads, take from each other: step, evaluated, event, tensors."""
+    store = HashStore()
+
+    def be(rank: int) -> tuple[int, int, Any, dict[str, float]]:
+        world = groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240)
+        taken = agree(each[rank], world)
+        own = each[rank].tensors if rank in taken.holders else {}
+        tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
+        return taken.state.step, taken.state.evaluated, taken.last_event, tensors
+
+    with ThreadPoolExecutor(len(each)) as ranks:
+        return [*ranks.map(be, range(len(each)))]
+
+
+def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measured_again() -> None:
+    whole = dict.fromkeys(("model/w", "optimizer/momentum_buffer/w", "gradient_bounds"), 2.0)
+    assert agreed(retained(3, 0, 1.0), retained(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
+    mine = whole | {"model/w": 1.0, "optimizer/momentum_buffer/w": 1.0}
+    assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
+    # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
+    joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
+    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
+        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
+    ]
 
 
 @pytest.fixture
@@ -45,16 +90,23 @@ def job(*overrides: str, **options: Any) -> Job:
 
 
 def keep(memory: NodeMemory, step: int) -> None:
-    state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step)
+    state = RunState(FINGERPRINT, step=step)
     tensors = {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)}
     memory.keep(state, cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors)))
     assert memory.writer is not None
     memory.writer.wait()
 
 
-def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(shared: Path) -> None:
-    memory = node_memory(job())
-    assert memory is not None
+@pytest.fixture
+def memory(shared: Path) -> NodeMemory:
+    found = node_memory(job())
+    assert found is not None
+    return found
+
+
+def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(
+    shared: Path, memory: NodeMemory
+) -> None:
     assert memory.is_due()
     keep(memory, 3)
     assert not memory.is_due()  # a second at least from one to the next
@@ -74,9 +126,9 @@ def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(s
     assert not memory.is_due()
 
 
-def test_a_damaged_copy_is_told_and_not_used(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = node_memory(job())
-    assert memory is not None
+def test_a_damaged_copy_is_told_and_not_used(
+    shared: Path, memory: NodeMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
     keep(memory, 3)
     (file,) = shared.glob("*/step-00000003/state.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
@@ -85,19 +137,19 @@ def test_a_damaged_copy_is_told_and_not_used(shared: Path, capsys: pytest.Captur
 
 
 def test_without_room_the_run_goes_on_without_copies(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = node_memory(job())
-    assert memory is not None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     keep_nothing = SimpleNamespace(state_dict=lambda steps, keep: {"model/w": torch.zeros(1 << 20)})
-    memory.keep(RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=3), cast(Any, keep_nothing))
+    memory.keep(RunState(FINGERPRINT, step=3), cast(Any, keep_nothing))
     assert "has no room for 8 MiB" in capsys.readouterr().err
     assert not memory.is_due()
     assert not list(shared.iterdir())
 
 
-def test_what_an_agent_that_has_ended_left_is_swept_and_what_lives_stays(shared: Path) -> None:
+def test_what_an_agent_that_has_ended_left_is_swept_what_lives_stays_and_only_torchruns_agent_starts_workers_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, here = module.start_of(os.getpid()), module._namespace()
     assert own is not None
     dead, living, elsewhere = (
@@ -112,6 +164,8 @@ def test_what_an_agent_that_has_ended_left_is_swept_and_what_lives_stays(shared:
     assert living.exists()
     assert elsewhere.exists(), "of a container whose processes can't be seen from here"
     assert other.exists()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert node_memory(job()) is None
 
 
 def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +187,3 @@ def test_runs_of_which_no_node_holds_all_keep_no_copies(
     shared: Path, overrides: list[str], options: dict[str, Any]
 ) -> None:
     assert node_memory(job(*overrides, **options)) is None
-
-
-def test_only_torchruns_agent_starts_workers_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert node_memory(job()) is None

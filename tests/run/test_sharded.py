@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import train_on_ranks
+from tests.step.trainers import train_on_ranks
 from torusgd.comm import exact_sum
 from torusgd.gradients import integer_sum as gradients
 from torusgd.recipe.load import load_recipe

@@ -134,16 +134,15 @@ def test_a_step_that_is_skipped_is_skipped_by_who_follows() -> None:
     assert_same(follower.end(), sender)
 
 
-def test_the_rank_that_joins_is_lost_and_the_run_does_not_notice() -> None:
+def test_where_either_rank_is_lost_or_too_slow_the_run_does_not_notice_and_the_other_keeps_a_whole_state_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sender, follower = begin()
     assert follower.group is not None
     follower.group.abort()
     sender.take_steps(4)
     sender.feeds.end()
     assert follower.end().state is None
-
-
-def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
     sender, follower = begin()
     follower.go.set()
     assert follower.caught_up.wait(SECONDS)
@@ -153,9 +152,6 @@ def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
     retained = follower.end()
     assert retained.state is not None
     assert retained.state.step == 3
-
-
-def test_a_connection_that_is_slower_than_the_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_feed, "LEAST_WAITING", 0)
     sender, follower = begin()
     sender.joiners = ()

@@ -61,19 +61,6 @@ def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> No
     monkeypatch.setattr(lease, "newest", newest)
 
 
-def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
-    lines: list[str] = []
-    first = machine("a", lines)
-    with first.renewed(print):
-        with in_use():
-            machine("b", lines)
-        first.check()
-    (line,) = lines
-    assert line.endswith("waiting 30 s for a sign of life")
-    machine("b", lines)
-    assert lines == [line], "what was given back is taken at once"
-
-
 def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, monkeypatch) -> None:
     monkeypatch.setattr(module, "EXPIRES", 0.2)
     lines: list[str] = []
@@ -86,11 +73,21 @@ def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, m
     assert [name for name in Store(URL).sizes() if name.startswith(".lease")] == [".lease-00000003.json"]
 
 
-def test_a_start_on_the_same_machine_need_not_wait(machine: Any) -> None:
+def test_a_holder_at_work_keeps_others_out_and_a_start_on_the_same_machine_need_not_wait(machine: Any) -> None:
     lines: list[str] = []
     machine("a", lines)
     machine("a", lines)  # whoever held it is gone, since the folder's own lock is free
     assert not lines
+    lines: list[str] = []
+    first = machine("a", lines)
+    with first.renewed(print):
+        with in_use():
+            machine("b", lines)
+        first.check()
+    (line,) = lines
+    assert line.endswith("waiting 30 s for a sign of life")
+    machine("b", lines)
+    assert lines == [line], "what was given back is taken at once"
 
 
 def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.commands import ran
-from tests.run.runs import around_steps
+from tests.run.runs import before_steps
 from tests.step.trainers import job_of, run_of
 
 from torusgd.comm.base import Liveness
@@ -24,15 +24,21 @@ from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, wri
 
 def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None, **more: Any) -> Any:
     """Trains four steps in this process, `meanwhile` before each; the result."""
-
-    def watched(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        meanwhile(entry.step)
-        return take(membership, entry)
-
     with RunDir(out).lock():
         run = run_of(job_of(out=out), **more)
-        around_steps(run, watched)
+        before_steps(run, meanwhile)
         return run.run()
+
+
+class Phases(Liveness):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        self.phases.append(phase)
+
+    def outside(self, what: str, where: str) -> None:
+        self.phases.append(what)
 
 
 def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkeypatch, run_cli, mistake) -> None:
@@ -41,6 +47,10 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
 
     def look_and_stop(step: int) -> None:
         seen.append(json.loads(run_cli("status", tmp_path, "--json")[1]))
+        if step == 1:
+            mistake("scale", tmp_path, "--workers", 5, TMP=tmp_path)
+            (tmp_path / run_view.STATUS).write_text(json.dumps(seen[-1] | {"fixed_ranks": "so it is"}))
+            mistake("scale", tmp_path, "--workers", 3, TMP=tmp_path)
         if step == 2:
             assert "step 2 of 4" in run_cli("status", tmp_path)[1]
             assert run_cli("stop", tmp_path, "--seconds", "0")[0] == 0
@@ -56,28 +66,13 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
     assert (code, "was stopped after step 2; the same `torusgd train` goes on" in told) == (0, True)
     assert "there is nothing to stop" in run_cli("stop", tmp_path)[2]
 
-    assert go(tmp_path).summary["steps"] == 4
+    liveness = Phases()
+    assert go(tmp_path, liveness=liveness).summary["steps"] == 4
+    assert {"images", "train", "evaluate", "checkpoint", "polish"} <= {*liveness.phases}
+    assert liveness.phases[-2:] == ["close", "the disk, or the servers of --track"]
     assert run_cli("status", tmp_path)[1].startswith("finished: 4 steps, top-1 ")
     mistake("stop", tmp_path, TMP=tmp_path)
     mistake("scale", tmp_path, "--workers", 2, TMP=tmp_path)
-
-
-class Phases(Liveness):
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def progress(self, phase: str, step: int, unit: int) -> None:
-        self.phases.append(phase)
-
-    def outside(self, what: str, where: str) -> None:
-        self.phases.append(what)
-
-
-def test_a_rank_says_that_it_closes_its_loaders_and_its_files(tmp_path: Path) -> None:
-    liveness = Phases()
-    go(tmp_path, liveness=liveness)
-    assert {"images", "train", "evaluate", "checkpoint", "polish"} <= {*liveness.phases}
-    assert liveness.phases[-2:] == ["close", "the disk, or the servers of --track"]
 
 
 def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path: Path, run_cli, mistake) -> None:
@@ -102,16 +97,6 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     os.mkfifo(status)
     with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
         read_status(tmp_path)
-
-
-def test_ranks_that_can_not_change_are_named(tmp_path: Path, mistake: Callable[..., None]) -> None:
-    def ask(step: int) -> None:
-        mistake("scale", tmp_path, "--workers", 5, TMP=tmp_path)
-        status = json.loads((tmp_path / run_view.STATUS).read_text())
-        (tmp_path / run_view.STATUS).write_text(json.dumps(status | {"fixed_ranks": "so it is"}))
-        mistake("scale", tmp_path, "--workers", 3, TMP=tmp_path)
-
-    go(tmp_path, ask)
 
 
 def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

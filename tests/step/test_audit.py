@@ -9,8 +9,7 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
 from tests.run.faults import Fault, in_gradient, in_images, in_weights
-from tests.run.runs import around_steps
-from tests.step.trainers import job_of, recipe_of, run_of, take, take_all, trainer_of, weights_of
+from tests.step.trainers import end_of, job_of, recipe_of, run_of, take, take_all, trainer_of, weights_of
 from torch import Tensor
 
 from torusgd.comm.allreduce import create
@@ -121,17 +120,11 @@ def run_with_a_fault(out: str) -> str:
     world = group_of()
     run = run_of(job_of(options=RuntimeOptions(audit=1.0, checkpoint_every=Duration(2, "st")), out=Path(out)), world)
 
-    def faulty(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        if entry.step == 3 and world.rank == CULPRIT:
+    def strike(step: int) -> None:
+        if step == 3 and world.rank == CULPRIT:
             in_gradient(run.trainer.step, Path())
-        return take(membership, entry)
 
-    around_steps(run, faulty)
-    try:
-        run.run()
-    except CorruptionError as error:
-        return str(error)
-    return ""
+    return end_of(run, strike)
 
 
 def test_two_ranks_are_both_named_and_no_checkpoint_is_made_of_their_weights(tmp_path: Path) -> None:

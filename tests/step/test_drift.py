@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
-from tests.run.runs import around_steps
-from tests.step.trainers import Sent, job_of, run_of, trainer_of
+from tests.run.runs import before_steps
+from tests.step.trainers import Sent, end_of, job_of, run_of, trainer_of
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import ConnectionLost, Liveness
@@ -65,20 +65,12 @@ def train_and_flip(out: Path, flipped: str) -> str:
     runtime = RuntimeOptions(checkpoint_every=Duration(2, "st"), **options)
     run = run_of(job_of(STAGES, options=runtime, out=out), world)
 
-    def take_and_flip(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        stats = take(membership, entry)
-        if entry.step == FLIPPED_AFTER - 1 and world.rank == world.size - 1:
+    def flip_once(step: int) -> None:
+        if step == FLIPPED_AFTER and world.rank == world.size - 1:
             run.trainer.step.update.wait_weights()
             change(run.trainer)
-        return stats
 
-    around_steps(run, take_and_flip)
-    try:
-        run.run()
-    except CorruptionError as error:
-        run.trainer.close()
-        return str(error)
-    return "finished"
+    return end_of(run, flip_once)
 
 
 def due_by_default() -> list[int]:
@@ -99,7 +91,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_
     ends, due = ranks[0]
     every = steps_between(4)  # 12 images, 4 a rank
     assert due == [0, every, 2 * every, 3 * every]
-    assert ends.pop("nothing") == "finished"
+    assert ends.pop("nothing") == ""
     for flipped, line in ends.items():
         found = 4 if flipped == "momentum" else FLIPPED_AFTER
         assert line.startswith(f"step {found}: rank 2 on {socket.gethostname()} holds other weights"), flipped
@@ -126,16 +118,15 @@ def go_on(out: Path, case: str) -> str:
     first = run_of(job, world.duplicate())
     before = list[Retained]()
 
-    def take_and_lose(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        if entry.step == 3:
+    def lose(step: int) -> None:
+        if step == 3:
             first.trainer.step.state.write_to_model(3)
             tensors = first.trainer.step.state.state_dict(3, keep=True)
             before.append(copied(replace(first.retained, generation=0, state=first.state, tensors=tensors)))
-        if entry.step == 4 and case != "nothing":
+        if step == 4 and case != "nothing":
             raise ConnectionLost("rank 3 is gone")
-        return take(membership, entry)
 
-    around_steps(first, take_and_lose)
+    before_steps(first, lose)
     try:
         return first.run().summary["weights_sha256"]
     except ConnectionLost:

@@ -76,7 +76,9 @@ def test_damage_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused_and_so_is_a_missing_journal(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "j"
     reached = asdict(written(path, TAKEN[:3]))  # as the checkpoint has it
     written(path)
@@ -85,9 +87,6 @@ def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused(tmp_pa
     assert len(read_journal(path, SHA, 6).left_out) == 2
     with refused("a journal cut before its checkpoint", "PATH", PATH=path):
         read_journal(path, SHA, 6, reached=reached)
-
-
-def test_a_missing_journal_is_refused(tmp_path: Path) -> None:
     with refused("a replay without its journal", "FOLDER/none", FOLDER=tmp_path):
         read_journal(tmp_path / "none", SHA, 6)
     with refused("a run without its journal", "FOLDER/none", FOLDER=tmp_path):

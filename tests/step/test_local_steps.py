@@ -29,19 +29,16 @@ def assert_close(one: Trainer, other: Trainer, tolerance: float) -> None:
         torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=partial("{}: {}".format, name))
 
 
-def test_one_local_step_and_the_whole_mean_change_is_plain_sgd() -> None:
-    assert_close(trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)  # four updates of 1e-6 each
-
-
 FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
 
 
-def test_outer_momentum_after_one_local_step_is_sgd_with_momentum() -> None:
+def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momentum_by_outer_momentum() -> None:
     outer = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.9, nesterov: true}}"
     common = (FLAT, "optimizer.weight_decay=0.0")
     one = trained(*common, f"synchrony={outer}")
     other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
     assert_close(one, other, 1e-5)
+    assert_close(trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)  # four updates of 1e-6 each
 
 
 def test_local_steps_are_those_of_a_plain_loop() -> None:

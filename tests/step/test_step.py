@@ -32,40 +32,37 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
     rest = [p for n, p in model.named_parameters() if n not in decayed]
     groups = [{"params": list(decayed.values()), "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    momenta = {m: 0.1 for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    for m in momenta:
-        m.momentum = 1.0  # so that a pass leaves the statistics of its own batch
-    running = {m: (torch.zeros(m.num_features), torch.ones(m.num_features)) for m in momenta}
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            m.momentum = 1.0  # so that a pass leaves the statistics of its own batch
+    running = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     order = StreamOrder(96, 0)
     for index in range(len(ours.schedule)):
         step = ours.schedule[index]
         take(trainer, index)
         sgd.zero_grad()
-        sums = {m: (torch.zeros(m.num_features), torch.zeros(m.num_features)) for m in momenta}
+        means = {name: torch.zeros_like(buffer) for name, buffer in running.items()}
         for worker in range(recipe.virtual_workers):
             batch = trainer.data.training.training_batch(
                 *order.at(step.share(worker), step.images_per_worker), step.augment
             )
             loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
             (loss / recipe.virtual_workers).backward()
-            for m in momenta:
-                assert m.running_mean is not None
-                assert m.running_var is not None
-                sums[m][0].add_(m.running_mean / recipe.virtual_workers)
-                sums[m][1].add_(m.running_var / recipe.virtual_workers)
-        for m, (mean, var) in sums.items():
-            running[m][0].lerp_(mean, 0.1)
-            running[m][1].lerp_(var, 0.1)
+            for name, mean in means.items():
+                mean.add_(model.get_buffer(name) / recipe.virtual_workers)
+        for name, mean in means.items():
+            running[name].lerp_(mean, 0.1)
         for group in sgd.param_groups:
             group["lr"], group["momentum"] = step.lr, step.momentum
         sgd.step()
         ours.state.batch_norm.write_to_model(index + 1)
         for (name, p), q in zip(ours.state.model.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=partial("{}: {}".format, name))
-        for mine, theirs in zip(ours.state.batch_norm.layers.values(), running, strict=True):
-            torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)
-            assert mine.num_batches_tracked == index + 1
+        for name, buffer in ours.state.model.named_buffers():
+            if name in running:
+                torch.testing.assert_close(buffer, running[name], rtol=1e-4, atol=1e-6)
+            else:
+                assert buffer == index + 1, "num_batches_tracked"
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -104,13 +101,7 @@ def test_running_averages_take_extra_passes_and_all_workers_or_the_first(each: b
     assert trainer.step.schedule[3].extra_pass
 
 
-def test_a_network_without_batch_norm_has_no_use_for_its_keys() -> None:
-    for change in ("model.batch_norm_workers=each", "stages.0.extra_pass=true"):
-        with refused("keys of batch norm without one", "model: "):
-            trainer_of(job_of("model={name: 'tests.step.test_step:Forgetful'}", change))
-
-
-def test_an_overflow_is_reported_and_redone_without_a_trace() -> None:
+def test_an_overflow_is_reported_redone_without_a_trace_and_stands_in_the_events(tmp_path: Path) -> None:
     one, other = trainer_of(job_of()), trainer_of(job_of())
     undisturbed, disturbed = one.step, other.step
     for index in range(len(undisturbed.schedule)):
@@ -129,10 +120,7 @@ def test_an_overflow_is_reported_and_redone_without_a_trace() -> None:
         disturbed.state.model.state_dict().values(), undisturbed.state.model.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_an_overflow_stands_in_the_events(tmp_path: Path) -> None:
-    """A natural one: the rate makes the gradients grow by far more than the headroom in a step."""
+    # A natural one: the rate makes the gradients grow by far more than the headroom in a step.
     run_here(
         tmp_path,
         "rate={lr: 300.0, decay: {shape: constant}}",
@@ -153,9 +141,14 @@ def test_divergence_ends_the_run_naming_step_and_layer(tmp_path: Path) -> None:
     assert any(name in str(caught.value) for name in (*state.reducer.names, *state.batch_norm.layers))
 
 
-def test_parameters_without_a_gradient_count_as_zero(tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_count_as_zero_and_without_batch_norm_its_keys_have_no_use(
+    tmp_path: Path,
+) -> None:
     summary, _ = run_here(tmp_path, "model={name: 'tests.step.test_step:Forgetful'}")
     assert summary["steps"] == 4
+    for change in ("model.batch_norm_workers=each", "stages.0.extra_pass=true"):
+        with refused("keys of batch norm without one", "model: "):
+            trainer_of(job_of("model={name: 'tests.step.test_step:Forgetful'}", change))
 
 
 class Forgetful(nn.Module):

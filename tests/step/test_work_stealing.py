@@ -144,7 +144,7 @@ def test_each_piece_is_taken_once_in_whatever_order_members_claim(counts: list[i
         expected = {(row, piece) for row, count in enumerate(counts) for piece in range(count)}
 
 
-def test_who_is_late_loses_from_the_back_what_it_has_not_claimed() -> None:
+def test_who_is_late_loses_from_the_back_what_it_has_not_claimed_and_who_leaves_takes_all_along() -> None:
     late, idle, other = members(3)
     for each in (late, idle, other):
         each.begin([8, 1, 1])
@@ -156,9 +156,6 @@ def test_who_is_late_loses_from_the_back_what_it_has_not_claimed() -> None:
     assert not late.may_have_own
     assert idle.claim_of(0) is None
     assert idle.looks() == {2: 0, 0: 0}
-
-
-def test_a_member_that_leaves_takes_its_pieces_along() -> None:
     leaving, idle = members(2)
     for each in (leaving, idle):
         each.begin([8, 2])
@@ -167,7 +164,7 @@ def test_a_member_that_leaves_takes_its_pieces_along() -> None:
     assert (leaving.claim_own(), idle.looks(), idle.claim_of(0)) == (None, {0: 0}, None)
 
 
-def test_a_round_of_many_pieces_takes_few_queries() -> None:
+def test_a_round_of_many_pieces_takes_few_queries_and_a_store_out_of_reach_is_a_lost_connection() -> None:
     claims, queries = members(1)[0], dict[int, int]()
     for pieces in (8, 64, 512):
         with patch.object(claims._store, "query", wraps=claims._store.query) as query:
@@ -175,9 +172,6 @@ def test_a_round_of_many_pieces_takes_few_queries() -> None:
             assert [claims.claim_own() for _ in range(pieces + 1)] == [*range(pieces), None]
         queries[pieces] = query.call_count
     assert queries == {8: 7, 64: 15, 512: 23}
-
-
-def test_a_store_out_of_reach_is_a_lost_connection() -> None:
     claims = members(2)[0]
     claims.begin([1, 1])
     claims._store._store = cast(Any, SimpleNamespace(multi_get=broken))

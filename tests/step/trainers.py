@@ -1,13 +1,15 @@
 """Jobs of the tiny recipe in float32, and the trainers and runs that tests of steps take them with."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.run.runs import TINY
+from tests.run.runs import TINY, before_steps
 
 from torusgd.comm.base import Done, Liveness
 from torusgd.comm.groups import Group, group_of
+from torusgd.errors import CorruptionError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
@@ -66,6 +68,24 @@ def run_of(job: Job, world: Group | None = None, fresh: bool = False, stop: Stop
         RunDir(job.out).claim(job.recipe, fresh)
     world.barrier()
     return Run(job, world, stop or StopFlag(), restarts=0, **more)
+
+
+def train_on_ranks(out: Path, recipe: Recipe, options: RuntimeOptions | None = None, **more: Any) -> dict[str, Any]:
+    """Trains on the ranks of this process' group, each of which calls it; the summary. `more`: fields of `Job`."""
+    summary = run_of(job_of(recipe=recipe, options=options, out=out, **more)).run().summary
+    group_of().barrier()  # before another run in the same folder
+    return summary
+
+
+def end_of(run: Run, meanwhile: Callable[[int], object]) -> str:
+    """What the corruption says that ends a run, of which `meanwhile` is called before each step; "": it was done."""
+    before_steps(run, meanwhile)
+    try:
+        run.run()
+    except CorruptionError as error:
+        run.trainer.close()
+        return str(error)
+    return ""
 
 
 class Sent:
