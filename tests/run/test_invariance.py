@@ -1,9 +1,10 @@
 """The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
 
-import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import save_file
@@ -12,10 +13,13 @@ from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
 from tests.data.tables import write_lists, write_parquet
 from tests.data.tars import write_shards
+from tests.run.processes import summary
 from tests.run.runs import TINY, events
 from tests.step.trainers import train_on_ranks
+from torusgd.comm import exact_sum
 from torusgd.comm.groups import group_of
 from torusgd.data.tar_index import FILE, make_index, write_index
+from torusgd.gradients import integer_sum
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -126,11 +130,43 @@ NETWORKS: dict[str, tuple[str, ...]] = {
         *FEW, "data.classes=1000", "data.train_images=2000", "data.eval_images=100", "model.options.width=128",
     ),
 }  # fmt: skip
+# The sharded update, which has the weights of the replicated one over any all-reduce. Norms have several blocks here,
+# and a shard ends within a tensor.
+WIDE = (
+    "model.options={width: 24, dropout: 0.1}",
+    "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
+    "rate={lr: 4.0, warmup: {length: 2st}}",
+    "data.eval_images=90",
+    "evaluate={every: 4st, images_per_chunk: 40}",
+    "polish={images: 100, images_per_batch: 50}",
+)
+SGD = ("optimizer={name: sgd, momentum: 0.9, nesterov: true}", "rate={lr: 0.1}")
+ADAMW = ("optimizer={name: adamw, beta2: 0.99, weight_decay: 0.1}", "rate.lr=0.01")
+LAMB = ("optimizer={name: lamb, weight_decay: 0.1}", "rate.lr=0.01", "clip_grad_norm=1.0")
+SKIPPED = ("precision=float16", "loss_scale.initial=1.0e+6", "model.options={width: 8, dropout: 0.1}")  # slow on a CPU
+AVERAGED = (*SGD, "average={half_life: 2st}", "model.batch_norm_workers=each", "stages.0.extra_pass=true")
+SHARDED: dict[str, Case] = {
+    name: Case((*WIDE, *overrides), {"update": "sharded", **options})
+    for name, overrides, options in (
+        ("LARS, ring", (), {"allreduce": "ring", "buckets": 0.05}),
+        ("LARS, bfloat16, torus", ("precision=bfloat16",), {"allreduce": "torus", "buckets": 0.02}),
+        ("LARS of tensorflow, halving", ("optimizer.variant=tensorflow",), {"allreduce": "halving-doubling"}),
+        ("SGD with averages, native", AVERAGED, {}),
+        ("SGD, bfloat16, doubling", (*SGD, "precision=bfloat16"), {"allreduce": "doubling", "buckets": 0.1}),
+        ("skipped steps", SKIPPED, {"allreduce": "hierarchical"}),
+        ("redone steps", (), {"allreduce": "direct", "buckets": 0.05}),
+        ("64-bit sums", (), {"allreduce": "torus", "buckets": 0.05}),
+        ("auto", (), {"allreduce": "auto"}),
+        ("AdamW", ADAMW, {"allreduce": "ring"}),
+        ("LAMB", LAMB, {"allreduce": "ring"}),
+    )
+}
 CASES: dict[str, Case] = {
     **{name: Case((*DIGITS, *overrides)) for name, overrides in OF_DIGITS.items()},
     **{name: Case(DIGITS, options) for name, options in SENT.items()},
     **TINIES,
     **SOURCES,
+    **SHARDED,
     **{name: Case(overrides, recipe=name) for name, overrides in NETWORKS.items()},
 }
 COMPARED = (
@@ -139,29 +175,39 @@ COMPARED = (
 )  # fmt: skip
 
 OF_TIME = ("slowest", "hidden_share")
+FLOATS = {"float32": "native", "float16": "ring"}
 
 
-def train_cases(given: Path, out: Path, names: list[str]) -> None:
+def train_cases(given: Path, out: Path, names: list[str], max_steps: int | None = None, **more: Any) -> None:
+    """`more`: options in place of the cases' own.
+
+    Almost every step of "redone steps" leaves the range of the one before, and "64-bit sums" has the messages of 8,192
+    virtual workers and more.
+    """
     for name in names:
         case = CASES[name]
         recipe = load_recipe(case.recipe, case.overrides).recipe
         recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-        options = {"drift_every": 1, **case.options}
+        options = {"drift_every": 1, **case.options, **more}
         if group_of().size > 1:
             options |= {"loader_processes": 0}
         data, init = given / case.data if case.data else None, str(given / case.init) if case.init else None
-        train_on_ranks(out / name, recipe, RuntimeOptions(**options), data=data, init=init)
+        with (
+            patch.object(integer_sum, "HEADROOM", 1.1 if name == "redone steps" else integer_sum.HEADROOM),
+            patch.object(exact_sum, "_MOST_NARROW", 0 if name == "64-bit sums" else exact_sum._MOST_NARROW),
+        ):
+            train_on_ranks(out / name, recipe, RuntimeOptions(**options), data=data, init=init, max_steps=max_steps)
 
 
 def results(out: Path, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
-        summary = json.loads((out / name / "summary.json").read_text())
+        told = summary(out / name)
         lines = [
             {key: value for key, value in event.items() if "seconds" not in key and key not in OF_TIME}
             for event in events(out / name)
         ]
-        found[name] = {key: summary[key] for key in COMPARED} | {"events": lines}
+        found[name] = {key: told[key] for key in COMPARED} | {"events": lines}
     return found
 
 
@@ -180,12 +226,24 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class Alone(dict[str, dict[str, Any]]):
+    """The results of the replicated update on one rank, each found when it is first asked for."""
+
+    def __init__(self, given: Path, out: Path) -> None:
+        super().__init__()
+        self._given, self._out = given, out
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        same = "float32" if name in SENT else "LARS, ring" if name == "auto" else name  # on one rank nothing is sent
+        if same == name:
+            train_cases(self._given, self._out, [name], update="replicated")
+        self[name] = results(self._out, [name])[name] if same == name else self[same]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> dict[str, Any]:
-    out, names = tmp_path_factory.mktemp("alone"), [*OF_DIGITS, *TINIES, *SOURCES]
-    train_cases(given, out, names)
-    found = results(out, names)
-    return found | dict.fromkeys(SENT, found["float32"])  # on one rank nothing is sent
+def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
+    return Alone(given, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize(
@@ -196,21 +254,62 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> dict[str, An
         (7, ["float32", "bfloat16"]),
         pytest.param(2, ["float32", "bfloat16", *TINIES, *SOURCES], marks=pytest.mark.slow),
         *(pytest.param(size, ["float32", "bfloat16"], marks=pytest.mark.slow) for size in (4, 5)),
+        (1, ["LARS, ring"]),
+        (2, ["LARS, bfloat16, torus", "AdamW", "LAMB"]),
+        (3, ["LARS, ring", "skipped steps", "redone steps", "64-bit sums"]),
+        pytest.param(5, ["SGD with averages, native"], marks=pytest.mark.slow),
+        pytest.param(3, [*SHARDED], marks=pytest.mark.slow),
     ],
 )
 def test_same_bits_on_any_number_of_ranks(
-    size: int, names: list[str], alone: dict[str, Any], given: Path, tmp_path: Path
+    size: int, names: list[str], alone: Alone, given: Path, tmp_path: Path
 ) -> None:
     run_ranks(size, train_cases, given, tmp_path, names, timeout=200)
     assert results(tmp_path, names) == {name: alone[name] for name in names}
 
 
-def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
-    hashes = {result["weights_sha256"] for name, result in alone.items() if name not in SOURCES}
-    assert len(hashes) == len(OF_DIGITS) + len(TINIES)
-    assert alone["torn images"]["replaced_images"] > 0
-    assert alone["torn images"]["excluded_images"] > 0
-    assert alone["float16"]["skipped_steps"] > 0
+@pytest.mark.parametrize("names", [[*OF_DIGITS, *TINIES], pytest.param([*SHARDED], marks=pytest.mark.slow)])
+def test_cases_are_what_they_claim(names: list[str], alone: Alone) -> None:
+    hashes = {alone[name]["weights_sha256"] for name in names if name != "auto"}
+    assert len(hashes) == len({*names} - {"auto"})
+    if "torn images" in names:
+        assert alone["torn images"]["replaced_images"] > 0
+        assert alone["torn images"]["excluded_images"] > 0
+        assert alone["float16"]["skipped_steps"] > 0
+    else:
+        assert alone["redone steps"]["redone_steps"] > 0
+        assert 0 < alone["skipped steps"]["skipped_steps"] < 4
+
+
+def train_on_floats(out: Path) -> None:
+    for wire, allreduce in FLOATS.items():
+        for update in ("replicated", "sharded"):
+            norms = f"float32_norms={str(wire == 'float16').lower()}"
+            recipe = load_recipe("digits", [*WIDE, f"reduction={wire}", norms]).recipe
+            recipe = recipe.resolve(precision="float32", memory_format="channels_last")
+            options = {"drift_every": 1, "allreduce": allreduce, "update": update}
+            train_on_ranks(out / f"{wire} {update}", recipe, RuntimeOptions(**options))
+
+
+@pytest.mark.slow
+def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(tmp_path: Path) -> None:
+    run_ranks(3, train_on_floats, tmp_path)
+    for wire in FLOATS:
+        losses = [summary(tmp_path / f"{wire} {update}")["train_loss"] for update in ("replicated", "sharded")]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Alone, given: Path, tmp_path: Path) -> None:
+    """Begun sharded on 3 ranks, gone on replicated on 2, and ended sharded on 5."""
+    names = ["LARS, ring", "AdamW"]
+    for size, update, until, begun in ((3, "sharded", 1, 0), (2, "replicated", 3, 1), (5, "sharded", None, 3)):
+        run_ranks(size, partial(train_cases, max_steps=until, update=update), given, tmp_path, names)
+        for name in names:
+            told = summary(tmp_path / name)
+            assert told["resumed_from"] == begun
+            (tmp_path / name / "summary.json").unlink()
+            if until is None:
+                assert {key: told[key] for key in ("weights_sha256", "loss")}.items() <= alone[name].items()
 
 
 @pytest.mark.slow
