@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.run.processes import RECIPE, run_alone
 from tests.run.runs import run_here
 from torusgd.arithmetic import operators_of
@@ -30,21 +30,16 @@ from torusgd.runtime import resolve_auto
 MINE = Fingerprint("r", 96, "d", "", "w", {"cpu": "Xeon", "threads": 1, "cpu_flags": " ".join(["avx", *"abc" * 90])})
 
 
-def compared(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[Any]:
-    """What each case gives where the last rank's fingerprint and options are changed so."""
-    world, found = group_of(), list[Any]()
-    is_other = world.rank == world.size - 1
-    for changes, options, mixed in cases:
-        mine = replace(MINE, **changes) if is_other else MINE
-        asked = {"update": "replicated", **(options if is_other else {})}
-        try:
-            found.append(check_ranks_agree(mine, asked, world, mixed))
-        except UserError as error:
-            found.append(str(error))
-    return found
-
-
+@on_ranks(3)
 def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
+    world = group_of()
+
+    def compared(changes: dict[str, Any], options: dict[str, Any], mixed: bool) -> Any:
+        """What is found where the last rank's fingerprint and options are changed so."""
+        is_other = world.rank == world.size - 1
+        mine = replace(MINE, **changes) if is_other else MINE
+        return check_ranks_agree(mine, {"update": "replicated", **(options if is_other else {})}, world, mixed)
+
     other = {"cpu": "EPYC", "threads": 1, "cpu_flags": f"{MINE.conditions['cpu_flags']} avx512f"}
     flags = {**MINE.conditions, "cpu_flags": other["cpu_flags"]}
     named: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -55,10 +50,13 @@ def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
         ("cpu", "'EPYC'", "'Xeon'"): ({"conditions": other}, {}, False),
         ("cpu_flags", "'avx512f'", "''"): ({"conditions": flags}, {}, False),
     }
-    found = run_ranks(3, compared, [*named.values(), ({}, {}, False), ({"conditions": other}, {}, True)])
-    assert found[0] == found[1] == found[2], "every rank finds the same"
-    assert found[0][-2:] == [[], [other]]
-    for text, (key, two, one) in zip(found[0], named, strict=False):
+    assert compared({}, {}, False) == []
+    assert compared({"conditions": other}, {}, True) == [other]
+    for (key, two, one), change in named.items():
+        with pytest.raises(UserError) as caught:
+            compared(*change)
+        text = str(caught.value)
+        assert world.broadcast_text(text) == text, "every rank finds the same"
         assert text.startswith("rank 2 on ")
         assert f": {key} is {two}, of rank 0 on " in text
         assert f" it is {one}; all ranks of a run need the same" in text

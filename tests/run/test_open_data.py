@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.data.pictures import write_folder
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import group_of
@@ -33,8 +33,13 @@ def seen(source: PictureFiles, other: PictureFiles) -> tuple[Any, ...]:
     return list(source.names), files, source.labels.tolist(), source.classes, data_sha256(source, other)
 
 
-def opened(folder: str) -> dict[str, Any]:
+@on_ranks(3)
+def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
     made: list[str] = []
+    world = group_of()
+    if world.rank == 0:
+        write_folder(tmp_path)
+    world.barrier()
 
     def make(progress: Progress) -> Arrays:
         made.append("made")
@@ -50,13 +55,16 @@ def opened(folder: str) -> dict[str, Any]:
             raise OSError("a disk fails for a moment")
         return {"numbers": np.arange(10)}
 
-    found: dict[str, Any] = {}
     before = len(os.listdir("/proc/self/fd"))
-    for name, hosts, keys in (("one", (0, 0, 0), "aaa"), ("two", (0, 1, 1), "aaa"), ("other", (0, 0, 0), "abb")):
+    for hosts, keys, makers, mappers in (
+        ((0, 0, 0), "aaa", (1, 0, 0), (True, True, True)),
+        ((0, 1, 1), "aaa", (1, 1, 0), (False, True, True)),
+        ((0, 0, 0), "abb", (1, 1, 0), (False, True, True)),
+    ):
         arrays = shared(hosts, keys)(make)
         assert arrays["numbers"].tolist() == [*range(10)]
         assert arrays["none"].shape == (0, 3)
-        found[name] = len(made), arrays["numbers"].base is not None
+        assert (len(made), arrays["numbers"].base is not None) == (makers[world.rank], mappers[world.rank])
         del arrays
         made.clear()
     assert len(os.listdir("/proc/self/fd")) == before, "no file is left open"
@@ -66,19 +74,8 @@ def opened(folder: str) -> dict[str, Any]:
     with pytest.raises(UserError, match=str(group_of().rank)):
         shared((0, 0, 0))(refuse)
     shared((0, 0, 0))(fail_once)
-    found["failed"] = len(made)
-    found["folder"] = seen(*open_folder(Path(folder), 3, once=shared((0, 0, 0))))
-    return found
-
-
-def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path)
-    ranks = run_ranks(3, opened, str(folder))
-    assert [rank["one"] for rank in ranks] == [(1, True), (0, True), (0, True)]
-    assert [rank["two"] for rank in ranks] == [(1, False), (1, True), (0, True)]
-    assert [rank["other"] for rank in ranks] == [(1, False), (1, True), (0, True)]
-    assert [rank["failed"] for rank in ranks] == [2, 1, 1]
-    assert [rank["folder"] for rank in ranks] == [seen(*open_folder(folder, 3))] * 3
+    assert len(made) == (2, 1, 1)[world.rank]
+    assert seen(*open_folder(tmp_path, 3, once=shared((0, 0, 0)))) == seen(*open_folder(tmp_path, 3))
 
 
 def test_a_rank_maps_what_its_launcher_keeps_and_finds_it_itself_once_that_is_gone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.messages import refused
 from tests.run.runs import before_steps
 from tests.step.trainers import Sent, end_of, job_of, run_of, trainer_of
@@ -73,29 +73,20 @@ def train_and_flip(out: Path, flipped: str) -> str:
     return end_of(run, flip_once)
 
 
-def due_by_default() -> list[int]:
-    """The steps with a comparison of a run whose options don't mention it."""
-    trainer = trainer_of(job_of())
-    due = [step for step in range(500) if trainer.drift.due(step)]
-    trainer.close()
-    return due
-
-
-def train_all(out: str) -> tuple[dict[str, str], list[int]]:
-    return {flipped: train_and_flip(Path(out, flipped), flipped) for flipped in FLIPS}, due_by_default()
-
-
+@on_ranks(3)
 def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_path: Path) -> None:
-    ranks = run_ranks(3, train_all, str(tmp_path))
-    assert ranks[0] == ranks[1] == ranks[2]
-    ends, due = ranks[0]
-    every = steps_between(4)  # 12 images, 4 a rank
-    assert due == [0, every, 2 * every, 3 * every]
-    assert ends.pop("nothing") == ""
-    for flipped, line in ends.items():
+    trainer, every = trainer_of(job_of()), steps_between(4)  # 12 images, 4 a rank
+    assert [step for step in range(500) if trainer.drift.due(step)] == [0, every, 2 * every, 3 * every]
+    trainer.close()
+    for flipped in FLIPS:
+        line = train_and_flip(tmp_path / flipped, flipped)
+        if flipped == "nothing":
+            assert not line
+            continue
         found = 4 if flipped == "momentum" else FLIPPED_AFTER
         assert line.startswith(f"step {found}: rank 2 on {socket.gethostname()} holds other weights"), flipped
         assert "\n" not in line
+        assert group_of().broadcast_text(line) == line
         steps = sorted(path.name for path in (tmp_path / flipped / "checkpoints").glob("step-*"))
         assert steps == ["step-00000002"], flipped
 
@@ -145,13 +136,10 @@ def go_on(out: Path, case: str) -> str:
         return str(error)
 
 
-def go_on_in_all_cases(out: str) -> dict[str, str]:
-    return {case: go_on(Path(out, case), case) for case in ("nothing", "flipped", "ahead", "joined")}
-
-
+@on_ranks(3)
 def test_ranks_that_go_on_compare_what_they_hold_before_any_takes_the_weights_of_another(tmp_path: Path) -> None:
-    ends, second, third = run_ranks(3, go_on_in_all_cases, str(tmp_path))
-    assert ends == second == third
+    ends = {case: go_on(tmp_path / case, case) for case in ("nothing", "flipped", "ahead", "joined")}
+    assert group_of().broadcast_text(str(ends)) == str(ends)
     assert ends["flipped"].startswith(f"step 4: rank 2 on {socket.gethostname()} holds other weights than most ranks")
     assert ends["joined"] == ends["ahead"] == ends["nothing"]
 

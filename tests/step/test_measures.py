@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.run.runs import events, run_here
 from tests.step.trainers import Sent, job_of, recipe_of, take, trainer_of
 
-from torusgd.comm.groups import Group, group_of
+from torusgd.comm.groups import Group, alone, group_of
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer
@@ -57,16 +57,16 @@ def figures(trainer: Trainer, first: int = 0, stop: int = 30) -> list[float]:
     return [float(each["noise_scale"]) for each in found if "noise_scale" in each]
 
 
-def figures_on_ranks() -> list[list[float]]:
-    world = group_of()
-    kinds = (RuntimeOptions(), RuntimeOptions(update="sharded", buckets=0.001), RuntimeOptions(work_stealing=True))
-    return [figures(long_trainer(world, options=options), stop=16) for options in kinds]
-
-
+@on_ranks(3)
 def test_it_is_the_same_number_on_any_number_of_ranks_sharded_or_not() -> None:
-    found = figures(long_trainer(), stop=16)
+    found = figures(long_trainer(alone()), stop=16)
     assert len(found) == 2
-    assert run_ranks(3, figures_on_ranks) == [[found] * 3] * 3
+    for options in (
+        RuntimeOptions(),
+        RuntimeOptions(update="sharded", buckets=0.001),
+        RuntimeOptions(work_stealing=True),
+    ):
+        assert figures(long_trainer(group_of(), options=options), stop=16) == found
 
 
 def test_it_is_part_of_the_state_and_of_the_report_of_a_run(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.step.trainers import job_of, take, take_all, trainer_of, weights_of
 from torch import Tensor
 
-from torusgd.comm.groups import group_of
+from torusgd.comm.groups import alone, group_of
 from torusgd.errors import RunError
 from torusgd.step.control_vector import NO_WORDS, ControlVector
 from torusgd.step.watch import StepView, StepWatch
@@ -52,24 +52,16 @@ class OddSteps(StepWatch):
         return {"audited": 7 if self.due(view.step.index) else 0}
 
 
-def steps_with_a_watcher() -> tuple[Any, ...]:
-    world = group_of()
-    watch = OddSteps(world.rank)
-    trainer = trainer_of(job_of(), world, watchers=[watch])
-    audited = [stats.audited for stats in take_all(trainer)]
-    return audited, watch.seen, [name for name, step in watch.calls if step == 1], weights_of(trainer)
-
-
+@on_ranks(2)
 def test_a_watcher_is_called_in_each_step_sends_its_section_when_due_and_changes_no_bit() -> None:
-    one, two = run_ranks(2, steps_with_a_watcher)
-    assert one == two
-    reported, seen, calls, weights = one
-    assert reported == [0, 7, 0, 7]
-    assert seen == {0: [], 1: [1, 2], 2: [], 3: [1, 2]}
+    watch = OddSteps(group_of().rank)
+    trainer, plain = trainer_of(job_of(), watchers=[watch]), trainer_of(job_of(), alone())
+    assert [stats.audited for stats in take_all(trainer)] == [0, 7, 0, 7]
+    assert watch.seen == {0: [], 1: [1, 2], 2: [], 3: [1, 2]}
+    calls = [name for name, step in watch.calls if step == 1]
     assert calls == ["before_send", "after_passes", "check", "before_accept", "with_mean", "after"]
-    plain = trainer_of(job_of())
     take_all(plain)
-    assert weights == weights_of(plain)
+    assert weights_of(trainer) == weights_of(plain)
 
 
 def test_what_a_watcher_raises_ends_the_step_before_anything_changes_and_nobody_changes_a_step_from_outside() -> None:
