@@ -55,11 +55,7 @@ class Driven:
     """
 
     def __init__(
-        self,
-        job: Job,
-        drive: Callable[[Any], None],
-        monkeypatch: pytest.MonkeyPatch,
-        entrance: Entrance | None = None,
+        self, job: Job, drive: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, entrance: Entrance | None = None
     ) -> None:
         self.lines: list[str] = []
         self.job, self._drive, self._error = job, drive, list[BaseException]()

@@ -131,9 +131,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_that_leaves_out_late_work_loses_a_rank_and_gets_another(
-    tmp_path: Path, recipe: Path, run_cli: Any, victim: int
-) -> None:
+def test_a_run_that_leaves_out_loses_and_gets_a_rank(tmp_path: Path, recipe: Path, run_cli: Any, victim: int) -> None:
     """Its journal gives the same bits on another number of ranks."""
     late = tmp_path / "late.yaml"
     longer = recipe.read_text().replace("until: 12st", "until: 20st").replace(f"until: {STEPS}st", "until: 60st")

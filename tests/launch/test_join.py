@@ -135,9 +135,7 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
     assert lines[3] == "rank 4 joins; ranks 0, 4 go on"
 
 
-def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_others_have_joined(
-    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_too_few_ranks_waits(job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = dict[str, Any]()
 
     def drive(run: Gated) -> None:
@@ -166,9 +164,7 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
     ]  # fmt: skip
 
 
-def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on(
-    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joined_rank_cut_off_is_lost(job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     links = list[socket.socket]()
 
     def noted(near: socket.socket, far: socket.socket) -> None:
@@ -191,9 +187,7 @@ def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on
 
 
 @pytest.mark.slow
-def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_takes_the_state_from_those_elsewhere(
-    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_starts_another_rank(job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
 
     def drive(run: Gated) -> None:
@@ -218,9 +212,7 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
 
 
 @pytest.mark.slow
-def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_machine_is_killed_and_then_the_launcher(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     """As commands, so that everything of a machine dies at once."""
     out = tmp_path / "out"
     words = ["--workers", "1", "--listen", "127.0.0.1:0", *pauses(0.15)]

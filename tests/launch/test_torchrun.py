@@ -98,9 +98,7 @@ def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) 
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finish(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     out, slow = tmp_path / "out", [*pauses(0.01), "--no-node-memory"]
     process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
     wait_for_step(out, 6, process)
@@ -139,9 +137,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint_and_ranks_that_never_meet_end(
-    tmp_path: Path, recipe: Path
-) -> None:
+def test_a_stop_of_one_rank_by_hand_stops_all_and_ranks_that_never_meet_end(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
     until(lambda: last_step(out) >= 5, "step 5")
@@ -254,9 +250,7 @@ def resumed_from_memory(process: Process) -> list[int]:
 
 
 @pytest.mark.slow
-def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where_that_is_damaged(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_after_a_loss_all_go_on_from_good_memory(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     out = tmp_path / "out"
     agent = Agent(tmp_path, out, recipe, "--max-restarts", "2")
     process = agent.process
@@ -284,9 +278,7 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
 
 
 @pytest.mark.slow
-def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_node_joins_is_lost_and_the_other_goes_on(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     out, rare = tmp_path / "out", tmp_path / "rare.yaml"
     rare.write_text(recipe.read_text().replace("checkpoint_every: 4st", f"checkpoint_every: {STEPS}st"))
     # torch 2.13 never tells a node that joins later where the shared store is.

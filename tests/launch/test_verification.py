@@ -160,9 +160,7 @@ def test_a_whole_run_is_equal_and_nothing_is_written_into_it(copy: Path, verify:
     assert before == after
 
 
-def test_parts_of_a_run_are_equal_and_begin_from_the_checkpoint_before(
-    run: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_equal_and_begin_from_a_checkpoint(run: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     compute = verification.Verifier._compute
 
@@ -191,9 +189,7 @@ def test_a_changed_tensor_of_a_checkpoint_is_found_with_its_amount(begin: str, c
     assert verify(copy, "--steps", "2:4")[0] == 1
 
 
-def test_a_record_that_is_forged_to_agree_with_a_changed_weight_is_found_by_the_next_range(
-    copy: Path, verify: Any
-) -> None:
+def test_a_record_forged_to_agree_with_a_changed_weight_is_found_by_the_next(copy: Path, verify: Any) -> None:
     name, changed = add_one_in(light(copy, 2), "model/", "weight")
     digest = weights_sha256({name: changed})
 
@@ -307,9 +303,7 @@ def test_a_run_of_another_seed_is_found(tmp_path: Path, run: Path, other: Path, 
 
 
 @pytest.mark.parametrize("what", ["image", "label", "order", "step", "rate", "weight", "momentum", "statistic"])
-def test_a_run_that_computed_something_else_is_found(
-    what: str, tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_computation_is_found(what: str, tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run of a trainer that cheats, whose folder says that it did what its recipe says."""
     with monkeypatch.context() as patch:
         cheat(what, patch)
@@ -527,9 +521,7 @@ def test_sums_whose_bits_depend_on_the_ranks_are_not_compared(tmp_path: Path, ve
     assert "summed as float32: the bits depend on the ranks" in found["steps 0:2"]
 
 
-def test_a_run_in_an_s3_bucket_is_trained_and_checked(
-    tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch, run_cli: Any
-) -> None:
+def test_a_run_in_s3_is_checked(tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     with bucket("s3", monkeypatch) as (_, url):
         out, words = f"{url}/run", [word for each in TINY for word in ("--set", each)]
@@ -554,9 +546,7 @@ def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verif
     assert verify(copy, "--all")[0] == 2
 
 
-def test_float_arithmetic_under_other_conditions_is_not_compared(
-    tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arithmetic_of_other_conditions_is_apart(tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = of_two(tmp_path / "run", "precision=float32")
     assert verify(folder, "--all")[0] == 0
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")

@@ -57,9 +57,7 @@ def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPa
     assert own_gpu(ranks_per_gpu=2) == torch.device("cuda", 1)
 
 
-def test_torchruns_variable_goes_first_more_ranks_than_gpus_are_refused_and_one_gpu_is_for_any(
-    four_gpus: pytest.MonkeyPatch,
-) -> None:
+def test_torchruns_variable_goes_first_and_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
     assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
     with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
         local_rank({"SLURM_LOCALID": "x"})
@@ -79,9 +77,7 @@ def rank_0_comes(store: HashStore) -> None:
 
 
 @pytest.mark.parametrize(("ranks_per_gpu", "nccl"), [(1, True), (2, False)])
-def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo(
-    ranks_per_gpu: int, nccl: bool, four_gpus: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_over_nccl_or_gloo(ranks_per_gpu: int, nccl: bool, four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("LOCAL_RANK", "1")
     asked: dict[str, object] = {}
     four_gpus.setattr(groups, "build", lambda *_, **options: asked.update(options))

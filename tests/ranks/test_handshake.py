@@ -144,9 +144,7 @@ def port() -> Iterator[Listener]:
         socket.create_connection(listener.address)
 
 
-def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time(
-    port: Listener, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_strangers_are_told_now_and_then_and_few_are_heard(port: Listener, capsys: pytest.CaptureFixture[str]) -> None:
     strangers = [socket.create_connection(port.address) for _ in range(join.MOST_STRANGERS)]
     assert all(stranger.recv(4096) for stranger in strangers)
     assert socket.create_connection(port.address).recv(4096) == b""
@@ -156,9 +154,7 @@ def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time(
     assert until(lambda: capsys.readouterr().out, "a line").count("\n") == 1
 
 
-def test_a_listener_outlives_a_connection_that_can_not_be_taken(
-    port: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_outlives_a_connection_that_cannot_be_taken(port: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     accept, failed = socket.socket.accept, list[int]()
 
     def fails_once(own: socket.socket) -> Any:

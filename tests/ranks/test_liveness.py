@@ -54,9 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 BEAT = Beat(0, "a", "train", 7, 3)
 
 
-def test_a_watcher_that_was_suspended_blames_nobody_and_a_rank_without_a_beat_is_named_with_what_it_did(
-    clock: Clock,
-) -> None:
+def test_a_suspended_watcher_blames_nobody_and_a_rank_without_a_beat_is_named(clock: Clock) -> None:
     clock.look(BEAT, BEAT)
     assert clock.look(None, None, seconds=3600.0) == []
     assert clock.looks(BEAT, None, seconds=10) == []
@@ -76,9 +74,7 @@ def test_ranks_that_make_progress_may_differ_by_hours(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("longest", "limit"), [(0.0, 100), (1.0, 60), (9.0, 90)], ids=["first unit", "minute", "long"])
-def test_a_hung_rank_is_named_with_its_stack_and_those_that_wait_for_it_are_not(
-    clock: Clock, longest: float, limit: float
-) -> None:
+def test_a_hung_rank_is_named_with_its_stack_who_waits_is_not(clock: Clock, longest: float, limit: float) -> None:
     waiting = replace(BEAT, longest=longest, waits=True, idle=limit + 1)
     hung = replace(BEAT, longest=longest, idle=limit, stack="forward (slow.py:7)")
     assert clock.look(waiting, hung) == []
@@ -179,9 +175,7 @@ def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat
         each.close()
 
 
-def test_a_rank_that_sleeps_in_a_loop_is_found_by_another_with_phase_and_stack(
-    beating: Callable[..., Heartbeat],
-) -> None:
+def test_a_rank_that_sleeps_in_a_loop_is_found_with_phase_and_stack(beating: Callable[..., Heartbeat]) -> None:
     release, made = Event(), list[Heartbeat]()
 
     def hang_in_a_loop() -> None:

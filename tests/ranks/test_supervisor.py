@@ -111,9 +111,7 @@ def work_for_long(liveness: Liveness) -> None:
         liveness.progress("train", 3, unit)
 
 
-def test_every_rank_runs_the_function_a_new_attempt_meets_anew_and_a_slow_rank_that_makes_progress_is_waited_for(
-    attempts: Attempts,
-) -> None:
+def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(attempts: Attempts) -> None:
     for _ in range(2):
         results = attempts.results(be_well)
         number = attempts.number
@@ -143,9 +141,7 @@ def test_every_rank_runs_the_function_a_new_attempt_meets_anew_and_a_slow_rank_t
         ),
     ],
 )
-def test_a_failure_has_the_kind_of_its_cause(
-    attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str
-) -> None:
+def test_a_failure_has_a_kind(attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str) -> None:
     failure = attempts.failure(action)
     assert (failure.kind, failure.rank) == (kind, 1)
     assert re.fullmatch(text, failure.text)

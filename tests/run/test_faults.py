@@ -78,9 +78,7 @@ def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_moved", [False, True], ids=["deleted", "moved"])
-def test_a_folder_that_goes_in_mid_run_is_named_and_nothing_is_written_in_its_place(
-    tmp_path: Path, recipe: Path, is_moved: bool
-) -> None:
+def test_a_folder_that_goes_is_named_and_nothing_is_written_there(tmp_path: Path, recipe: Path, is_moved: bool) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
     wait_for_step(out, 6, process)

@@ -261,9 +261,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
         pytest.param(3, [*SHARDED], marks=pytest.mark.slow),
     ],
 )
-def test_same_bits_on_any_number_of_ranks(
-    size: int, names: list[str], alone: Alone, given: Path, tmp_path: Path
-) -> None:
+def test_same_bits_on_any_ranks(size: int, names: list[str], alone: Alone, given: Path, tmp_path: Path) -> None:
     run_ranks(size, train_cases, given, tmp_path, names, timeout=200)
     assert results(tmp_path, names) == {name: alone[name] for name in names}
 

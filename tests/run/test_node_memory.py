@@ -104,9 +104,7 @@ def memory(shared: Path) -> NodeMemory:
     return found
 
 
-def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(
-    shared: Path, memory: NodeMemory
-) -> None:
+def test_a_copy_is_read_by_the_agents_next_worker_and_removed_at_the_end(shared: Path, memory: NodeMemory) -> None:
     assert memory.is_due()
     keep(memory, 3)
     assert not memory.is_due()  # a second at least from one to the next
@@ -126,9 +124,7 @@ def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(
     assert not memory.is_due()
 
 
-def test_a_damaged_copy_is_told_and_not_used(
-    shared: Path, memory: NodeMemory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_copy_is_told_not_used(shared: Path, memory: NodeMemory, capsys: pytest.CaptureFixture[str]) -> None:
     keep(memory, 3)
     (file,) = shared.glob("*/step-00000003/state.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
@@ -147,9 +143,7 @@ def test_without_room_the_run_goes_on_without_copies(
     assert not list(shared.iterdir())
 
 
-def test_what_an_agent_that_has_ended_left_is_swept_what_lives_stays_and_only_torchruns_agent_starts_workers_again(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_ended_agent_left_is_swept_and_nothing_else(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, here = module.start_of(os.getpid()), module._namespace()
     assert own is not None
     dead, living, elsewhere = (
@@ -183,7 +177,5 @@ def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest
     ("overrides", "options"),
     [([], {"node_memory": False}), ([], {"update": "sharded"}), (["synchrony={form: cutoff, count: 3}"], {})],
 )
-def test_runs_of_which_no_node_holds_all_keep_no_copies(
-    shared: Path, overrides: list[str], options: dict[str, Any]
-) -> None:
+def test_runs_that_no_node_holds_keep_no_copies(shared: Path, overrides: list[str], options: dict[str, Any]) -> None:
     assert node_memory(job(*overrides, **options)) is None

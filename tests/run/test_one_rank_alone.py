@@ -99,9 +99,7 @@ def test_a_stop_between_two_virtual_workers_abandons_the_step_on_all_ranks(
     assert_told_once(folder / name, STEPS)
 
 
-def test_images_that_one_rank_cannot_read_end_all_ranks_with_the_same_error(
-    folder: Path, told: list[list[Any]], undisturbed: dict[str, Any]
-) -> None:
+def test_images_that_one_cannot_read_end_all(folder: Path, told: list[list[Any]], undisturbed: dict[str, Any]) -> None:
     for case, name in ((2, "measured"), (3, "later")):
         (kind, line), (other_kind, other) = told[0][case], told[1][case]
         assert line == other.partition(" (rank 1: ")[0]

@@ -66,9 +66,7 @@ OF_RULES = SINGLE | {"mm", "matmul", "bmm", "sum", "sqrt_"}
 """those that rules call: products and sums of integers, and a root of float64"""
 
 
-def test_no_floating_operator_of_a_whole_run_is_beside_the_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_floating_operator_of_a_run_is_beside_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch = PortableMode.__torch_dispatch__
 
     def marked(self: PortableMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

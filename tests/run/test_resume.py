@@ -59,9 +59,7 @@ def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
     assert heard.count("model.safetensors is damaged (its SHA-256 is not the manifest's)") == len(damaged)
 
 
-def test_a_run_without_a_good_checkpoint_begins_anew_only_when_told_to(
-    recipe: Path, out: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_run_without_a_good_checkpoint_needs_fresh(recipe: Path, out: Path, undisturbed: dict[str, Any]) -> None:
     for path in list_checkpoints(out / "checkpoints"):
         flip_a_byte(path / FILES[0])
     with refused("damaged checkpoints alone", kind=RunError, TMP=out / "checkpoints"):
@@ -77,9 +75,7 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["5", "4", "3", "2", "1"]
 
 
-def test_a_checkpoint_of_other_data_or_initial_weights_and_fewer_steps_than_done_are_refused(
-    recipe: Path, out: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Path, out: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
@@ -101,9 +97,7 @@ def test_a_checkpoint_of_other_data_or_initial_weights_and_fewer_steps_than_done
         ("loss_scale", None),
     ],
 )
-def test_a_state_that_lacks_a_tensor_is_refused(
-    recipe: Path, out: Path, name: str, change: torch.Tensor | None
-) -> None:
+def test_a_state_without_a_tensor_is_refused(recipe: Path, out: Path, name: str, change: torch.Tensor | None) -> None:
     path = out / "checkpoints" / "step-00000015" / FILES[1]
     tensors = {key: tensor for key, tensor in load_weights(path)[0].items() if key != name}
     save_file(tensors if change is None else {**tensors, name: change}, path)

@@ -158,9 +158,7 @@ def test_freezing_what_is_not_there_is_refused(tmp_path: Path, freeze: str) -> N
         run_here(tmp_path, f"model.freeze={freeze}")
 
 
-def test_a_new_head_is_drawn_from_the_seed_and_listed(
-    tmp_path: Path, ten_classes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_head_is_drawn_and_listed(tmp_path: Path, ten_classes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     still = (*SHORT, "rate.lr=1e-30", "rate.warmup=null", "optimizer={name: sgd}")
     summary, _ = run_here(tmp_path / "ours", *still, init=str(ten_classes))
     assert summary["init"]["source"] == str(ten_classes)

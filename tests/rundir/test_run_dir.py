@@ -38,9 +38,7 @@ def files(path: Path) -> list[str]:
     )
 
 
-def test_a_new_folder_gets_the_complete_recipe_and_goes_on_with_the_same_and_partial_files_are_swept(
-    tmp_path: Path,
-) -> None:
+def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "a" / "b")
     with folder.lock():
         folder.claim(RECIPE, fresh=False)

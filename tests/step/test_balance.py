@@ -34,9 +34,7 @@ from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
         (8, [2, 2, 2], (3, 3, 2)),
     ],
 )
-def test_each_next_virtual_worker_goes_to_the_rank_that_is_done_first(
-    workers: int, seconds: list[float], counts: tuple[int, ...]
-) -> None:
+def test_the_next_worker_goes_to_who_is_done_first(workers: int, seconds: list[float], counts: tuple[int, ...]) -> None:
     assert best_counts(workers, seconds) == counts
 
 

@@ -36,9 +36,7 @@ def test_a_journal_reads_as_it_was_written_in_a_few_bytes_an_update(tmp_path: Pa
 
 
 @given(st.lists(st.sets(st.integers(0, 40), min_size=1), max_size=5))
-def test_any_choice_of_virtual_workers_survives(
-    tmp_path_factory: pytest.TempPathFactory, taken: list[set[int]]
-) -> None:
+def test_any_choice_of_workers_survives(tmp_path_factory: pytest.TempPathFactory, taken: list[set[int]]) -> None:
     path = tmp_path_factory.mktemp("journal") / "j"
     written(path, [sorted(each) for each in taken], workers=41)
     read = read_journal(path, SHA, 41)
@@ -76,9 +74,7 @@ def test_damage_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused_and_so_is_a_missing_journal(
-    tmp_path: Path,
-) -> None:
+def test_a_cut_before_the_checkpoint_of_a_run_that_is_not_done_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
     reached = asdict(written(path, TAKEN[:3]))  # as the checkpoint has it
     written(path)

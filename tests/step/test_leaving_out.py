@@ -92,9 +92,7 @@ def test_a_replay_has_the_bits_of_the_live_run_on_any_number_of_ranks(size: int,
         assert (tmp_path / name / "journal.txt").read_bytes() == (live / name / "journal.txt").read_bytes()
 
 
-def test_live_runs_leave_out_what_they_say_and_limits_that_leave_nothing_out_are_the_synchronous_run(
-    live: Path,
-) -> None:
+def test_live_runs_leave_out_what_they_say_and_idle_limits_are_the_synchronous_run(live: Path) -> None:
     left_out = {name: [event.get("left_out", 0) for event in events(live / name) if "lr" in event] for name in LIVE}
     for name, form in LIVE.items():
         warm = 3 if "warmup: 3" in form else 2
@@ -130,9 +128,7 @@ def test_the_mean_is_over_what_arrived() -> None:
         torch.testing.assert_close(found, (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_virtual_time_makes_the_run_a_function_of_the_recipe_also_where_it_goes_on_after_a_stop(
-    live: Path, tmp_path: Path
-) -> None:
+def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_path: Path) -> None:
     train(tmp_path / "virtual", VIRTUAL)
     assert results(tmp_path / "virtual") == results(live / "virtual")
     assert results(live / "virtual")["left_out_workers"] > 0
@@ -254,8 +250,6 @@ def test_a_block_that_makes_no_sense_is_refused_in_one_line(synchrony: str, more
         ("local steps with delays", "{form: local, local_steps: 3}", {"delays": DELAYS}),
     ],
 )
-def test_what_a_run_cannot_do_is_refused_in_one_line(
-    name: str, synchrony: str, job: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_a_run_cannot_do_is_refused(name: str, synchrony: str, job: dict[str, Any], tmp_path: Path) -> None:
     with refused(name):
         train(tmp_path / "run", synchrony, **job)

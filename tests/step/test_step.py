@@ -141,9 +141,7 @@ def test_divergence_ends_the_run_naming_step_and_layer(tmp_path: Path) -> None:
     assert any(name in str(caught.value) for name in (*state.reducer.names, *state.batch_norm.layers))
 
 
-def test_parameters_without_a_gradient_count_as_zero_and_without_batch_norm_its_keys_have_no_use(
-    tmp_path: Path,
-) -> None:
+def test_parameters_without_a_gradient_are_zero_and_keys_of_batch_norm_want_it(tmp_path: Path) -> None:
     summary, _ = run_here(tmp_path, "model={name: 'tests.step.test_step:Forgetful'}")
     assert summary["steps"] == 4
     for change in ("model.batch_norm_workers=each", "stages.0.extra_pass=true"):

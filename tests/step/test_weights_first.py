@@ -30,9 +30,7 @@ def network() -> nn.Sequential:
 @pytest.mark.parametrize("layout", FORMATS, ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("images", [1, 6])
-def test_gradients_have_the_same_bits_and_strides_in_either_order(
-    layout: torch.memory_format, dtype: torch.dtype | None, images: int
-) -> None:
+def test_gradients_are_the_same_either_way(layout: torch.memory_format, dtype: torch.dtype | None, images: int) -> None:
     x = torch.randn(images, 3, 16, 16).to(memory_format=layout)
 
     def gradients(order: Context) -> list[Tensor]:

@@ -69,9 +69,7 @@ def test_a_late_ranks_work_is_done_by_others_with_the_same_weights(tmp_path: Pat
     assert summary["taken_over_saved_seconds"] >= 0
 
 
-def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again(
-    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_helper_is_lost_and_the_step_redone(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, short = tmp_path / "out", ("virtual_workers=12", "stages=[{until: 12st, images_per_worker: 3}]")
     undisturbed = results(run_alone(tmp_path / "alone", recipe, *short))
 
