@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.commands import command, ran
 from tests.data.buckets import bucket
 from tests.polling import until
@@ -430,21 +430,18 @@ def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatc
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("portable", marks=pytest.mark.slow)])
+@on_ranks(2)
 def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path, run: Path) -> None:
-    run_ranks(2, train_both_ways, tmp_path, precision)
+    recipe = resolve_auto(load_recipe("digits", [*BASE, *TINY, f"precision={precision}"]).recipe, "cpu")
+    for update in ("replicated", "sharded"):
+        options = RuntimeOptions(verify_every=Duration(2, "st"), update=update)
+        with arithmetic_of(recipe):
+            train_on_ranks(tmp_path / update, recipe, options, max_steps=4)
     replicated, sharded = (states_of(tmp_path / update) for update in ("replicated", "sharded"))
     assert len(sharded) == 3
     assert sharded == replicated
     if precision == "portable":
         assert sharded == states_of(run)[:3]
-
-
-def train_both_ways(out: Path, precision: str) -> None:
-    recipe = resolve_auto(load_recipe("digits", [*BASE, *TINY, f"precision={precision}"]).recipe, "cpu")
-    for update in ("replicated", "sharded"):
-        options = RuntimeOptions(verify_every=Duration(2, "st"), update=update)
-        with arithmetic_of(recipe):
-            train_on_ranks(out / update, recipe, options, max_steps=4)
 
 
 def states_of(folder: Path) -> list[dict[str, str]]:

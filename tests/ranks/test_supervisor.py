@@ -26,7 +26,6 @@ from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
 from torusgd.ranks.forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from torusgd.ranks.liveness import Heartbeat, Limits
-from torusgd.ranks.rank import RankFunction
 from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
@@ -44,7 +43,7 @@ class Attempts:
 
     def results(self, action: Callable[..., Any]) -> list[Any]:
         self.number += 1
-        return self.supervisor.run(on_rank_1(action), self.number)
+        return self.supervisor.run(partial(_act, action), self.number)
 
     def failure(self, action: Callable[..., Any]) -> Failure:
         with pytest.raises(RankFailed) as caught:
@@ -56,10 +55,6 @@ class Attempts:
 def attempts() -> Iterator[Attempts]:
     with Supervisor(SIZE, "cpu", Limits(beat=BEAT, start=60, stuck=STUCK)) as supervisor:
         yield Attempts(supervisor)
-
-
-def on_rank_1(action: Callable[..., Any]) -> RankFunction:
-    return partial(_act, action)
 
 
 def _act(action: Callable[..., Any], world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> Any:

@@ -1,5 +1,7 @@
 """What one rank alone learns, all ranks know by the step's first message: a stop, or images that can't be read."""
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,17 +39,16 @@ class StopAfter(StopFlag):
         return self.left < 0
 
 
-class Unreadable:
-    """Lets the n-th read of a training image fail, and those after it."""
+def unreadable(good: int) -> Callable[[Slow, int], Any]:
+    """In place of `Slow.read`: all reads of training images fail after so many."""
+    read, reads = Slow.read, count()
 
-    def __init__(self, good: int) -> None:
-        self.good, self._read = good, Slow.read
-
-    def read(self, source: Slow, index: int) -> Any:
-        self.good -= len(source) == 96
-        if self.good < 0:
+    def broken(source: Slow, index: int) -> Any:
+        if len(source) == 96 and next(reads) >= good:
             raise OSError(5, "Input/output error", f"/data/{index}.png")
-        return self._read(source, index)
+        return read(source, index)
+
+    return broken
 
 
 def run(folder: Path, name: str, stop: StopFlag, **options: Any) -> Run:
@@ -63,8 +64,7 @@ def _on_two_ranks(folder: Path) -> list[Any]:
         stop = StopAfter(7) if is_struck else StopFlag()
         told.append(run(folder, update, stop, update=update).run().signal)
     for name, good in (("measured", 0), ("later", 24)):
-        broken = Unreadable(good).read if is_struck else Slow.read
-        reading = patch.object(Slow, "read", lambda source, index, read=broken: read(source, index))
+        reading = patch.object(Slow, "read", unreadable(good) if is_struck else Slow.read)
         with reading, patch.object(pipeline, "_PAUSES", ()), pytest.raises(RunError) as caught:
             run(folder, name, StopFlag()).run()
         told.append((type(caught.value).__name__, str(caught.value)))

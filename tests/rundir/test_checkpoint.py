@@ -37,14 +37,9 @@ from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
-
-def cut_in_half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped byte": flip_a_byte,
-    "a file cut short": cut_in_half,
+    "a file cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a file that is gone": Path.unlink,
     "an empty file": lambda path: path.write_bytes(b""),
     "another kind of file": lambda path: path.write_bytes(b"[1, 2]"),

@@ -46,10 +46,6 @@ def in_use() -> AbstractContextManager[object]:
     return pytest.raises(UserError, match=re.escape(f"--out {URL}: in use by {me}"))
 
 
-def taken_over() -> AbstractContextManager[object]:
-    return pytest.raises(RunError, match=re.escape(f"{URL}: process {os.getpid()} on "))
-
-
 def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> None:
     """Has a machine see the lock once as it was."""
     usual = lease.newest
@@ -68,7 +64,7 @@ def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(machine, m
     assert len(lines) == 2
     third.check()
     for late in (first, second):
-        with taken_over():
+        with pytest.raises(RunError, match=re.escape(f"{URL}: process {os.getpid()} on ")):
             late.check()
     assert [name for name in Store(URL).sizes() if name.startswith(".lease")] == [".lease-00000003.json"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.gloo_world import on_ranks, run_ranks
+from tests.comm.gloo_world import on_ranks
 from tests.messages import refused
 from tests.run.faults import Fault, in_gradient, in_images, in_weights
 from tests.step.trainers import end_of, job_of, recipe_of, run_of, take, take_all, trainer_of, weights_of
@@ -162,31 +162,23 @@ def steps_without_a_comparison() -> list[int]:
     return compared
 
 
-def abandoned_and_skipped() -> tuple[tuple[bool, int], list[int]]:
-    return stopped_in_a_step(), steps_without_a_comparison()
-
-
+@on_ranks(2)
 def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> None:
-    (first, compared), (second, others) = run_ranks(2, abandoned_and_skipped)
-    assert (first, second) == ((True, 2), (True, 0))
-    assert compared == others
+    world = group_of()
+    assert stopped_in_a_step() == (True, (2, 0)[world.rank])
+    compared = steps_without_a_comparison()
+    assert world.broadcast_text(str(compared)) == str(compared)
     assert 0 in compared
     assert len(set(compared)) > 1
 
 
-def trials(seeds: int) -> list[tuple[str, int, bool]]:
-    world = group_of()
-    options = RuntimeOptions(audit=0.1, drift_every=0)  # or the comparison of weights is often the first to find it
-    return [
-        steps_until_found(world, job_of(*LONG, f"seed={seed}", options=options), FAULTS[seed % 3], 0, 50)
-        for seed in range(seeds)
-    ]
-
-
 @pytest.mark.slow
+@on_ranks(4, timeout=250)
 def test_a_tenth_of_the_work_finds_a_lasting_fault_within_fifty_steps() -> None:
-    found = run_ranks(4, trials, 20, timeout=250)[0]
-    assert sum("rank 1 on " in text and "computes wrongly" in text for text, _, _ in found) >= 19
+    options = RuntimeOptions(audit=0.1, drift_every=0)  # or the comparison of weights is often the first to find it
+    jobs = [job_of(*LONG, f"seed={seed}", options=options) for seed in range(20)]
+    found = [steps_until_found(group_of(), job, FAULTS[seed % 3], 0, 50)[0] for seed, job in enumerate(jobs)]
+    assert sum("rank 1 on " in text and "computes wrongly" in text for text in found) >= 19
 
 
 def test_any_one_integer_changes_the_hash_and_the_order_does_not() -> None:

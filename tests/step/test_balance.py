@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.comm.gloo_world import run_ranks
+from tests.comm.gloo_world import on_ranks, run_ranks
 from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of, trainer_of, weights_of
 
@@ -101,17 +101,13 @@ def hash_of_shuffled_steps(world: Group, options: RuntimeOptions) -> str:
     return found
 
 
-def hashes_of_shuffled_steps() -> list[str]:
-    """On all 3 ranks, and on two of them beside one that is alone."""
+@on_ranks(3)
+def test_any_split_in_any_step_gives_the_same_weights() -> None:
+    """On all ranks, replicated or in shards, and on two of them beside one that is alone."""
     world, plain, sharded = group_of(), RuntimeOptions(), RuntimeOptions(update="sharded")
     parts = world.partition([[0, 1], [2]])
-    return [hash_of_shuffled_steps(*each) for each in ((parts, plain), (world, plain), (world, sharded))]
-
-
-def test_any_split_in_any_step_gives_the_same_weights() -> None:
-    (two, three, shards), again, (alone, *_) = run_ranks(3, hashes_of_shuffled_steps)
-    assert again == [two, three, shards]
-    assert {two, three, shards} == {alone}
+    (found,) = {hash_of_shuffled_steps(*each) for each in ((parts, plain), (world, plain), (world, sharded))}
+    assert world.broadcast_text(found) == found
 
 
 LONG = (
