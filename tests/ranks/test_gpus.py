@@ -16,17 +16,8 @@ from torusgd.comm import groups
 from torusgd.comm import store_keys as keys
 from torusgd.errors import UserError
 from torusgd.launch import torchrun
+from torusgd.ranks import gpus
 from torusgd.ranks.generations import meet_within
-from torusgd.ranks.gpus import (
-    LOCAL_RANK,
-    WATCHDOG,
-    check_own_gpus,
-    check_shared_gpus,
-    claim_gpu,
-    device_of,
-    local_rank,
-    own_gpu,
-)
 from torusgd.ranks.liveness import Limits
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -41,7 +32,7 @@ FOUR_GPUS: dict[str, Any] = {
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*LOCAL_RANK, *WATCHDOG):
+    for name in (*gpus.LOCAL_RANK, *gpus.WATCHDOG):
         monkeypatch.setenv(name, "")  # so that it is put back, be it set by what is tested
         monkeypatch.delenv(name)
     for name, fake in FOUR_GPUS.items():
@@ -49,24 +40,24 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("name", LOCAL_RANK)
+@pytest.mark.parametrize("name", gpus.LOCAL_RANK)
 def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPatch) -> None:
-    assert own_gpu(ranks_per_gpu=1).index == 0
+    assert gpus.own_gpu(ranks_per_gpu=1).index == 0
     four_gpus.setenv(name, "3")
-    assert own_gpu(ranks_per_gpu=1) == torch.device("cuda", 3)
-    assert own_gpu(ranks_per_gpu=2) == torch.device("cuda", 1)
+    assert gpus.own_gpu(ranks_per_gpu=1) == torch.device("cuda", 3)
+    assert gpus.own_gpu(ranks_per_gpu=2) == torch.device("cuda", 1)
 
 
 def test_torchruns_variable_goes_first_and_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
-    assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
+    assert gpus.local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
     with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
-        local_rank({"SLURM_LOCALID": "x"})
+        gpus.local_rank({"SLURM_LOCALID": "x"})
     four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
     with refused("more ranks than GPUs", "rank 4 of this machine"):
-        own_gpu(ranks_per_gpu=1)
+        gpus.own_gpu(ranks_per_gpu=1)
     four_gpus.setenv("SLURM_LOCALID", "3")
     four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
-    assert own_gpu(ranks_per_gpu=1).index == 0
+    assert gpus.own_gpu(ranks_per_gpu=1).index == 0
 
 
 def rank_0_comes(store: HashStore) -> None:
@@ -86,7 +77,7 @@ def test_ranks_meet_over_nccl_or_gloo(ranks_per_gpu: int, nccl: bool, four_gpus:
     meet_within(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
     assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
     assert asked["nccl"] == nccl
-    assert [os.environ[name] for name in WATCHDOG] == ["0", "0"]
+    assert [os.environ[name] for name in gpus.WATCHDOG] == ["0", "0"]
 
 
 def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gpus: pytest.MonkeyPatch) -> None:
@@ -95,10 +86,10 @@ def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gp
     rank_0_comes(store)
     with refused("two ranks without a number on the machine", "ranks 0, 1"):
         meet_within(store, 1, 2, "cuda", seconds=5)
-    check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
-    check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
+    gpus.check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
+    gpus.check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
     with refused("two ranks on one GPU", "ranks 1, 5"):
-        check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
+        gpus.check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
@@ -141,11 +132,11 @@ def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks_per_gpu", [1, 2])
 def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
-    store, device = HashStore(), device_of("cuda", ranks_per_gpu)
+    store, device = HashStore(), gpus.device_of("cuda", ranks_per_gpu)
     for rank in range(2):
-        claim_gpu(store, rank, device, ranks_per_gpu)
+        gpus.claim_gpu(store, rank, device, ranks_per_gpu)
     if ranks_per_gpu == 2:
-        check_shared_gpus(store, range(2), ranks_per_gpu)
+        gpus.check_shared_gpus(store, range(2), ranks_per_gpu)
     else:
         with pytest.raises(UserError):
-            check_shared_gpus(store, range(2), ranks_per_gpu)
+            gpus.check_shared_gpus(store, range(2), ranks_per_gpu)

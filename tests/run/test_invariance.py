@@ -285,7 +285,7 @@ def train_on_floats(out: Path) -> None:
             norms = f"float32_norms={str(wire == 'float16').lower()}"
             recipe = load_recipe("digits", [*WIDE, f"reduction={wire}", norms]).recipe
             recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-            options = {"drift_every": 1, "allreduce": allreduce, "update": update}
+            options: dict[str, Any] = {"drift_every": 1, "allreduce": allreduce, "update": update}
             train_on_ranks(out / f"{wire} {update}", recipe, RuntimeOptions(**options))
 
 

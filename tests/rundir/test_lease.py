@@ -74,7 +74,6 @@ def test_a_holder_at_work_keeps_others_out_and_a_start_on_the_same_machine_need_
     machine("a", lines)
     machine("a", lines)  # whoever held it is gone, since the folder's own lock is free
     assert not lines
-    lines: list[str] = []
     first = machine("a", lines)
     with first.renewed(print):
         with in_use():

@@ -192,9 +192,10 @@ def test_extra_forward_passes_are_the_running_average_of_training() -> None:
     assert refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=NativeAllReduce()) == 24
     running = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     plain[3].eval()  # dropout
-    for number in (1, 5):
-        plain[number].momentum = 1.0  # so that a pass leaves the statistics of its own batch
-        assert model[number].momentum == 0.1
+    for layer, own in zip(model, plain, strict=True):
+        if isinstance(own, nn.BatchNorm2d):
+            own.momentum = 1.0  # so that a pass leaves the statistics of its own batch
+            assert layer.momentum == 0.1
     for step in (batches[:2], batches[2:]):
         passes = []
         for batch in step:
