@@ -227,22 +227,8 @@ def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: py
         join.interface_of("0.0.0.0")
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--listen", "7000"], "--listen 7000: write an address and a port"),
-        (["--listen", "192.0.2.1:0"], "192.0.2.1: no network interface of this machine has it"),
-        (["--workers", "3:2"], "workers = 3:2: give the smaller number first"),
-        (["--workers", "2:9999"], "the recipe has"),
-        (["--workers", "2:x"], "workers_range"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags: list[str], reason: str) -> None:
-    code, _, err = run_cli("train", recipe, "--out", tmp_path / "out", *flags)
-    assert (code, err.count("\n"), reason in err) == (2, 1, True), err
-
-
-def test_a_machine_brings_so_many_ranks_at_most(tmp_path: Path, run_cli: Any) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, mistake: Any) -> None:
+    for flags in ("--listen 7000", "--listen 192.0.2.1:0", "--workers 3:2", "--workers 2:9999", "--workers 2:x"):
+        mistake("train", recipe, "--out", tmp_path / "out", *flags.split(), RECIPE=recipe, TMP=tmp_path)
     join.make_token(tmp_path / "token")
-    told = run_cli("join", "127.0.0.1:1", "--token-file", tmp_path / "token", "--workers", 2000)
-    assert told == (2, "", "torusgd: --workers 2000: one machine may bring 1024 ranks at most\n")
+    mistake("join", "127.0.0.1:1", "--token-file", tmp_path / "token", "--workers", 2000, TMP=tmp_path)

@@ -67,7 +67,7 @@ def put_scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
 
-def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
+def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
     put_scontrol(tmp_path, f'echo "$@" > "{tmp_path}/said"', monkeypatch)
     slurm.check_requeue()
     slurm.requeue()
@@ -76,11 +76,7 @@ def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: py
     with refused("Slurm does not queue again", "--requeue", RunError):
         slurm.requeue()
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    code, _, said = run_cli("train", "digits", "--requeue", "--out", tmp_path / "run")
-    assert (code, said) == (
-        2,
-        "torusgd: --requeue: this is no job of Slurm, or it has no scontrol here; leave it out\n",
-    )
+    mistake("train", "digits", "--requeue", "--out", tmp_path / "run", TMP=tmp_path)
 
 
 def test_exit_codes_and_the_line_for_schedulers(tmp_path: Path, run_cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,10 @@ def test_a_folder_that_goes_is_named_and_nothing_is_written_there(tmp_path: Path
         assert_told_once(elsewhere, 30)
 
 
-def test_a_read_only_folder_is_one_line(recipe: Path, small_disk: Path, run_cli: Callable[..., Any]) -> None:
+def test_a_read_only_folder_is_one_line(recipe: Path, small_disk: Path, mistake: Callable[..., None]) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for out in (small_disk, small_disk / "out"):
-        code, _, err = run_cli("train", recipe, "--out", out, "--workers", "1")
-        assert code == 2
-        assert err == f"torusgd: --out {out}: can't be written: Read-only file system; choose another folder\n"
+        mistake("train", recipe, "--out", out, "--workers", "1", RECIPE=recipe, DISK=small_disk)
 
 
 @pytest.mark.slow
@@ -163,25 +161,10 @@ def test_a_finished_run_shows_its_result_again(tmp_path: Path, recipe: Path, run
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if not path.name.startswith(".")} == before
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--set", "rate.lr=0.6"], "holds a run of another recipe (faults; rate.lr differs)"),
-        (["--workers", "5"], "workers = 5: the recipe has 4 virtual workers to share"),
-        (["--init", "nowhere.pth"], "--init nowhere.pth: no such file"),
-        (["--data", "nowhere"], "--data nowhere: there is no such file or folder"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line_before_any_rank_is_started(
-    tmp_path: Path, recipe: Path, run_cli: Callable[..., Any], words: list[str], line: str
-) -> None:
-    out = tmp_path / "out"
-    run_alone(out, recipe, max_steps=1)
-    code, text, err = run_cli("train", recipe, "--out", out, *words)
-    assert code == 2
-    assert text == ""
-    assert line in err
-    assert err.count("\n") == 1
+def test_a_mistake_is_one_line_before_any_rank_is_started(tmp_path: Path, recipe: Path, mistake: Any) -> None:
+    run_alone(tmp_path, recipe, max_steps=1)
+    for words in ("--set rate.lr=0.6", "--workers 5", "--init nowhere.pth", "--data nowhere"):
+        mistake("train", recipe, "--out", tmp_path, *words.split(), RECIPE=recipe, TMP=tmp_path)
 
 
 @pytest.mark.slow

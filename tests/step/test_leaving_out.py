@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.messages import assert_sentence, refused
+from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import last_step, summary
 from tests.run.runs import events
@@ -191,7 +190,7 @@ def test_a_threshold_that_nobody_keeps_takes_all(live: Path, tmp_path: Path) -> 
 
 
 def test_the_command_compares_a_replay_with_its_run(
-    live: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    live: Path, tmp_path: Path, run_cli: Any, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay that is done already, so that the command starts no ranks."""
     run, out = tmp_path / "run", tmp_path / "run-replay"
@@ -205,12 +204,8 @@ def test_the_command_compares_a_replay_with_its_run(
     assert run_cli(*words)[0] == 1
     lines = (run / "journal.txt").read_text().splitlines(keepends=True)
     (run / "journal.txt").write_text("".join(lines[:-1]))
-    wrong = {"a journal that was cut": words, "a replay of no run": ("replay", tmp_path / "none"),
-             "a replay into its run": ("replay", run, "--out", run)}  # fmt: skip
-    for name, each in wrong.items():
-        code, _, error = run_cli(*each)
-        assert code == 2
-        assert_sentence(name, "torusgd: ", error.rstrip("\n"), {"FOLDER": tmp_path})
+    for wrong in (words, ("replay", tmp_path / "none"), ("replay", run, "--out", run)):
+        mistake(*wrong, FOLDER=tmp_path)
 
 
 @pytest.mark.parametrize(
