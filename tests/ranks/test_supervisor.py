@@ -138,8 +138,9 @@ def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(att
 )
 def test_a_failure_has_a_kind(attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str) -> None:
     failure = attempts.failure(action)
-    assert (failure.kind, failure.rank) == (kind, 1)
-    assert re.fullmatch(text, failure.text)
+    assert failure.kind is kind
+    assert failure.rank == 1 or action in (freeze, sleep_for_ever), "of which another rank may tell"
+    assert re.search(f"(^|; ){text}$", failure.text)
     assert failure.kind.exit_code == (2 if kind is FailureKind.USER_ERROR else 1)
     assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
 
