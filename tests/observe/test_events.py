@@ -1,10 +1,67 @@
-"""A run that goes on drops the events of the steps that it takes again, and nothing else."""
+"""A plan beside the run that it predicted, and the events of steps that a run takes again, which it drops."""
 
 import json
+from pathlib import Path
 
 import pytest
+from tests.messages import refused
+from tests.run.runs import events, run_here
 
-from torusgd.observe import events
+from torusgd.cli.train import show_result
+from torusgd.observe import events as module
+from torusgd.observe.events import PlanComparison
+
+
+def plan(path: Path, **changes: object) -> Path:
+    stages = [{"batch": 96, "seconds": 0.1}, {"batch": 192, "seconds": 0.2}]
+    path.write_text(json.dumps({"recipe": "digits", "devices": 1, "stages": stages, **changes}))
+    return path
+
+
+def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    steps = [(96, 9.0), (96, 0.11), (96, 0.09), (96, 0.5), (192, 0.4)]
+    lines = [{"step": n, "batch": batch, "step_seconds": seconds} for n, (batch, seconds) in enumerate(steps, 1)]
+    events.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation", "step": 5}]))
+    beside = PlanComparison.load(plan(tmp_path / "plan.json")).beside(events)
+    predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 3 * 96 + 192
+    assert beside["step_seconds"] == pytest.approx(predicted / 4)
+    assert beside["measured_step_seconds"] == pytest.approx(measured / 4)
+    assert beside["step_seconds_error"] == pytest.approx(predicted / measured - 1)
+    assert beside["images_per_second"] == pytest.approx(images / predicted)
+    assert beside["images_per_second_error"] == pytest.approx(measured / predicted - 1)
+
+
+def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
+    planned = PlanComparison.load(plan(tmp_path / "plan.json"))
+    planned.check("digits", [96, 192], 1)
+    wrong = {"recipe": ("fashion", [96], 1), "batch": ("digits", [100], 1), "number of ranks": ("digits", [96], 2)}
+    for what, job in wrong.items():
+        with refused(f"a plan of another {what}", "--plan FOLDER/plan.json", FOLDER=tmp_path):
+            planned.check(*job)
+    for text in ("{}", "no", "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        with refused("a file that is no plan", "--plan FOLDER/other.json", FOLDER=tmp_path):
+            PlanComparison.load(tmp_path / "other.json")
+    with refused("a plan that is missing", "--plan FOLDER/none.json", FOLDER=tmp_path):
+        PlanComparison.load(tmp_path / "none.json")
+
+
+def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    stages = [{"batch": 12, "seconds": 0.1}, {"batch": 20, "seconds": 0.1}]
+    summary, _ = run_here(out, plan=PlanComparison.load(plan(tmp_path / "plan.json", stages=stages)))
+    assert json.loads((out / "summary.json").read_text()) == summary
+    beside = summary["predicted"]
+    assert beside["step_seconds"] == pytest.approx(0.1)
+    assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
+    show_result(summary, str(out))
+    assert "the plan said 100.0 ms" in capsys.readouterr().out
+    steps = [event for event in events(out) if "event" not in event]
+    assert len(steps) == 4
+    for step in steps:
+        assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]
+
 
 LINES = [
     *({"step": step} for step in range(1, 8)),
@@ -18,9 +75,9 @@ LINES = [
 @pytest.mark.parametrize(("step", "count"), [(0, 0), (3, 3), (7, 8), (9, 11), (99, 11)])
 @pytest.mark.parametrize("cut", ["", '{"step": 10, "lo', "\n"])
 def test_later_events_are_dropped_from_the_end(tmp_path, monkeypatch, step: int, count: int, cut: str, block: int):
-    monkeypatch.setattr(events, "_BLOCK", block)
+    monkeypatch.setattr(module, "_BLOCK", block)
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + cut)
-    events._drop_later_events(path, step, evaluated=step)
+    module._drop_later_events(path, step, evaluated=step)
     assert path.read_text() == "".join(json.dumps(line) + "\n" for line in LINES[:count])
-    events._drop_later_events(tmp_path / "none", step, evaluated=step)
+    module._drop_later_events(tmp_path / "none", step, evaluated=step)
