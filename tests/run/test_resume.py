@@ -76,6 +76,8 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
 
 
 def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Path, out: Path, tmp_path: Path) -> None:
+    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
+        run_alone(out, recipe, max_steps=10)
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
@@ -85,8 +87,6 @@ def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Pat
     renew_manifest(progress)
     with refused("a checkpoint of more images", "the checkpoint of step 15"):
         run_alone(out, recipe)
-    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
-        run_alone(out, recipe, max_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_a_strangers_checkpoint_folder_leads_nowhere(
     "changes",
     [
         *(f"reduction={reduction}" for reduction in ("exact", "float32", "float16", "bfloat16")),
-        "model.batch_norm_workers=each stages.0.extra_pass=true",
-        "average={half_life:2st,every:2}",
+        "model.batch_norm_workers=each; stages.0.extra_pass=true",
+        "average={half_life: 2st, every: 2}",
     ],
 )
 def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, recipe: Path, changes: str) -> None:
-    flags = (*changes.split(), "polish=null")
+    flags = (*changes.split("; "), "polish=null")
     whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
     run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
     resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)
