@@ -52,15 +52,18 @@ def end(net):
 """
 
 TRAINER = """
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
+from torusgd.integrations.transformers import StreamTrainer
 
-class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == last
+def calibration():
+    yield {"x": torch.rand(8, 3)}
 
-arguments = dict(per_device_train_batch_size=2, use_cpu=True, report_to=[], gradient_accumulation_steps=6 // ranks,
-    save_steps=stop, logging_steps=100, disable_tqdm=True, ddp_backend="gloo")
-TRAINER
+arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
+    gradient_accumulation_steps=12 // 2 // ranks, max_steps=last, save_steps=stop, logging_steps=100,
+    disable_tqdm=True, dataloader_num_workers=1, ddp_backend="gloo", eval_strategy="steps", eval_steps=4,
+    lr_scheduler_type="constant")
+trainer = StreamTrainer(Net(), arguments, train_dataset=Numbers(), eval_dataset=Numbers(), wire="exact",
+    compare_every=2, calibration=calibration)
 trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
 end(trainer.model)
 """
@@ -70,7 +73,7 @@ from accelerate import Accelerator
 from torusgd.integrations.accelerate import follow_steps, stream_loader
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=12 // 2 // ranks)
-model = Net()
+model, optimizer = Net(), None
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = accelerator.prepare(model, optimizer)
 loader, sampler = stream_loader(accelerator, Numbers(), 12, num_workers=2)
@@ -93,38 +96,41 @@ end(accelerator.unwrap_model(model))
 
 LIGHTNING = """
 import lightning.pytorch as pl
+from torusgd import StreamSampler
+from torusgd.integrations.lightning import StreamCallback
+
+sampler = StreamSampler(length, 12, micro_batches=6)
 
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
 
-    def training_step(self, batch, _):
-        return self.net(**batch)["loss"]
-
-    def train_dataloader(self):
-        return DataLoader(Numbers(), num_workers=2, **batches)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-class Evaluated(Module):
     def forward(self, x):
         return self.net(x)["logits"]
+
+    def training_step(self, batch, _):
+        return self.net(**batch)["loss"]
 
     def validation_step(self, batch, _):
         self.net.eval()(**batch)
 
+    def train_dataloader(self):
+        return DataLoader(Numbers(), batch_sampler=sampler, num_workers=2)
+
     def val_dataloader(self):
         return DataLoader(Numbers(), batch_size=10)
 
-PARTS
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
 trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
-    accumulate_grad_batches=6 // ranks, max_steps=last, use_distributed_sampler=callback is None, logger=False,
+    accumulate_grad_batches=6 // ranks, max_steps=last, use_distributed_sampler=False, logger=False,
     enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    callbacks=[*filter(None, [callback]),
+    callbacks=[StreamCallback(sampler, wire="exact", compare_every=2, calibration=lambda: [torch.rand(8, 3)]),
                pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
 saved = folder + f"/step={stop}.ckpt"
+module = Module()
 trainer.fit(module, ckpt_path=saved if os.path.exists(saved) else None)
 end(module.net)
 """
@@ -189,10 +195,19 @@ loader = {}(Numbers(), batch_sampler=sampler, num_workers=2)
 ALONE = {
     "DataLoader": own_loop("", DISTRIBUTED.format("DataLoader")),
     "StatefulDataLoader": own_loop(STATEFUL, DISTRIBUTED.format("StatefulDataLoader"), "'loader': loader"),
-    "Trainer": TRAINER.replace("TRAINER", """
-arguments = TrainingArguments(folder + "/out", max_steps=10, dataloader_num_workers=2, **arguments)
+    "Trainer": """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == last
+
+arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
+    gradient_accumulation_steps=6 // ranks, max_steps=10, save_steps=stop, logging_steps=100, disable_tqdm=True,
+    dataloader_num_workers=2, ddp_backend="gloo")
 trainer = Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[Stop()])
-"""),
+trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
+""",
     "Accelerate": """
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, set_seed
@@ -224,39 +239,40 @@ while True:
     epoch, first = epoch + 1, 0
 accelerator.save_state(folder + "/state")
 """,
-    "Lightning": LIGHTNING.replace("PARTS", """
+    "Lightning": """
+import lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, _):
+        return self.net(**batch)["loss"]
+
+    def train_dataloader(self):
+        return DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
 pl.seed_everything(1)
-batches, callback = {"batch_size": 2, "shuffle": True}, None
-module = Module()
-"""),
-}  # fmt: skip
+trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp", accumulate_grad_batches=6 // ranks,
+    max_steps=last, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
+saved = folder + f"/step={stop}.ckpt"
+trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
+""",
+}
 """Each library as its own documents have it, without a part of ours."""
 
 WITH_STREAM = {
     "DataLoader": own_loop("", STREAM.format("DataLoader"), "'sampler': sampler"),
     "StatefulDataLoader": own_loop(STATEFUL, STREAM.format("StatefulDataLoader"), "'sampler': sampler"),
+    "Trainer": TRAINER,
     "Accelerate": ACCELERATE,
-    "Trainer": TRAINER.replace("TRAINER", """
-from torusgd.integrations.transformers import StreamTrainer
-
-def calibration():
-    yield {"x": torch.rand(8, 3)}
-
-arguments = TrainingArguments(folder + "/out", max_steps=last, dataloader_num_workers=1, eval_strategy="steps",
-    eval_steps=4, lr_scheduler_type="constant", **arguments)
-trainer = StreamTrainer(Net(), arguments, train_dataset=Numbers(), eval_dataset=Numbers(), wire="exact",
-    compare_every=2, calibration=calibration)
-"""),
-    "Lightning": LIGHTNING.replace("PARTS", """
-from torusgd import StreamSampler
-from torusgd.integrations.lightning import StreamCallback
-
-sampler = StreamSampler(length, 12, micro_batches=6)
-batches = {"batch_sampler": sampler}
-callback = StreamCallback(sampler, wire="exact", compare_every=2, calibration=lambda: [torch.rand(8, 3)])
-module = Evaluated()
-"""),
-}  # fmt: skip
+    "Lightning": LIGHTNING,
+}
 NEEDS = {"StatefulDataLoader": "torchdata", "Trainer": "transformers"}
 
 
