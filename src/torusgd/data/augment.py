@@ -6,7 +6,7 @@ grey level may differ by one from torchvision's.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ OPERATIONS = (
 _TERMS = 32  # terms of the series for cosine and sine: more than a float64 resolves at 135 degrees
 
 
-@dataclass(frozen=True)
-class Ranges:
+class Ranges(NamedTuple):
     """The extent of each change at the largest strength."""
 
     shear: float  # columns a row, and rows a column
@@ -53,8 +52,7 @@ RAND = Ranges(shear=0.3, pixels=0, share=150 / 331, degrees=30.0, factor=0.9, bi
 TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, bits=6)
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """The changes of n samples; None: the recipe has no such change."""
 
     boxes: Float64 | None  # [n, attempts, 4], the draws of `random_region`, with crop: resized

@@ -11,8 +11,8 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from .tar_index import FILE, make_index, write_index
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DataSet:
+class DataSet(NamedTuple):
     package: str  # of Debian and Ubuntu
     installed: Path  # the folder of that package
     site: str  # of the data set's authors

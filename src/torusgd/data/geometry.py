@@ -8,8 +8,8 @@ of Sony's records.
 # would bring in pixels from outside; and noise is the sum of four uniform draws, normal enough and portable.
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ def cosine_and_sine(angle: float, terms: int) -> tuple[float, float]:
     return sums[0], sums[1]
 
 
-@dataclass(frozen=True)
-class Warps:
+class Warps(NamedTuple):
     """The changes of n samples in shape and tone."""
 
     angles: Float64  # [n], radians

@@ -4,9 +4,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ _SAMPLE = 200  # pictures whose size `describe` reads
 _HASHED = 32  # images in the sample of each split
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(NamedTuple):
     open: Callable[..., Pair]  # arguments: path, channels, `Once`, and the options by name
     options: tuple[str, ...]
     is_at: Callable[[Path], bool]  # recognises the layout

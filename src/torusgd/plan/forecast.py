@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,7 @@ class PlannedStage:
         return self.images * self.workers - self.spare
 
 
-@dataclass(frozen=True)
-class RunTime:
+class RunTime(NamedTuple):
     """Seconds of a run; `steps` holds one step of each stage."""
 
     start: float

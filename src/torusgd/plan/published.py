@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -111,8 +111,7 @@ def _row(record: dict[str, str | None], where: str) -> Row:
     return row
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     cost: ModelCost
     cluster: Cluster
     software: Software

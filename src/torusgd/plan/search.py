@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..comm.tuning.cost import candidates
 from .cluster import Buckets, Cluster, Software
@@ -48,8 +48,7 @@ def fixed_share(workload: Workload, devices: int) -> Workload:
     return replace(workload, stages=tuple(stages))
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """Forecasts over devices; `knee` is the number of devices beyond which more bring little."""
 
     forecasts: tuple[Forecast, ...]
@@ -95,8 +94,7 @@ class ChosenSetting:
     saves: float  # seconds by which the run is longer with all other choices but without this one
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The settings that a search chose, and the forecasts before and after."""
 
     choices: tuple[ChosenSetting, ...]

@@ -48,8 +48,7 @@ REFERENCE = tuple(map(ReferencePoint._make, (
 SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch  # batches between which the curve is known
 
 
-@dataclass(frozen=True)
-class EpochCurve:
+class EpochCurve(NamedTuple):
     minimum: float  # epochs of a small batch
     critical: float  # the batch that needs twice as many
 
@@ -189,8 +188,7 @@ def quickest(plans: Sequence[AccuracyPlan]) -> AccuracyPlan:
     return min(plans, key=lambda plan: plan.seconds)
 
 
-@dataclass(frozen=True)
-class AccuracySweep:
+class AccuracySweep(NamedTuple):
     """The quickest run of each number of devices."""
 
     plans: tuple[AccuracyPlan, ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -34,8 +34,7 @@ _LARGE = 1 << 18  # values of a message that shows the rate
 _REPEAT = 5
 
 
-@dataclass(frozen=True)
-class Ceiling:
+class Ceiling(NamedTuple):
     """The speed of the lab itself with so many hosts and ranks, all at work."""
 
     round: float  # seconds of a round of small messages with a latency of zero

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..text import is_number, short
 from .read_run import Log, RunRecord
@@ -35,14 +35,12 @@ class Series:
         return "M" + "L".join(f"{x:g},{y:g}" for x, y in self.points)
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     at: float
     label: str
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     title: str
     x_label: str
     lines: tuple[Series, ...]  # in the view box

@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ MOST_CLASSES = 10  # classes in the table of the worst
 _PIXELS = 96  # largest longer side of a picture on the sheet; larger ones are scaled down
 
 
-@dataclass(frozen=True)
-class WorstClass:
+class WorstClass(NamedTuple):
     name: str
     images: int
     top1: float
@@ -38,8 +38,7 @@ class WrongImage:
     picture: str  # data: URL of a PNG of what the network saw; empty unless it has one or three channels
 
 
-@dataclass(frozen=True)
-class Mistakes:
+class Mistakes(NamedTuple):
     """What to look at first when weights are not good enough."""
 
     classes: tuple[WorstClass, ...]

@@ -6,10 +6,9 @@ In the tables a row is a fact and a column a run, so that one run and several ar
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plan.timeline import PARTS
 from ..recipe.schema import Recipe
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 _FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets", "shares")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     label: str
     cells: tuple[str, ...]
 
@@ -34,8 +32,7 @@ class Row:
         return len(set(self.cells)) > 1
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     title: str
     rows: tuple[Row, ...]
     note: str = ""

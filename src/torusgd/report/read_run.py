@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UserError, as_user_error
 from ..recipe.load import read_run_recipe
@@ -150,8 +150,7 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
     return all(is_number(event.get(key)) for key in needed)
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     name: str
     columns: dict[str, list[tuple[float, float]]]
 
