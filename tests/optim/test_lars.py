@@ -80,7 +80,7 @@ def test_three_steps_follow_the_published_formula(
     variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, hyper: dict[str, Any]
 ) -> None:
     hyper["eps"] *= VARIANTS[variant].eps
-    momentum, weight_decay, trust, eps = hyper.values()
+    momentum, weight_decay, trust, eps = (hyper[name] for name in ("momentum", "weight_decay", "trust", "eps"))
     generator = torch.Generator().manual_seed(seed)
     start = torch.zeros(shape) if zero == "weights" else torch.randn(shape, generator=generator)
     param = nn.Parameter(start.clone())

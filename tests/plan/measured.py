@@ -34,4 +34,4 @@ def network(hosts: tuple[int, ...] = (0, 1), latency: float = 1e-3, message: flo
     inside = link(1e-5, 1e-10) if len(set(hosts)) < len(hosts) else None
     between = link(latency, 1e-8) if len(set(hosts)) > 1 else None
     values: dict[str, Any] = {"hosts": hosts, "message": message, "inside": inside, "between": between, "timings": ()}
-    return Profile(backend="gloo", **{**values, **more})
+    return Profile(**{"backend": "gloo", **values, **more})

@@ -7,7 +7,7 @@ from pathlib import Path
 NAMES = {"read_text", "parse_json", "parse_yaml", "read_file", "load_file", "parse_records"}
 CALLS = {"np.load", "torch.load", "safetensors.torch.load", "safetensors.safe_open", "csv.reader", "csv.DictReader",
          "np.memmap", "json.loads", "zipfile.ZipFile", "yaml.load"}  # fmt: skip
-METHODS = {"read_bytes", "validate_json", "model_validate_json", "ParquetFile", "open_stream"}
+METHODS = {"parse_records", "read_bytes", "validate_json", "model_validate_json", "ParquetFile", "open_stream"}
 
 _RANKS = "- what ranks of one run, or processes of one command, send each other"
 _OWN = "- a file of the package"
@@ -59,7 +59,7 @@ READERS = {
     "rehearse/lab.py:_Helper": _RANKS,
     "rehearse/lab.py:main": _RANKS,
     "rehearse/player.py:main": _RANKS,
-    "rehearse/rehearsal.py:_played": _RANKS,
+    "rehearse/rehearsal.py:rehearse": _RANKS,
     "rehearse/rehearsal.py:measure_ceiling": _RANKS,
     "rehearse/wire.py:main": _RANKS,
     "report/read_run.py:_chain": "runs",
