@@ -3,7 +3,7 @@
 python -m tools.pictures --runs runs/pictures    # needs the extra plot; a run that is there already is not repeated
 
 report.png is the page of a run of `digits` on a quiet machine, photographed:
-chromium --headless --window-size=1100,770 --screenshot=docs/pictures/report.png FILE.html
+chromium --headless --hide-scrollbars --window-size=1100,770 --screenshot=docs/pictures/report.png FILE.html
 """
 
 import argparse
