@@ -31,13 +31,8 @@ def listed() -> str:
     """A line for each benchmark: what it shows, what it needs, how long it took, and how it is run."""
     found = ["| command | shows | needs | took | run as |", "|---|---|---|---|---|"]
     for (group, command), text in docstrings().items():
-        shows, needs = (
-            text.partition("\n")[0].removesuffix(" Needs root."),
-            re.search(r"^Needs: (.*)\.$", text, re.MULTILINE),
-        )
-        example = re.search(
-            r"^    ((?:sudo |torchrun |unshare |\.venv/|python ).*?)(?: {2}.*| \[.*)?$", text, re.MULTILINE
-        )
+        shows = text.partition("\n")[0].removesuffix(" Needs root.")
+        needs, example = _NEEDS.search(text), _EXAMPLE.search(text)
         assert needs is not None, (group, command)
         assert example is not None, (group, command)
         newest = (runs(RESULTS / f"{group}-{command}.json") or [{}])[-1]

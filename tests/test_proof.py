@@ -166,8 +166,8 @@ def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
         for arm, top1 in ((slow, 0.8), (fast, 0.9))
     ]
     (files / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
-    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1)}) == ("x", fast, 0, True)
-    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == ("x", fast, 1, True)
+    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1)}) == (claim, fast, 0, True)
+    assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == (claim, fast, 1, True)
     monkeypatch.setattr(proof, "BUDGET", 0.0)
     assert proof.next_task(proof.Known(), set()) is None
 

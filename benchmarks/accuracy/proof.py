@@ -30,7 +30,7 @@ from typer import Option
 
 from torusgd.plan.model_cost import known_cost
 
-from .claims import CLAIMS, HELD, OPEN, REFUTED, WARM, Criterion, Side, resolved
+from .claims import CLAIMS, HELD, OPEN, REFUTED, WARM, Claim, Criterion, Side, resolved
 from .runs import LEDGER, RUNS, Arm, Key, go_on, has_weights, key_of, look, read
 
 BUDGET = 16.0
@@ -79,8 +79,11 @@ def _by_key(path: Path, name: str) -> dict[Key, float]:
     return {key_of(line): float(line[name]) for line in read(path)}
 
 
-def needed(known: Known) -> Iterator[tuple[str, Arm, int, bool]]:
-    """Technique, arm, seed, and whether the held-out images are to be looked at, in the table's order, each once.
+Task = tuple[Claim, Arm, int, bool]
+
+
+def needed(known: Known) -> Iterator[Task]:
+    """Claim, arm, seed, and whether the held-out images are to be looked at, in the table's order, each once.
 
     What a choice will be nobody knows before; its first arm stands for it in the plan.
     """
@@ -98,16 +101,16 @@ def needed(known: Known) -> Iterator[tuple[str, Arm, int, bool]]:
         for arm, seed, is_final in (*trials, *final):
             if (arm, seed, is_final) not in seen:
                 seen.add((arm, seed, is_final))
-                yield claim.technique, arm, seed, is_final
+                yield claim, arm, seed, is_final
 
 
-def left(known: Known) -> list[tuple[str, Arm, int, bool]]:
+def left(known: Known) -> list[Task]:
     """What of it is not done on this machine."""
     found = []
-    for technique, arm, seed, is_final in needed(known):
+    for claim, arm, seed, is_final in needed(known):
         key = arm.key(seed)
         if key not in known.held_out and (is_final or key not in known.validation):
-            found.append((technique, arm, seed, is_final))
+            found.append((claim, arm, seed, is_final))
     return found
 
 
@@ -118,17 +121,18 @@ def show_plan(known: Known) -> None:
         times[line["recipe"]].append(line["core_seconds"])
     usual = median([median(each) for each in times.values()] or [USUAL])
     hours, trainings = known.core_hours(), defaultdict(set)
-    for technique, arm, seed, _ in left(known):
-        trainings[technique].add((arm, seed))
+    for claim, arm, seed, _ in left(known):
+        trainings[claim].add((arm, seed))
     done = {(key[0], key[1]) for key in known.validation}
-    outside = {claim.technique for claim in CLAIMS if not claim.in_budget}
     print(f"{len(known.lines)} trainings done in {hours:.2f} core-hours of {BUDGET:g}; to do:")
-    for technique, each in trainings.items():
+    for claim, each in trainings.items():
         to_do = [arm for arm, seed in each if (arm.sha256, seed) not in done]
         more = sum(median(times.get(arm.sha256, [usual])) for arm in to_do) / 3600
-        hours += more if technique not in outside else 0
-        after = "outside of the budget" if technique in outside else f"{hours:6.2f} core-hours"
-        print(f"  {technique:55} {len(to_do):3} trainings, {after}{' (beyond)' * (hours > BUDGET)}")
+        after = "outside of the budget"
+        if claim.in_budget:
+            hours += more
+            after = f"{hours:6.2f} core-hours{' (beyond)' * (hours > BUDGET)}"
+        print(f"  {claim.technique:55} {len(to_do):3} trainings, {after}")
 
 
 def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
@@ -140,8 +144,8 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
         while True:
             task = None if time.monotonic() >= end or len(flying) == jobs else next_task(Known(), set(flying.values()))
             if task is not None:
-                technique, arm, seed, is_final = task
-                print(f"{technique}: {' '.join(arm.words(seed))}", flush=True)
+                claim, arm, seed, is_final = task
+                print(f"{claim.technique}: {' '.join(arm.words(seed))}", flush=True)
                 flying[pool.submit(_go_on, arm, seed, is_final, data, out, end)] = arm, seed
                 continue
             if not flying:
@@ -153,14 +157,14 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
     show_plan(Known())
 
 
-def next_task(known: Known, flying: set[tuple[Arm, int]]) -> tuple[str, Arm, int, bool] | None:
+def next_task(known: Known, flying: set[tuple[Arm, int]]) -> Task | None:
     """The first training that is left, within the budget, which no job is at."""
-    outside, is_spent = {claim.technique for claim in CLAIMS if not claim.in_budget}, known.core_hours() >= BUDGET
-    for technique, arm, seed, is_final in left(known):
-        if (arm, seed) in flying or (is_spent and technique not in outside):
+    is_spent = known.core_hours() >= BUDGET
+    for claim, arm, seed, is_final in left(known):
+        if (arm, seed) in flying or (is_spent and claim.in_budget):
             continue
         if is_final or seed == 0:  # else it stands for a choice that is not yet made
-            return technique, arm, seed, is_final
+            return claim, arm, seed, is_final
     return None
 
 

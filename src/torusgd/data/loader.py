@@ -205,21 +205,18 @@ class _Process:
 
     def make(self, wanted: tuple[Any, ...]) -> _Made:
         """A batch that the process, or one in its place, makes from the arguments of `Pipeline.training_batch`."""
-        for is_second in (False, True):
+        try:
+            made, lines = self._exchange(wanted)
+        except (EOFError, OSError):
+            # A second end at the same batch has the same reason, most likely too little memory.
+            log.warning("%s, and another one takes its place", self._end())
             try:
-                if is_second:
-                    with held_back():
-                        self._start()
+                with held_back():
+                    self._start()
                 made, lines = self._exchange(wanted)
-                break
             except (EOFError, OSError):
-                self._pipe.close()
-                self._process.join()
-                end = f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
-                # A second end at the same batch has the same reason, most likely too little memory.
-                if is_second:
-                    raise RunError(f"{end} twice in a row; fewer runtime.loader_processes take less memory") from None
-                log.warning("%s, and another one takes its place", end)
+                end = self._end()
+                raise RunError(f"{end} twice in a row; fewer runtime.loader_processes take less memory") from None
         for line in lines:
             log.warning("%s", line)
         if isinstance(made, Exception):
@@ -239,6 +236,24 @@ class _Process:
                 self._process.kill()
         return self._pipe.recv()
 
+    def _end(self) -> str:
+        """How the process has ended, whose pipe is closed."""
+        self._pipe.close()
+        self._process.join()
+        return f"a process that makes batches {how_it_ended(self._process.exitcode or 0)}"
+
+    def request_end(self) -> None:
+        # By a message: another child of this process may hold an end of the pipe, which then never closes.
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._pipe.close()
+
+    def join(self) -> None:
+        self._process.join(CLOSE_SECONDS)
+        self._process.kill()
+        self._process.join()
+        os.close(self._file)
+
 
 def _is_suspended(process: int) -> bool:
     with suppress(OSError):
@@ -247,16 +262,10 @@ def _is_suspended(process: int) -> bool:
 
 
 def _close(processes: list[_Process]) -> None:
-    for each in processes:
-        # By a message: another child of this process may hold an end of the pipe, which then never closes.
-        with suppress(OSError):
-            each._pipe.send(None)
-        each._pipe.close()
-    for each in processes:
-        each._process.join(CLOSE_SECONDS)
-        each._process.kill()
-        each._process.join()
-        os.close(each._file)
+    for process in processes:
+        process.request_end()
+    for process in processes:
+        process.join()
 
 
 def _received(pipe: Connection) -> Any:

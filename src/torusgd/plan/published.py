@@ -145,14 +145,19 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
             run = Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
         return run_time(run, system.cluster, software, row.devices, quantile).seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
-    if row.metric == "iteration":
-        return seconds / scale
-    if row.metric == "throughput":
-        return row.devices * images / seconds
     # An efficiency compares equal images a device, a speed-up equal batches.
-    base, is_speedup = min(software.base_devices, row.devices), row.metric == "speedup"
-    each = row.devices * images // base if is_speedup else images
-    return (base if is_speedup else 1) * step_time(system.cost, system.cluster, software, base, each).seconds / seconds
+    base = min(software.base_devices, row.devices)
+    match row.metric:
+        case "iteration":
+            return seconds / scale
+        case "throughput":
+            return row.devices * images / seconds
+        case "scaling_efficiency":
+            return step_time(system.cost, system.cluster, software, base, images).seconds / seconds
+        case "speedup":
+            alone = row.devices * images // base
+            return base * step_time(system.cost, system.cluster, software, base, alone).seconds / seconds
+    raise AssertionError(row.metric)
 
 
 def _allreduce_speedup(system: System, devices: int) -> float:

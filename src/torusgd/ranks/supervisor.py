@@ -379,9 +379,10 @@ class Supervisor:
         """Whether a rank was ended from outside, without a word."""
         # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
         # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
-        if exit.code < 0 or self._table[exit.rank].node is None:
-            return exit.code < 0
-        return not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
+        if exit.code < 0:
+            return True
+        is_remote = self._table[exit.rank].node is not None
+        return is_remote and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
 
     def _has_result(self, rank: int) -> bool:
         return self._store.check([keys.RESULT.format(rank=rank)])

@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 
 import numpy as np
@@ -77,13 +77,19 @@ def _gamma(key: Key, worker: Ints, step: Ints, part: Ints, shape: float = 1.0, s
 
 
 def _lognormal(key: Key, worker: Ints, step: Ints, part: Ints, mean: float = 0.5) -> F64:
-    # As in DropCompute's authors' code: mean * m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m, a
-    # log-normal cut at 18 times its median.
+    cumulative, values = _drop_compute_noise()
+    drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
+    return mean * values[np.minimum(drawn, len(values) - 1)]
+
+
+@cache  # a simulation draws at every step
+def _drop_compute_noise() -> tuple[F64, F64]:
+    # As in DropCompute's authors' code: m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m, a
+    # log-normal cut at 18 times its median. The cumulative distribution, and the values.
     m = np.arange(1, 1000, dtype=np.float64)
     weights = np.exp(-((np.log(m) - 4) ** 2) / 2) / m
     weights /= weights.sum()
-    drawn = np.searchsorted(np.cumsum(weights), keyed_uniform(*key, worker, step, part), side="right")
-    return mean * (m / (weights @ m))[np.minimum(drawn, len(m) - 1)]
+    return np.cumsum(weights), m / (weights @ m)
 
 
 def _pause(key: Key, worker: Ints, step: Ints, part: Ints, probability: float = 0.25, amount: float = 2.0) -> F64:
