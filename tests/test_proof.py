@@ -117,6 +117,7 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
     known = proof.Known()
     assert known.chosen(claim.off) == fast
     assert known.core_hours() == 1.0
+    assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
     (files / "looks.jsonl").write_text(
         lines(
             (TINY, 0, "a", {"top1": 0.9}),

@@ -99,7 +99,7 @@ def stages(*spans: tuple[int, int, str]) -> str:
     return f"stages=[{', '.join(told)}]"
 
 
-COMMON = ("data.validation_images=5000", "precision=bfloat16", "evaluate.every=null")
+COMMON = ("data.validation_images=5000", "evaluate.every=null")
 LARGE = Arm("fashion-large", COMMON)
 """as the recipe stands: batch 1,024, 2,048, then 4,096, the rate with it; the last six epochs without augmentation"""
 DIGITS = Arm("digits", ("data.validation_images=200", "evaluate.every=null"))

@@ -89,8 +89,10 @@ def needed(known: Known) -> Iterator[Task]:
     """
     seen = set()
     for claim in CLAIMS:
-        trials = [(arm, 0, False) for side in (claim.on, claim.off) if side.is_choice() for arm in side.arms]
         on, off = known.chosen(claim.on), known.chosen(claim.off)
+        trials = [
+            (each, 0, False) for side, arm in ((claim.on, on), (claim.off, off)) if arm is None for each in side.arms
+        ]
         there = {seed for _, seed in known.pairs(on, off)}
         final = [
             (arm or side.arms[0], seed, arm is not None)

@@ -26,6 +26,7 @@ import torch
 
 from torusgd.recipe.load import load_recipe
 from torusgd.run.fingerprint import machine
+from torusgd.runtime import resolve_auto
 
 from ..record import RESULTS, commit
 
@@ -62,8 +63,8 @@ class Arm:
 
     @property
     def precision(self) -> str:
-        """Of its passes."""
-        return str(_tree(self)["precision"])
+        """Of its passes, on this machine."""
+        return resolve_auto(load_recipe(self.recipe, self.changes).recipe, "cpu").precision
 
     def key(self, seed: int) -> Key:
         """What a training of it has on this machine."""
