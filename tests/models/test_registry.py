@@ -1,6 +1,8 @@
 """build_model: weights from the seed alone, mistakes in one line; timm by a stand-in, which the tests don't install."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,3 +236,22 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         timms("timm:net")
+
+
+@pytest.mark.timeout(120)
+def test_no_gradient_is_written_past_its_memory_with_few_channels() -> None:
+    """Under a C library that looks at its heap; where there is none, by the process not dying of it."""
+    script = """
+import torch
+from torusgd.models.registry import model_of
+from torusgd.recipe.load import load_recipe
+recipe = load_recipe("digits", ["model.options.width=4"]).recipe
+network = model_of(recipe, 10).train()
+torch.set_num_threads(1)
+for _ in range(200):
+    network(torch.empty(8, 1, 8, 8, memory_format=torch.channels_last).normal_()).sum().backward()
+"""
+    heap = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    words, settings = [sys.executable, "-c", script], {**os.environ, **heap}
+    done = subprocess.run(words, env=settings, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -177,7 +178,29 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
             _check(recipe.model.name, network, torch.zeros(2, channels, *size), count, size_key=key)
             checked.add(size)
     freeze(network, recipe.model.freeze, head_of(recipe, classes) if BODY in recipe.model.freeze else ())
+    if recipe.precision != "portable":  # its convolutions are its own
+        _avoid_strided_pointwise(network)
     return network
+
+
+def _avoid_strided_pointwise(network: nn.Module) -> None:
+    """Hands images of the plain layout to strided 1x1 convolutions of few channels.
+
+    oneDNN's gradient of their weights writes past its memory where images are channels-last, with fewer than 8 channels
+    under AVX2 and 16 under AVX-512 (uxlfoundation/oneDNN issue 6035; seen with torch 2.13): gradients are wrong, or
+    the process dies later.
+    """
+    for layer in network.modules():
+        if not isinstance(layer, nn.Conv2d) or math.prod(layer.kernel_size) > 1 or max(layer.stride) == 1:
+            continue
+        if layer.in_channels // layer.groups < 16:
+            layer.register_forward_pre_hook(_plain_layout)
+
+
+def _plain_layout(layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+    """The hook's input, which is not channels-last on a CPU."""
+    (images,) = args
+    return images.contiguous() if images.device.type == "cpu" else images
 
 
 def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
