@@ -49,15 +49,20 @@ class Known:
         self.lines = read(RUNS)
         self.validation, self.held_out = _by_key(RUNS, "validation"), _by_key(LEDGER, "top1")
 
+    def trials(self, side: Side) -> dict[Arm, float]:
+        """Top-1 of seed 0 on the validation images of the first machine that has trained all arms; empty: none has."""
+        for machine in dict.fromkeys(key[2:] for key in self.validation):
+            keys = {arm: (arm.sha256, 0, *machine) for arm in side.arms}
+            if self.validation.keys() >= set(keys.values()):
+                return {arm: self.validation[key] for arm, key in keys.items()}
+        return {}
+
     def chosen(self, side: Side) -> Arm | None:
-        """The arm of a side: of several the best of seed 0 on one machine's validation images; None: not yet known."""
+        """The arm of a side: of several the best of its trials; None: not yet known."""
         if not side.is_choice():
             return side.arms[0]
-        for machine in dict.fromkeys(key[2:] for key in self.validation):
-            found = {arm: self.validation.get((arm.sha256, 0, *machine)) for arm in side.arms}
-            if None not in found.values():
-                return max(side.arms, key=lambda arm: found[arm] or 0.0)
-        return None
+        trials = self.trials(side)
+        return max(trials, key=lambda arm: trials[arm]) if trials else None
 
     def pairs(self, on: Arm | None, off: Arm | None) -> dict[tuple[Machine, int], tuple[float, float]]:
         """Top-1 in % of both by machine (processor and torch: an arm sets its precision) and seed."""
@@ -240,11 +245,9 @@ def choices() -> str:
     sides = dict.fromkeys(side for claim in CLAIMS for side in (claim.on, claim.off) if side.is_choice())
     for side in sides:
         best = known.chosen(side)
-        for arm in side.arms:
-            for key, top1 in known.validation.items():
-                if key[:2] == (arm.sha256, 0):
-                    rate = next(change for change in reversed(arm.changes) if change.startswith("rate.lr="))
-                    found.append(f"| {side.name} | {rate[8:]} | {100 * top1:.2f} | {'taken' if arm == best else ''} |")
+        for arm, top1 in known.trials(side).items():
+            rate = next(change for change in reversed(arm.changes) if change.startswith("rate.lr="))
+            found.append(f"| {side.name} | {rate[8:]} | {100 * top1:.2f} | {'taken' if arm == best else ''} |")
     return "\n".join(found)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schema import Recipe
 from torusgd.run.fingerprint import machine
 from torusgd.runtime import resolve_auto
 
@@ -64,7 +65,7 @@ class Arm:
     @property
     def precision(self) -> str:
         """Of its passes, on this machine."""
-        return resolve_auto(load_recipe(self.recipe, self.changes).recipe, "cpu").precision
+        return resolve_auto(_recipe(self), "cpu").precision
 
     def key(self, seed: int) -> Key:
         """What a training of it has on this machine."""
@@ -72,14 +73,14 @@ class Arm:
 
 
 @cache
-def _tree(arm: Arm) -> Line:
-    tree = load_recipe(arm.recipe, arm.changes).recipe.as_dict()
-    return {key: value for key, value in tree.items() if key not in ("name", "description", "seed")}
+def _recipe(arm: Arm) -> Recipe:
+    return load_recipe(arm.recipe, arm.changes).recipe
 
 
 @cache
 def _sha256(arm: Arm) -> str:
-    text = json.dumps([_tree(arm), arm.options], sort_keys=True)
+    tree = {key: value for key, value in _recipe(arm).as_dict().items() if key not in ("name", "description", "seed")}
+    text = json.dumps([tree, arm.options], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

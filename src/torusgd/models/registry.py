@@ -197,10 +197,9 @@ def _avoid_strided_pointwise(network: nn.Module) -> None:
             layer.register_forward_pre_hook(_plain_layout)
 
 
-def _plain_layout(layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+def _plain_layout(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The hook's input, which is not channels-last on a CPU."""
-    (images,) = args
-    return images.contiguous() if images.device.type == "cpu" else images
+    return tuple(images.contiguous() if images.is_cpu else images for images in args)
 
 
 def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
