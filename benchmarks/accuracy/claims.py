@@ -172,7 +172,7 @@ CLAIMS = (
             equal(points), "ours", seeds, in_budget=False,
         )
         for name, arm, points, seeds in (
-            ("portable arithmetic", LARGE, 0.3, 3), ("portable arithmetic, `digits`", DIGITS, 0.5, 10),
+            ("portable arithmetic, `digits`", DIGITS, 0.5, 10), ("portable arithmetic", LARGE, 0.3, 3),
         )
     ),
     Claim(
