@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from benchmarks.accuracy.runs import KEY, LEDGER, RUNS, Arm, key_of, read
 
 from torusgd.data.arrays import Images
 from torusgd.recipe.load import load_recipe
+
+from .polling import until
 
 TINY = Arm(
     "fashion-large",
@@ -181,6 +184,24 @@ def test_processor_time_is_that_of_all_processes_also_of_those_that_outlive_the_
     code, errors, seconds = runs.ended(words, minutes=1)
     assert (code, errors) == (0, "")
     assert 0.5 <= seconds < 30
+
+
+@pytest.mark.timeout(60)
+def test_a_job_that_is_ended_ends_its_training_and_counts_its_time(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    burn = (
+        f"import pathlib, time\nwhile time.process_time() < 0.5: pass\n"
+        f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(50)"
+    )
+    job = (
+        f"from benchmarks.accuracy import proof, runs; import sys; proof._exit_by_sigterm(); "
+        f"code, _, seconds = runs.ended([sys.executable, '-c', {burn!r}], 1); print(code, seconds >= 0.5)"
+    )
+    root = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", job], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        until(started.exists, "the training")
+        process.terminate()
+        assert process.communicate()[0].split() == ["-15", "True"]
 
 
 @pytest.mark.timeout(180)

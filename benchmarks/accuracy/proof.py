@@ -16,14 +16,16 @@ Needs: Fashion-MNIST; 16 core-hours in all, in pieces of any length.
 """
 
 import math
+import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -146,8 +148,15 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
     """Goes on with the first trainings that are left, `jobs` at a time and each on one core, until the time is up."""
     end = time.monotonic() + 60 * minutes
     flying: dict[Future[bool], tuple[Arm, int]] = {}
+
+    def end_jobs(*_: Any) -> None:
+        for job in active_children():
+            job.terminate()
+
+    # So that no training goes on alone, its processor time uncounted; the first job that ends so ends the run.
+    signal.signal(signal.SIGTERM, end_jobs)
     # A process for each job, since the processor time of a training is that of the process's children.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _exit_by_sigterm) as pool:
         while True:
             task = None if time.monotonic() >= end or len(flying) == jobs else next_task(Known(), set(flying.values()))
             if task is not None:
@@ -162,6 +171,10 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
                 if not future.result():
                     end = -math.inf
     show_plan(Known())
+
+
+def _exit_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def next_task(known: Known, flying: set[tuple[Arm, int]]) -> Task | None:

@@ -135,7 +135,10 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
 
 
 def ended(words: Sequence[str], minutes: float) -> tuple[int, str, float]:
-    """Exit code, errors and processor time of a command with all its processes; after `minutes` it gets SIGTERM."""
+    """Exit code, errors and processor time of a command with all its processes.
+
+    It gets SIGTERM after `minutes`, or when this process is interrupted or told to exit.
+    """
     # Ranks are of a fork server, which outlives the command that started it: it comes to this process then, and its
     # time counts here once it has ended.
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -145,7 +148,7 @@ def ended(words: Sequence[str], minutes: float) -> tuple[int, str, float]:
     ) as process:
         try:
             _, errors = process.communicate(timeout=60 * minutes)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
             process.terminate()  # writes a checkpoint first; the same command goes on from there
             _, errors = process.communicate()
         except BaseException:
