@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.data.decode import EncodedImages, NvJpeg, decode, is_common_jpeg
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.registry import decode_on_gpu, open_sources
@@ -98,8 +98,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     sources = open_sources(folder_data(), folder, 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    with refused("nvjpeg without torchvision", "data.decoder: "):
-        decode_on_gpu(sources, GPU)
+    refuses("nvjpeg without torchvision", decode_on_gpu, sources, GPU, about="data.decoder: ")
     given: list[Any] = []
 
     def decode_jpeg(pictures: Any, mode: str, device: torch.device) -> Any:
@@ -113,8 +112,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     batch(Pipeline(decode_on_gpu(sources, GPU)[0], folder_data(), 0), [0, 1])
     assert given == [("colours", GPU, [torch.uint8] * 2)]
     digits = Data(source="digits", image_size=8, channels=1, mean=(0.5,), std=(0.5,), augment=Augment())
-    with refused("nvjpeg for digits", "data.decoder: "):
-        decode_on_gpu(open_sources(digits, None, 0), GPU)
+    refuses("nvjpeg for digits", decode_on_gpu, open_sources(digits, None, 0), GPU, about="data.decoder: ")
 
 
 def test_the_decoder_is_in_the_recipe_and_in_its_conditions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.comm.gloo_world import start_forkserver
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
 from torusgd.data.order import COPY, StreamOrder
@@ -90,11 +90,9 @@ def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_
 
 
 def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
-    with refused("a stream without samples", "length: ", kind=ValueError):
-        StreamOrder(0, 0)
+    refuses("a stream without samples", StreamOrder, 0, 0, about="length: ", kind=ValueError)
     for name, place in {"before its start": (-1, 2), "beyond 64 bits": (2**63 - 3, 3)}.items():
-        with refused(f"a stream {name}", "start", kind=ValueError):
-            StreamOrder(3, 0).at(*place)
+        refuses(f"a stream {name}", StreamOrder(3, 0).at, *place, about="start", kind=ValueError)
     wrong: list[Any] = [(3, 0.5), (3, 2**63), (3, 2**70), (5.5, 0), (5, 0, 0), (5, 0, 1.5)]
     for arguments in wrong:
         with pytest.raises(ValueError, match="seed: needs an integer of 64 bits" if arguments[0] == 3 else "a stream "):

@@ -27,9 +27,7 @@ def data_of(channels: Literal[1, 3], **augment: object) -> Data:
     ("channels", "augment"),
     [(1, {}), (3, {"crop": "shift", "shift": 1, "flip": 0.5}), (3, {"rotation": 0.2, "policy": "trivialaugment"})],
 )
-def test_a_device_makes_the_images_of_the_cpu(
-    channels: Literal[1, 3], augment: dict[str, object], memory_format: torch.memory_format
-) -> None:
+def test_a_device_makes_the_images_of_the_cpu(channels: Literal[1, 3], augment, memory_format) -> None:
     data = data_of(channels, **augment)
     (source, _), indices = open_sources(data, None, 0), np.arange(20)
     ready, bytes_ = (kind(source, data, 0) for kind in (Pipeline, BytePipeline))

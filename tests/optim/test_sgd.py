@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refuses
 from torch import Tensor, nn
 
 from torusgd.optim import BLOCK, VARIANTS, AdamW, Lamb, Lars, Sgd, lars, layer_norms
@@ -55,9 +55,7 @@ UPDATES: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("name", UPDATES)
 @settings(deadline=None, max_examples=15)
 @given(size=st.integers(1, 5 * BLOCK), cuts=st.lists(st.integers(1, 5), max_size=3), offset=st.integers(0, 15))
-def test_shards_at_block_edges_end_with_the_bits_of_the_whole(
-    name: str, size: int, cuts: list[int], offset: int
-) -> None:
+def test_shards_at_block_edges_end_with_the_bits_of_the_whole(name: str, size: int, cuts: list[int], offset: int):
     generator = torch.Generator().manual_seed(size)
     whole = [torch.randn(size, generator=generator) for _ in range(3)]
     moved = [torch.empty(size + offset)[offset:].copy_(tensor) for tensor in whole]
@@ -166,5 +164,4 @@ def test_an_element_that_never_has_a_gradient_stays(kind: type[AdamW]) -> None:
 
 def test_values_out_of_range_are_refused() -> None:
     for key, value in {"eps": 0.0, "beta2": 1.0, "momentum": -0.1, "lr": -1.0}.items():
-        with refused(f"AdamW with {key} = {value}", f"{key} = "):
-            AdamW([weights(2)], **{"lr": 0.1, key: value})
+        refuses(f"AdamW with {key} = {value}", AdamW, [weights(2)], **{"lr": 0.1, key: value}, about=f"{key} = ")

@@ -124,13 +124,13 @@ def number_labels(
             raise UserError(f"{where}: a label of {largest}, but {most}; labels count from 0")
         names = listed.values() if listed is not None else map(str, range(largest + 1))
         return tuple(names), numbers
-    keys = list(listed) if listed is not None else sorted(distinct["train"])
-    number_of = {key: number for number, key in enumerate(keys)}
+    listed = listed if listed is not None else {key: key for key in sorted(distinct["train"])}
+    number_of = {key: number for number, key in enumerate(listed)}
     for split, found in distinct.items():
         for label in sorted(found - number_of.keys()):
-            raise UserError(f"{where}: an image of {split} is of class {label!r}{suggest(label, keys)}")
+            raise UserError(f"{where}: an image of {split} is of class {label!r}{suggest(label, listed)}")
     numbers = {s: np.array([number_of[label] for label in labels], dtype=np.int64) for s, labels in splits.items()}
-    return tuple(listed.values() if listed is not None else keys), numbers
+    return tuple(listed.values()), numbers
 
 
 def files_under(path: Path) -> list[str]:
@@ -151,10 +151,9 @@ def says_split(name: str) -> bool:
 
 
 def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
-    """The files with these suffixes (in small letters) by split, which their name or sub-folder says.
+    """The files with these suffixes (in small letters) by split, `train` and `eval`, which name or sub-folder says.
 
-    The splits are `train` and `eval` (of those named val, validation or eval, or else test); UserError if one has no
-    file.
+    `eval` has those named val, validation or eval, or else test; UserError if a split has no file.
     """
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:

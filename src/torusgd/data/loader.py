@@ -1,6 +1,7 @@
 """Batches made in the background while the network computes, by threads of the rank or by processes of its own."""
 
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -99,10 +100,8 @@ class Loader:
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""
-        for future in self._pending.values():
-            future.cancel()
         self._pending = {}
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def _make(self, share: Share) -> Batch:
         indices, epochs = self._order.at(share.start, share.count)
@@ -135,24 +134,17 @@ class LoaderProcesses:
     def __init__(self, pipeline: Pipeline, open_: Open, count: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
-        self._pipeline = pipeline
+        self._pipeline, self.reads_ahead = pipeline, pipeline.reads_ahead
+        self.expect = pipeline.expect  # this process reads ahead, into the cache on disk that all processes share
         # torch, once for all of them; and the launcher's preload, with which nothing is left in the temporary folder.
         multiprocessing.set_forkserver_preload([__name__, "torusgd.ranks.forkserver_preload"])
         with held_back():
             self._all = [_Process(open_) for _ in range(count)]
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        self._idle = SimpleQueue[_Process]()
         for process in self._all:
             self._idle.put(process)
         # At exit multiprocessing waits for all children, and these wait for a message: so this must run before.
         self.close = Finalize(self, _close, (self._all,), exitpriority=10)
-
-    @property
-    def reads_ahead(self) -> bool:
-        return self._pipeline.reads_ahead
-
-    def expect(self, indices: Int64) -> None:
-        """As `Pipeline.expect`: this process reads ahead, into the cache on disk that all processes share."""
-        self._pipeline.expect(indices)
 
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
         """As `Pipeline.training_batch`; RunError also if a process has ended, or met an unknown exception."""
@@ -165,9 +157,8 @@ class LoaderProcesses:
         finally:
             self._idle.put(process)
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
-        images = torch.from_numpy(memory)
-        batch = Batch(images, positions=made.positions, replaced=made.replaced, table=self._pipeline.table, **tensors)
-        return self._pipeline.joined(batch, message)
+        tensors |= {"images": torch.from_numpy(memory), "table": self._pipeline.table}
+        return self._pipeline.joined(Batch(positions=made.positions, replaced=made.replaced, **tensors), message)
 
 
 class SharedMemory:
@@ -179,14 +170,14 @@ class SharedMemory:
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """The first bytes of the memory as an array; they are not cleared."""
-        kind = np.dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
+        kind, count = np.dtype(dtype), math.prod(shape)
+        size = count * kind.itemsize
         # The side that needs more lengthens the file; the other one maps it again once its array is larger.
         if self._map is None or len(self._map) < size:
             if os.fstat(self._file).st_size < size:
                 os.ftruncate(self._file, size)
             self._map = mmap.mmap(self._file, size)
-        return np.frombuffer(self._map, kind, int(np.prod(shape))).reshape(shape)
+        return np.frombuffer(self._map, kind, count).reshape(shape)
 
 
 class _Process:

@@ -17,13 +17,11 @@ from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from .augment import Changes, apply_policy, draw_changes, erase, mirror, mix, random_region, shift
 from .decode import EncodedImages, require_specified
-from .geometry import Warps, bend, centre, cut_at, render, scaled, tone
+from .geometry import Warps, bend, cut, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
 T = TypeVar("T")
-Cut = Callable[[Pixels], Pixels]  # from an image [channels, height, width] to the part of it that the network takes
-# From an image's position in its batch and `_region_and_cut`; None: it stays out.
-Read = Callable[[int, Choose, Cut], Pixels | None]
+Read = Callable[[int, Choose], Pixels | None]  # from an image's position in its batch and `_region`; None: it stays out
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]  # from shape and dtype; not cleared
 
 log = logging.getLogger(__name__)
@@ -67,18 +65,13 @@ class Pipeline:
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._encoded = source if isinstance(source, EncodedImages) else None
-        self._data = data
-        self._sizes = data.sizes
-        self._seed = seed
+        self._data, self._sizes, self._seed = data, data.sizes, seed
+        self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
+        """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
         mean, std = np.array(data.mean), np.array(data.std)
         self._scale = (1 / (255 * std)).astype(np.float32)
         self._offset = (-mean / std).astype(np.float32)
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether `expect` makes reading faster."""
-        return self._encoded is not None and self._encoded.reads_ahead
 
     def expect(self, indices: Int64) -> None:
         """Starts to read the images at `indices` [n], which are needed soon."""
@@ -93,14 +86,11 @@ class Pipeline:
         after the other is undecodable; UserError if an image's size or channels don't fit the recipe.
         """
         # Batch 4: images are read and decoded, each with the changes that its key draws (Batch 5, `draw_changes`).
-        drawn = None
-        if augment:
-            options, channels = self._data.augment, self._data.channels
-            drawn = draw_changes(options, channels, self._seed, epochs, indices)
-        used = indices.copy()
+        used, keys = indices.copy(), (self._seed, epochs, indices)
+        drawn = draw_changes(self._data.augment, self._data.channels, *keys) if augment else None
 
-        def read(at: int, choose: Choose, cut: Cut) -> Pixels:
-            image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose, cut)
+        def read(at: int, choose: Choose) -> Pixels:
+            image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose)
             return image
 
         out, message = self._images(indices, drawn, sizes or self._sizes, read)
@@ -108,9 +98,8 @@ class Pipeline:
         batch = self.joined(batch, message)
         if not augment:
             return batch
-        erase(out, self._data.augment, self._seed, epochs, indices)
-        shares = mix(out, self._data.augment, self._seed, epochs, indices)
-        if shares is None:
+        erase(out, self._data.augment, *keys)
+        if (shares := mix(out, self._data.augment, *keys)) is None:
             return batch
         # `mix` pairs image i with image n - 1 - i.
         return replace(batch, partners=batch.targets.flip(0), shares=torch.from_numpy(shares))
@@ -123,9 +112,9 @@ class Pipeline:
         self.expect(indices)
         decodable = np.ones(len(indices), dtype=bool)
 
-        def read(at: int, choose: Choose, cut: Cut) -> Pixels | None:
+        def read(at: int, choose: Choose) -> Pixels | None:
             try:
-                return self._image(int(indices[at]), choose, cut)
+                return self._image(int(indices[at]), choose)
             except CorruptImage as error:
                 decodable[at] = False
                 log.warning("left out of evaluation: %s", error)
@@ -155,8 +144,9 @@ class Pipeline:
             return out, message
         with nullcontext() if self._encoded is None else self._encoded.together(indices):
             for at in range(len(indices)):
-                if (image := read(at, *self._region_and_cut(drawn, at, sizes))) is not None:
-                    self._finish(image[None], drawn, slice(at, at + 1), out)
+                if (image := read(at, partial(self._region, drawn, at, sizes))) is not None:
+                    corner = None if drawn is None or drawn.corners is None else drawn.corners[at].tolist()
+                    self._finish(cut(image[None], sizes.sides, corner), drawn, slice(at, at + 1), out)
         return out, message
 
     def _batch(self, out: Float32, indices: Int64, positions: Int64, replaced: int) -> Batch:
@@ -205,22 +195,19 @@ class Pipeline:
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 
-    def _region_and_cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> tuple[Choose, Cut]:
-        choose: Choose = partial(_validation_region, sizes=sizes)
+    def _region(self, drawn: Changes | None, at: int, sizes: ImageSizes, height: int, width: int) -> Region:
+        """The region of an image of this size, at this position of its batch."""
         if drawn is not None and drawn.boxes is not None:
-            augment, draws = self._data.augment, drawn.boxes[at]
-            choose = partial(random_region, size=sizes.sides, augment=augment, draws=draws)
-        if self._data.pixels == "portable":
-            choose = partial(_exactly, choose)
-        if drawn is not None and drawn.corners is not None:
-            return choose, partial(cut_at, size=sizes.sides, corner=tuple(drawn.corners[at].tolist()))
-        return choose, partial(centre, size=sizes.sides)
+            region = random_region(height, width, sizes.sides, self._data.augment, drawn.boxes[at])
+        else:
+            region = _validation_region(height, width, sizes)
+        return replace(region, exact=self._data.pixels == "portable")
 
-    def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:
+    def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
         taken = index
         for attempt in range(_SUBSTITUTES + 1):
             try:
-                return self._image(taken, choose, cut), taken
+                return self._image(taken, choose), taken
             except CorruptImage as error:
                 last = error
                 log.warning("replaced in epoch %d: %s", epoch, error)
@@ -228,22 +215,16 @@ class Pipeline:
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
-    def _image(self, index: int, choose: Choose, cut: Cut) -> Pixels:
+    def _image(self, index: int, choose: Choose) -> Pixels:
         if (regions := self._regions) is not None:
-            image = _retried(lambda: regions.read_region(index, choose))
-        else:
-            pixels = _retried(lambda: self.source.read(index))
-            if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
-                raise UserError(
-                    f"data.channels: the recipe says {self._data.channels}, so images are to be uint8 [height, width,"
-                    f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
-                )
-            image = render(pixels, choose(*pixels.shape[:2]))
-        return cut(image)
-
-
-def _exactly(choose: Choose, height: int, width: int) -> Region:
-    return replace(choose(height, width), exact=True)
+            return _retried(lambda: regions.read_region(index, choose))
+        pixels = _retried(lambda: self.source.read(index))
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
+            raise UserError(
+                f"data.channels: the recipe says {self._data.channels}, so images are to be uint8 [height, width,"
+                f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
+            )
+        return render(pixels, choose(*pixels.shape[:2]))
 
 
 def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:

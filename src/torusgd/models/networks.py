@@ -26,8 +26,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and torch.are_deterministic_algorithms_enabled():
-            pooled: Tensor = OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
-            return pooled
+            return OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
         return super().forward(x)
 
 
@@ -133,15 +132,18 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
     1708.03888); layers, groups and initial weights are those of `alexnet_bn` in Ginsburg's NVCaffe: a batch norm after
     each of the five convolutions, two of three linear layers with dropout.
     """
+    normalised = partial(_convolution, norm=True)
+    # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
+    pool = partial(MaxPool2d, 3, stride=2, ceil_mode=True)
     features = [
-        *_normalised(channels, 96, 11, stride=4),
-        _caffe_pool(),
-        *_normalised(96, 256, 5, padding=2, groups=2),
-        _caffe_pool(),
-        *_normalised(256, 384, 3, padding=1),
-        *_normalised(384, 384, 3, padding=1, groups=2),
-        *_normalised(384, 256, 3, padding=1, groups=2),
-        _caffe_pool(),
+        *normalised(channels, 96, 11, stride=4),
+        pool(),
+        *normalised(96, 256, 5, padding=2, groups=2),
+        pool(),
+        *normalised(256, 384, 3, padding=1),
+        *normalised(384, 384, 3, padding=1, groups=2),
+        *normalised(384, 256, 3, padding=1, groups=2),
+        pool(),
     ]
     net = PlainNet(features, 256, 6, (4096, 4096), classes, dropout)
     for module in features:
@@ -151,21 +153,6 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
         nn.init.normal_(linear.weight, std=std)
         nn.init.constant_(linear.bias, bias)
     return net
-
-
-def _normalised(
-    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
-) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False),
-        nn.BatchNorm2d(outputs, eps=1e-4),
-        nn.ReLU(inplace=True),
-    ]
-
-
-def _caffe_pool() -> nn.MaxPool2d:
-    # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
-    return MaxPool2d(3, stride=2, ceil_mode=True)
 
 
 def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: float = 0.5) -> PlainNet:
@@ -222,8 +209,11 @@ def _check_dropout(dropout: float) -> None:
         raise UserError(f"model.options.dropout: a probability from 0 up to but not 1, got {dropout}")
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU(inplace=True)]
+def _convolution(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1, norm: bool = False
+) -> list[nn.Module]:
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=not norm)
+    return [layer, *([nn.BatchNorm2d(outputs, eps=1e-4)] if norm else []), nn.ReLU(inplace=True)]
 
 
 def cd_dnn(*, classes: int, channels: int, inputs: int = 429, hidden: int = 7, width: int = 2048) -> nn.Sequential:
