@@ -110,9 +110,6 @@ def number_labels(
 
     If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
     list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes.
-
-    >>> number_labels({"train": ["tulip", "daisy"], "eval": ["daisy"]}, None, "set")[0]
-    ('daisy', 'tulip')
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
     # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
@@ -158,10 +155,10 @@ def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) 
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:
         raise UserError(f"{path}: holds no {' or '.join(suffixes)} file")
-    train = [name for name in files if _TRAIN.search(name)]
+    train = list(filter(_TRAIN.search, files))
     rest = [name for name in files if not _TRAIN.search(name)]
     # Of files named val and test, test stays unused: it is for the last measurement, and often has no labels.
-    held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
+    held_out = list(filter(_EVAL.search, rest)) or list(filter(_TEST.search, rest))
     for word, found in (("train", train), ("val", held_out)):
         if not found:
             wanted = f"train-0000{suffixes[0]} and val-0000{suffixes[0]}"

@@ -136,15 +136,12 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
     # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
     pool = partial(MaxPool2d, 3, stride=2, ceil_mode=True)
     features = [
-        *normalised(channels, 96, 11, stride=4),
-        pool(),
-        *normalised(96, 256, 5, padding=2, groups=2),
-        pool(),
+        *normalised(channels, 96, 11, stride=4), pool(),
+        *normalised(96, 256, 5, padding=2, groups=2), pool(),
         *normalised(256, 384, 3, padding=1),
         *normalised(384, 384, 3, padding=1, groups=2),
-        *normalised(384, 256, 3, padding=1, groups=2),
-        pool(),
-    ]
+        *normalised(384, 256, 3, padding=1, groups=2), pool(),
+    ]  # fmt: skip
     net = PlainNet(features, 256, 6, (4096, 4096), classes, dropout)
     for module in features:
         if isinstance(module, nn.Conv2d):
@@ -164,17 +161,13 @@ def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: floa
     _check_width(width)
     first, second, third, fourth = (published * width // 96 for published in (96, 256, 512, 1024))
     features = [
-        *_convolution(channels, first, 11, stride=4),
-        MaxPool2d(2),
-        *_convolution(first, second, 5),
-        MaxPool2d(2),
+        *_convolution(channels, first, 11, stride=4), MaxPool2d(2),
+        *_convolution(first, second, 5), MaxPool2d(2),
         *_convolution(second, third, 3, padding=1),
         *_convolution(third, fourth, 3, padding=1),
-        *_convolution(fourth, fourth, 3, padding=1),
-        MaxPool2d(2),
-    ]
-    linear = (3072 * width // 96, 4096 * width // 96)
-    return PlainNet(features, maps=fourth, pixels=6, widths=linear, classes=classes, dropout=dropout)
+        *_convolution(fourth, fourth, 3, padding=1), MaxPool2d(2),
+    ]  # fmt: skip
+    return PlainNet(features, fourth, 6, (3072 * width // 96, 4096 * width // 96), classes, dropout)
 
 
 # Channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling.
@@ -195,8 +188,7 @@ def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5)
         else:
             features += _convolution(channels, multiple * width, 3, padding=1)
             channels = multiple * width
-    linear = (64 * width, 64 * width)
-    return PlainNet(features, maps=8 * width, pixels=7, widths=linear, classes=classes, dropout=dropout)
+    return PlainNet(features, 8 * width, 7, (64 * width, 64 * width), classes, dropout)
 
 
 def _check_width(width: int) -> None:
