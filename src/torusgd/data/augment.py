@@ -52,14 +52,14 @@ TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, b
 
 
 class Changes(NamedTuple):
-    """The changes of n samples; None: the recipe has no such change."""
+    """The changes of n samples; None: there is no such change."""
 
-    boxes: Float64 | None  # [n, attempts, 4], the draws of `random_region`, with crop: resized
-    moves: Int64 | None  # [n, 2], rows and columns of the padded image to leave out, with crop: shift
-    corners: Float64 | None  # [n, 2] in [0, 1), how far down and right the cut lies, with crop: random
-    warps: Warps | None
-    mirrored: Bools  # [n]
-    policy: Int64 | None  # [n, changes, 3] from `draw_policy`
+    boxes: Float64 | None = None  # [n, attempts, 4], the draws of `random_region`, with crop: resized
+    moves: Int64 | None = None  # [n, 2], rows and columns of the padded image to leave out, with crop: shift
+    corners: Float64 | None = None  # [n, 2] in [0, 1), how far down and right the cut lies, with crop: random
+    warps: Warps | None = None
+    mirrored: Bools = np.zeros(0, np.bool_)  # [n], or empty: none of them
+    policy: Int64 | None = None  # [n, changes, 3] from `draw_policy`
 
 
 def draw_changes(augment: Augment, channels: int, seed: int, epochs: Int64, indices: Int64) -> Changes:

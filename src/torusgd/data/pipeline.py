@@ -87,7 +87,7 @@ class Pipeline:
         """
         # Batch 4: images are read and decoded, each with the changes that its key draws (Batch 5, `draw_changes`).
         used, keys = indices.copy(), (self._seed, epochs, indices)
-        drawn = draw_changes(self._data.augment, self._data.channels, *keys) if augment else None
+        drawn = draw_changes(self._data.augment, self._data.channels, *keys) if augment else Changes()
 
         def read(at: int, choose: Choose) -> Pixels:
             image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose)
@@ -120,7 +120,7 @@ class Pipeline:
                 log.warning("left out of evaluation: %s", error)
                 return None
 
-        out, _ = self._images(indices, None, self._sizes, read)
+        out, _ = self._images(indices, Changes(), self._sizes, read)
         positions = np.flatnonzero(decodable)
         out = out if decodable.all() else out[decodable]
         return self._batch(out, indices[positions], positions, 0)
@@ -134,9 +134,7 @@ class Pipeline:
         assert message is None
         return batch
 
-    def _images(
-        self, indices: Int64, drawn: Changes | None, sizes: ImageSizes, read: Read
-    ) -> tuple[npt.NDArray[Any], Pixels | None]:
+    def _images(self, indices: Int64, drawn: Changes, sizes: ImageSizes, read: Read) -> tuple[Any, Pixels | None]:
         """What `memory` returns, with the finished images, read whole or each alone."""
         out, message = self.memory((len(indices), self._data.channels, *sizes.sides))
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
@@ -145,7 +143,7 @@ class Pipeline:
         with nullcontext() if self._encoded is None else self._encoded.together(indices):
             for at in range(len(indices)):
                 if (image := read(at, partial(self._region, drawn, at, sizes))) is not None:
-                    corner = None if drawn is None or drawn.corners is None else drawn.corners[at].tolist()
+                    corner = None if drawn.corners is None else drawn.corners[at].tolist()
                     self._finish(cut(image[None], sizes.sides, corner), drawn, slice(at, at + 1), out)
         return out, message
 
@@ -153,30 +151,28 @@ class Pipeline:
         targets = self.source.labels[indices].astype(np.int64)
         return Batch(torch.from_numpy(out), torch.from_numpy(targets), positions, replaced, table=self.table)
 
-    def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
+    def _whole_batch(self, indices: Int64, drawn: Changes, sizes: ImageSizes) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, height, width]; None if they need one."""
         source = self._arrays
         if source is None or source.shape[:2] != sizes.sides:
             return None
         # Boxes of random size, and a resize, need each image alone.
-        if sizes.resize not in (None, min(sizes.sides)) or (drawn is not None and drawn.boxes is not None):
+        if sizes.resize not in (None, min(sizes.sides)) or drawn.boxes is not None:
             return None
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
+    def _finish(self, images: Pixels, drawn: Changes, at: slice, out: Float32) -> None:
         # Changes and normalises the images [m, channels, height, width] at these positions of the batch.
-        warps = None if drawn is None else drawn.warps
         # The order is part of the result: each change starts from the bytes that the one before has rounded to.
-        if drawn is not None and drawn.moves is not None:
+        if drawn.moves is not None:
             images = shift(images, self._data.augment.shift, drawn.moves[at])
-        if warps is not None and len(images):
+        if (warps := drawn.warps) is not None and len(images):
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
-            images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
-        if drawn is not None:
-            images = mirror(images, drawn.mirrored[at])
-            if drawn.policy is not None:
-                images = apply_policy(images, self._data.augment, drawn.policy[at])
+            images = np.stack([bend(*turn) for turn in turns])
+        images = mirror(images, drawn.mirrored[at])
+        if drawn.policy is not None:
+            images = apply_policy(images, self._data.augment, drawn.policy[at])
         self._write(images, warps, range(*at.indices(len(out))), out[at])
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
@@ -195,12 +191,20 @@ class Pipeline:
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 
-    def _region(self, drawn: Changes | None, at: int, sizes: ImageSizes, height: int, width: int) -> Region:
+    def _region(self, drawn: Changes, at: int, sizes: ImageSizes, height: int, width: int) -> Region:
         """The region of an image of this size, at this position of its batch."""
-        if drawn is not None and drawn.boxes is not None:
+        if drawn.boxes is not None:
             region = random_region(height, width, sizes.sides, self._data.augment, drawn.boxes[at])
+        elif sizes.resize is not None:
+            region = scaled(height, width, sizes.resize)
+        elif (height, width) == sizes.sides:
+            region = Region(0, 0, height, width, height, width)
         else:
-            region = _validation_region(height, width, sizes)
+            rows, columns = sizes.sides
+            raise UserError(
+                f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
+                " set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
+            )
         return replace(region, exact=self._data.pixels == "portable")
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
@@ -225,18 +229,6 @@ class Pipeline:
                 f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
             )
         return render(pixels, choose(*pixels.shape[:2]))
-
-
-def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
-    rows, columns = sizes.sides
-    if sizes.resize is not None:
-        return scaled(height, width, sizes.resize)
-    if (height, width) != sizes.sides:
-        raise UserError(
-            f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
-            " set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
-        )
-    return Region(0, 0, height, width, height, width)
 
 
 def _retried(read: Callable[[], T]) -> T:
