@@ -115,7 +115,7 @@ def mirror(images: Pixels, mirrored: Bools) -> Pixels:
     images, turned = images.copy(), images[mirrored]
     if images.shape[-1] % 8 == 0:
         # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
-        images[mirrored] = turned.view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
+        images[mirrored] = np.ascontiguousarray(turned).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
     else:
         images[mirrored] = turned[..., ::-1]
     return images
@@ -203,7 +203,7 @@ def _span(side: int, ratio: float, centre: float) -> slice:
 
 
 def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Int64 | None:
-    """Index in `OPERATIONS`, strength and sign (0 or 1) of each sample's changes, int64 [n, changes, 3], if any."""
+    """Index in `OPERATIONS`, strength and sign (0 or 1) of each change, int64 [n, changes, 3]; None: no policy."""
     if augment.policy == "none":
         return None
     changes = augment.operations if augment.policy == "randaugment" else 1

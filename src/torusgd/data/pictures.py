@@ -131,12 +131,11 @@ def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
     inferred = class_folders(roots["train"])
     listed = {name: name for name in inferred} if classes is None else read_classes(path / classes)
     for folder in listed:
+        file, wanted = path / str(classes), roots["train"] / folder
         if Path(folder).name != folder:
-            raise UserError(f"{path / str(classes)}: {folder!r} is no plain folder name; one class folder a line")
+            raise UserError(f"{file}: {folder!r} is no plain folder name; one class folder a line")
         if folder not in inferred:
-            raise UserError(
-                f"{path / str(classes)}: lists {folder!r}, but there is no folder {roots['train'] / folder}"
-            )
+            raise UserError(f"{file}: lists {folder!r}, but there is no folder {wanted}")
     # A listed subset may leave classes out on purpose; a folder of val/ alone is a mistake.
     if classes is None and (unknown := set(class_folders(roots["eval"])) - set(listed)):
         raise UserError(f"{roots['eval'] / min(unknown)}: a class that {roots['train']} doesn't have")

@@ -231,31 +231,27 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:
+    name = model.name
     try:
         parameters = inspect.signature(builder).parameters
     except ValueError:  # a type written in C, such as dict
-        raise UserError(
-            f"model.name: {model.name} doesn't say which keywords it takes; wrap it in a function"
-        ) from None
+        raise UserError(f"model.name: {name} doesn't say which keywords it takes; wrap it in a function") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in ("classes", "channels"):
         if key not in parameters:
-            raise UserError(f"model.name: {model.name} must take the keyword {key}")
+            raise UserError(f"model.name: {name} must take the keyword {key}")
     allowed = [key for key in parameters if key not in ("classes", "channels")]
     for key, value in model.options.items():
         if key not in allowed:
-            raise UserError(
-                f"model.options.{key}: {model.name} has no such option; it has {', '.join(allowed) or 'none'}"
-            )
-        wanted = parameters[key].annotation
-        if wanted is float and type(value) is int:
-            continue
-        if wanted in (bool, int, float, str) and type(value) is not wanted:
+            raise UserError(f"model.options.{key}: {name} has no such option; it has {', '.join(allowed) or 'none'}")
+        # A whole number serves as a float; a bool is no int.
+        kind, wanted = type(value), parameters[key].annotation
+        if wanted in (bool, int, float, str) and kind is not wanted and (kind, wanted) != (int, float):
             raise UserError(f"model.options.{key}: needs a value of type {wanted.__name__}, got {value!r}")
     for key in allowed:
         if parameters[key].default is inspect.Parameter.empty and key not in model.options:
-            raise UserError(f"model.options.{key}: {model.name} needs it")
+            raise UserError(f"model.options.{key}: {name} needs it")
 
 
 def _check_parameters(name: str, network: nn.Module) -> None:
