@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from torusgd.optim import BLOCK, VARIANTS, AdamW, Lamb, Lars, Sgd, lars, layer_norms
 from torusgd.optim.sgd import momentum_step
 
+SEEDS = st.integers(0, 2**31)
 HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    shape=st.sampled_from([(), (1,), (19,), (4, 3, 3, 3)]),
-    momentum=st.sampled_from([0.0, 0.9]),
-    nesterov=st.booleans(),
-    channels_last=st.booleans(),
-    seed=st.integers(0, 2**31),
+    st.sampled_from([(), (1,), (19,), (4, 3, 3, 3)]), st.sampled_from([0.0, 0.9]), st.booleans(), st.booleans(), SEEDS
 )
 def test_it_is_torchs_sgd(shape: tuple[int, ...], momentum: float, nesterov: bool, channels_last: bool, seed: int):
     generator = torch.Generator().manual_seed(seed)

@@ -194,17 +194,17 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
     what, kinds = f"{file}: can't be read as a list of paths and labels", (OSError, ValueError, csv.Error)
     with as_user_error(what, of=kinds), file.open(encoding="utf-8-sig", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
-        column, label_column = 0, 1
+        places = 0, 1
         for number, row in enumerate(rows):
             cells = [cell.strip() for cell in row]
             if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
-                column, label_column = columns
+                places = columns
             elif any(cells):
-                most = max(column, label_column)
-                if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
+                path, label = (cells[place] if place < len(cells) else "" for place in places)
+                if not path or not label or "\0" in path:
                     raise UserError(f"{file}: line {rows.line_num} has no path and label")
-                paths.append(cells[column])
-                labels.append(cells[label_column])
+                paths.append(path)
+                labels.append(label)
             if number % _EVERY == 0:
                 progress(number)
     return paths, labels

@@ -172,22 +172,19 @@ class _Walk:
             yield _Image(picture.name, label, self._shard, picture.offset, picture.size, header)
 
     def _label(self, key: str, sample: Mapping[str, _Member], picture: _Member) -> str:
-        for kind in ("cls", "json"):
-            if kind in sample:
-                member = sample[kind]
-                if member.size > _MOST_LABEL:
-                    raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
-                self._stream.seek(member.offset)
-                text = self._stream.read(member.size).decode().strip()
-                value: Any = text
-                if kind == "json":
-                    tree = parse_json(text)
-                    value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
-                # To Python a bool is an int, but no label.
-                is_label = isinstance(value, int | str) and not isinstance(value, bool)
-                if is_label and str(value) and "\0" not in str(value):
-                    return str(value)
-                raise UserError(f"{self._file}: {member.name} holds no label")
+        if (member := sample.get("cls", sample.get("json"))) is not None:
+            if member.size > _MOST_LABEL:
+                raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
+            self._stream.seek(member.offset)
+            value: Any = self._stream.read(member.size).decode().strip()
+            if "cls" not in sample:
+                tree = parse_json(value)
+                value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+            # To Python a bool is an int, but no label.
+            is_label = isinstance(value, int | str) and not isinstance(value, bool)
+            if is_label and str(value) and "\0" not in str(value):
+                return str(value)
+            raise UserError(f"{self._file}: {member.name} holds no label")
         folder, _, name = picture.name.rpartition("/")
         # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
