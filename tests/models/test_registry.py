@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.commands import ran
 from tests.messages import INDEX, refused, refuses
 from torch import nn
 
@@ -241,6 +241,4 @@ for _ in range(200):
     network(torch.empty(8, 1, 8, 8, memory_format=torch.channels_last).normal_()).sum().backward()
 """
     heap = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
-    words, settings = [sys.executable, "-c", script], {**os.environ, **heap}
-    done = subprocess.run(words, env=settings, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    ran([sys.executable, "-c", script], env={**os.environ, **heap}, timeout=100)

@@ -116,14 +116,6 @@ def open_pipeline(
     return make(training, data, seed, allocate)
 
 
-@dataclass(frozen=True)
-class _Made:
-    shape: tuple[int, ...]
-    positions: Int64
-    replaced: int
-    tensors: dict[str, npt.NDArray[Any]]  # the others, by name, as arrays: a pipe would move tensors by files
-
-
 class LoaderProcesses:
     """Makes training batches by copies of a pipeline (`open_`) in other processes; safe to use from several threads."""
 
@@ -150,15 +142,15 @@ class LoaderProcesses:
         """As `Pipeline.training_batch`; RunError also if a process has ended, or met an unknown exception."""
         process = self._idle.get()
         try:
-            made = process.make((indices, epochs, augment, sizes))
-            memory, message = self._pipeline.memory(made.shape)
+            shape, known, arrays = process.make((indices, epochs, augment, sizes))
+            memory, message = self._pipeline.memory(shape)
             # Copied out, since the process writes its next batch into the same memory.
-            np.copyto(memory, process.memory.array(made.shape, self._pipeline.dtype))
+            np.copyto(memory, process.memory.array(shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
-        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
-        tensors |= {"images": torch.from_numpy(memory), "table": self._pipeline.table}
-        return self._pipeline.joined(Batch(positions=made.positions, replaced=made.replaced, **tensors), message)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = Batch(torch.from_numpy(memory), table=self._pipeline.table, **known, **tensors)
+        return self._pipeline.joined(batch, message)
 
 
 class SharedMemory:
@@ -194,8 +186,8 @@ class _Process:
         self._process.start()
         its.close()
 
-    def make(self, wanted: tuple[Any, ...]) -> _Made:
-        """A batch that the process, or one in its place, makes from the arguments of `Pipeline.training_batch`."""
+    def make(self, wanted: tuple[Any, ...]) -> Any:
+        """A batch of `Pipeline.training_batch`: its images' shape, other fields, and tensors as arrays, by name."""
         try:
             made, lines = self._exchange(wanted)
         except (EOFError, OSError):
@@ -212,7 +204,6 @@ class _Process:
             log.warning("%s", line)
         if isinstance(made, Exception):
             raise made
-        assert isinstance(made, _Made)
         return made
 
     def _exchange(self, wanted: tuple[Any, ...]) -> Any:
@@ -280,15 +271,17 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
     except FileNotFoundError:  # the rank has ended meanwhile
         return
     pipeline: Pipeline | None = None
-    made: _Made | Exception
+    made: Any
     while (wanted := _received(pipe)) is not None:
         try:
             # Opened with the first batch, so that an error reaches the rank as that of a batch does.
             pipeline = pipeline or open_(shared.array)
             batch = pipeline.training_batch(*wanted)
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
-            tensors = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
-            made = _Made(tuple(batch.images.shape), batch.positions, batch.replaced, tensors)
+            # As arrays: a pipe would move tensors by files.
+            arrays = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
+            known = {"positions": batch.positions, "replaced": batch.replaced}
+            made = tuple(batch.images.shape), known, arrays
         except (UserError, RunError, OSError) as error:
             made = error
         except Exception as error:

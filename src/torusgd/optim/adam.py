@@ -71,9 +71,7 @@ class AdamW(Optimizer):
         assert param.grad is not None
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
         beta1, beta2, number = group["momentum"], group["beta2"], int(state["step"])
         gradient = param.grad
