@@ -83,18 +83,14 @@ def _read_header(data: bytes) -> _Header:
         weight = _PNG_WEIGHT
     elif data.startswith(JPEG):
         frame = _jpeg_frame(data)
-        if frame < 0:
-            raise Undecodable("a JPEG without a size, cut short in its header")
         height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
         # Each scan begins with a marker behind the frame's. Coded pixels never hold these two bytes; a thumbnail may,
         # but lies before the frame. `bytes.count` takes four times as long, which was a fiftieth of a picture's time.
         rest = np.frombuffer(data, np.uint8)[frame:]
         scans = int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
         weight = _SCANS_WEIGHT if scans > 1 or data[frame + 1] not in (0xC0, 0xC1) else 1
-    elif not data:
-        raise Undecodable("the file is empty")
     else:
-        raise Undecodable("neither JPEG nor PNG")
+        raise Undecodable("neither JPEG nor PNG" if data else "the file is empty")
     if height < 1 or width < 1 or weight * height * width > MAX_PIXELS:
         raise Undecodable(f"its header says {width} x {height} pixels; at most {MAX_PIXELS // weight} are decoded")
     if scans > _MOST_SCANS or scans * height * width > _MOST_SCANNED:
@@ -118,7 +114,7 @@ def is_common_jpeg(data: bytes) -> bool:
 
 
 def _jpeg_frame(data: bytes) -> int:
-    """The offset of the start-of-frame marker, before precision, height, width and colours; -1 if there is none."""
+    """The offset of the start-of-frame marker, before precision, height, width and colours."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 10 <= len(data):
         marker = data[at + 1]
@@ -130,7 +126,7 @@ def _jpeg_frame(data: bytes) -> int:
             at += 2
         else:  # a segment, which begins with its length
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return -1
+    raise Undecodable("a JPEG without a size, cut short in its header")
 
 
 def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = None) -> Pixels:
@@ -140,8 +136,7 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     Undecodable also if the file is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
-    if not data.startswith(JPEG):
-        shrink = 1
+    shrink = shrink if data.startswith(JPEG) else 1
     height, width = (-(-side // shrink) for side in (header.height, header.width))
     # One large picture may take 750 MB; each thread of a loader could meet one.
     with _one_large if header.weighted > _LARGE else nullcontext():
