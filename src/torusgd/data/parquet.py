@@ -115,12 +115,9 @@ class _File:
         return _bytes_of(group.column(name), self.path)
 
 
-Pair = tuple[TableImages, TableImages]
-
-
 def open_tables(
     path: Path, channels: int, image: str | None = None, label: str | None = None, subset: str | None = None
-) -> Pair:
+) -> tuple[TableImages, TableImages]:
     """Images of a data set in Parquet or Arrow files, in a folder or on the hub, in the order of the files' names.
 
     The name of a file or of its folder says its split, as for tar files. The columns `image` and `label` are found by

@@ -108,7 +108,7 @@ class StreamSampler(Sampler[list[int]]):
         self.batches = batch_size
         """as given: a number, or a function of the samples consumed"""
         self.steps = 0
-        """trained on"""
+        """trained on; `step`, `follow` and `seek` change it"""
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
         self._epoch_samples = length * repeats
