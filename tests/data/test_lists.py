@@ -141,8 +141,7 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
         "a column with a typing error": {"image": "pixels", "label": "fin"},
     }.items():
         refuses(name, open_tables, root, 3, **columns, TMP=tmp_path)
-    only = write_one(tmp_path / "b", table(range(4), "pixels", "kind"))
-    assert len(open_tables(only, 3)[0]) == 4
+    assert len(open_tables(write_one(tmp_path / "b", table(range(4), "pixels", "kind")), 3)[0]) == 4
 
 
 def test_images_that_are_not_there(tmp_path: Path) -> None:

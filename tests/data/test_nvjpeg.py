@@ -66,8 +66,7 @@ def test_a_batch_is_one_call_with_the_same_images_as_in_any_and_one_that_spoils_
         assert torch.equal(batch(pipeline, [index]).images[0], images[index])
     for ours, usual in zip(images, batch(opened(folder), range(8)).images, strict=True):
         assert (ours - usual).abs().mean() < 0.1, "in units of about 1/4 of the whole range"
-    some = opened(folder, gpu, train_images=3)
-    assert torch.equal(batch(some, [2]).images[0], images[2])
+    assert torch.equal(batch(opened(folder, gpu, train_images=3), [2]).images[0], images[2])
     assert gpu.calls == [8, 1, 1, 1]
     damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
     found, whole = (batch(opened(folder, gpu), range(8)) for gpu in (FakeGpu(damaged), FakeGpu()))

@@ -82,8 +82,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
 @settings(deadline=None, max_examples=10)
 def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name: str, data: st.DataObject) -> None:
     pipeline = pipelines[name]
-    size = len(pipeline.source)
-    indices = np.array(data.draw(st.lists(st.integers(0, min(size, 20) - 1), min_size=1, max_size=12)))
+    indices = np.array(data.draw(st.lists(st.integers(0, min(len(pipeline.source), 20) - 1), min_size=1, max_size=12)))
     epochs = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(indices), max_size=len(indices))))
     cut = data.draw(st.integers(0, len(indices)))
     for augment in (True, False):

@@ -149,8 +149,7 @@ def test_a_stop_and_other_ranks_change_nothing(length, micro, before, after, sto
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10])
 def test_any_number_of_ranks_shares_a_batch_without_micro_batches(size: int) -> None:
-    samplers = [StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)]
-    found = steps_of(samplers, 9, 1)
+    found = steps_of([StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)], 9, 1)
     assert flat(found) == stream(90)
     lengths = [len(part) for step in found for part in step]
     assert max(lengths) - min(lengths) <= 1
@@ -162,8 +161,7 @@ def grown(consumed: int) -> int:
 
 def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_step_alone() -> None:
     sampler = StreamSampler(LENGTH, grown)
-    found = steps_of([sampler], 14, 1)
-    assert [len(step[0]) for step in found] == [4] * 13 + [10]
+    assert [len(step[0]) for step in steps_of([sampler], 14, 1)] == [4] * 13 + [10]
     again = StreamSampler(LENGTH, grown)
     again.load_state_dict(sampler.state_dict())
     assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]

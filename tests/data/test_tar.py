@@ -370,8 +370,7 @@ def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) 
 
 
 def test_copies_as_png_have_all_pixels_and_are_scaled_exactly(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set", train=2, val=1)
-    before, held_out = open_folder(root, 3)
+    before, held_out = open_folder(write_folder(tmp_path / "set", train=2, val=1), 3)
     pack(before, held_out, tmp_path / "out", Packing(45, None, 5), print)
     after, _ = open_shards(tmp_path / "out", 3)
     for index in range(len(before)):

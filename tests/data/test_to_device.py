@@ -53,8 +53,7 @@ def test_images_and_targets_come_in_one_message(count: int) -> None:
     assert torch.equal(targets, batch.targets)
     assert batch.images.data_ptr() == batch.message.data_ptr(), "where torch looks for pinned memory"
     assert batch.targets.untyped_storage().data_ptr() != batch.message.data_ptr()
-    plain = Pipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True)
-    assert plain.message is None
+    assert Pipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True).message is None
 
 
 def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu_and_what_a_gpu_is_given_is_pinned(monkeypatch) -> None:

@@ -168,8 +168,7 @@ def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[BasicBl
     model = MODELS[name](classes=4, channels=3, zero_gamma=True)
     blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
     norms = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    zero = {path for path, norm in norms if not norm.weight.any()}
-    assert zero == {f"{path}.{last}" for path, _ in blocks}
+    assert {path for path, norm in norms if not norm.weight.any()} == {f"{path}.{last}" for path, _ in blocks}
     x = torch.rand(2, 64 * block.expansion, 4, 4)
     torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
 

@@ -198,8 +198,7 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timms(name: str, channels: int = 1, **options: Any) -> nn.Module:
-    model = Model(name=name, options=options)
-    return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
+    return build_model(Model(name=name, options=options), classes=5, channels=channels, image_size=8, seed=0)
 
 
 @pytest.mark.usefixtures("timm")

@@ -89,8 +89,7 @@ def test_a_memory_format_changes_nothing(name: str, shape: tuple[int, ...], grad
 def test_making_one_does_not_import_the_compiler(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch._dynamo takes two seconds, which every rank of every run would pay."""
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import then fails
-    optimizer = kind(torch.nn.Linear(3, 2).parameters(), lr=0.1)
-    assert len(optimizer.param_groups[0]["params"]) == 2
+    assert len(kind(torch.nn.Linear(3, 2).parameters(), lr=0.1).param_groups[0]["params"]) == 2
 
 
 def weights(*shape: int) -> torch.nn.Parameter:

@@ -182,6 +182,5 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
         numbers = [int(line) for line in truth.split()]
         labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
     except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
-        reason = in_one_line(error)
-        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
+        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({in_one_line(error)}); fetch it again") from error
     return dict(sorted(images.items())), labels

@@ -119,8 +119,7 @@ def number_labels(
         if largest >= (len(listed) if listed is not None else MOST_CLASSES):
             most = f"{len(listed)} classes are listed" if listed is not None else f"the limit is {MOST_CLASSES} classes"
             raise UserError(f"{where}: a label of {largest}, but {most}; labels count from 0")
-        names = listed.values() if listed is not None else map(str, range(largest + 1))
-        return tuple(names), numbers
+        return tuple(listed.values() if listed is not None else map(str, range(largest + 1))), numbers
     listed = listed if listed is not None else {key: key for key in sorted(distinct["train"])}
     number_of = {key: number for number, key in enumerate(listed)}
     for split, found in distinct.items():

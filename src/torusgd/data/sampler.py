@@ -198,8 +198,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Lists of this rank in the whole epoch that is being trained on, those before a resume included."""
-        steps = self._epoch_end(self.steps) - self._epoch_first(self.steps)
-        return steps * len(self.positions())
+        return (self._epoch_end(self.steps) - self._epoch_first(self.steps)) * len(self.positions())
 
     @property
     def batch_size(self) -> int:

@@ -299,8 +299,7 @@ def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
             if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
                 setattr(module, name, _BlurredConv2d(child))
     if pool:  # the maximum is taken at every pixel, and the blur has the stride (MosaicML)
-        blurred = Blur2d(model.conv1.out_channels, stride=2)
-        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), blurred)
+        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), Blur2d(model.conv1.out_channels, stride=2))
 
 
 class _BlurredConv2d(nn.Conv2d):

@@ -378,8 +378,7 @@ def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            images = torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)
-            trial(images).sum().backward()
+            trial(torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)).sum().backward()
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
