@@ -148,8 +148,8 @@ class LoaderProcesses:
             np.copyto(memory, process.memory.array(shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        batch = Batch(torch.from_numpy(memory), table=self._pipeline.table, **known, **tensors)
+        known |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = Batch(torch.from_numpy(memory), table=self._pipeline.table, **known)
         return self._pipeline.joined(batch, message)
 
 
