@@ -86,10 +86,7 @@ class Names:
 
 
 def read_classes(file: Path) -> dict[str, str]:
-    """The classes that a text file lists, one a line, label 0 first; a display name may follow after a tab.
-
-    Returns display names by the data set's own name of each class, in the order of their labels.
-    """
+    """The classes of a text file, one a line, label 0 first: display names, which follow after a tab, by own names."""
     with as_user_error(f"{file}: can't be read as a list of classes", of=(OSError, ValueError)):
         lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
     classes: dict[str, str] = {}
