@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import queue
 import sys
@@ -36,8 +37,9 @@ def start_forkserver() -> None:
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None and server._forkserver_pid == _STARTED.get("here"):
         return
-    with suppress(FileNotFoundError):  # the launcher's removes its socket itself
+    with suppress(FileNotFoundError):  # the launcher's removes its socket itself, and the folder that held it
         server._stop()
+    os.makedirs(multiprocessing.util.get_temp_dir(), exist_ok=True)
     of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
     multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)

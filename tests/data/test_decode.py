@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.data import decode as decoders
 from torusgd.data.decode import Undecodable, decode, decode_region, fit, picture_size, require_specified
 from torusgd.data.geometry import render, scaled
@@ -63,8 +63,7 @@ def test_cmyk_is_close_to_what_pillow_makes_of_it_and_16_bits_keep_the_upper_byt
     assert psnr(decode(data, 3), by_pillow(data)) > 40
     assert psnr(decode(data, 1)[..., 0], by_pillow(data, "L")) > 40
     values = (np.arange(100 * 90).reshape(100, 90) * 7).astype(np.uint16)
-    pixels = decode(encoded(Image.fromarray(values), "PNG"), 1)
-    assert np.abs(pixels[..., 0].astype(int) - (values >> 8)).max() <= 1
+    assert np.abs(decode(encoded(Image.fromarray(values), "PNG"), 1)[..., 0].astype(int) - (values >> 8)).max() <= 1
 
 
 def png_bomb(height: int, width: int) -> bytes:
@@ -107,8 +106,7 @@ BAD = {
 def test_what_can_not_be_decoded_is_refused(name: str) -> None:
     assert HUGE_JPEG != JPEG
     for read in (decode, partial(decode_region, choose=always(Region(0, 0, 8, 8, 8, 8)))):
-        with refused(f"a picture: {name}", kind=Undecodable):
-            read(BAD[name], 3)
+        refuses(f"a picture: {name}", read, BAD[name], 3, kind=Undecodable)
 
 
 def test_cuts_and_scan_bombs_are_found_out_and_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
@@ -210,7 +208,6 @@ def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(tmp_
     pipeline = Pipeline(sources[0], folder_data(pixels="portable"), 0)
     with refused("a JPEG decoder with other pixels"):
         pipeline.training_batch(np.arange(2), np.zeros(2, np.int64), augment=True)
-    with refused("a JPEG decoder with other pixels"):
-        pack(*sources, tmp_path / "out", Packing(None, None, 5), print)
+    refuses("a JPEG decoder with other pixels", pack, *sources, tmp_path / "out", Packing(None, None, 5), print)
     require_specified(PNG)
     decoders.other_decoders.cache_clear()

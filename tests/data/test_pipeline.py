@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.data.own import Stripes
 from tests.data.pictures import folder_data, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
@@ -82,8 +82,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
 @settings(deadline=None, max_examples=10)
 def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name: str, data: st.DataObject) -> None:
     pipeline = pipelines[name]
-    size = len(pipeline.source)
-    indices = np.array(data.draw(st.lists(st.integers(0, min(size, 20) - 1), min_size=1, max_size=12)))
+    indices = np.array(data.draw(st.lists(st.integers(0, min(len(pipeline.source), 20) - 1), min_size=1, max_size=12)))
     epochs = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(indices), max_size=len(indices))))
     cut = data.draw(st.integers(0, len(indices)))
     for augment in (True, False):
@@ -105,9 +104,7 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_seeds_and_epochs_change_what_is_seen_and_without_augmentation_it_is_as_in_evaluation(
-    pipelines: dict[str, Pipeline], name: str
-) -> None:
+def test_seeds_and_epochs_change_what_is_seen_and_without_augmentation_it_is_as_in_evaluation(pipelines, name: str):
     source, data, indices = pipelines[name].source, PIPELINES[name], np.arange(4)
 
     def seen(seed: int, epoch: int, augment: bool = True, source: Source = source) -> torch.Tensor:
@@ -167,17 +164,6 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> No
         assert psnr(images[index] * 255, expected) > 50
 
 
-def test_augment_options_are_read() -> None:
-    data = Data(**TILES, image_size=12, resize=16)
-    source, seen = open_sources(data, None, 0)[0], []
-    shifted, resized = {"crop": "shift", "shift": 1}, {"crop": "resized"}
-    boxes: tuple[dict[str, Any], ...] = ({}, {"area": (0.5, 0.6)}, {"aspect": (1.0, 1.1)})
-    for options in ({}, {"flip": 1.0}, shifted, shifted | {"shift": 3}, *(resized | each for each in boxes)):
-        pipeline = Pipeline(source, data.model_copy(update={"augment": Augment.model_validate(options)}), 0)
-        seen.append(pipeline.training_batch(np.arange(6), EPOCH_0[:6], augment=True).images)
-    assert len({images.numpy().tobytes() for images in seen}) == len(seen)
-
-
 def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(caplog: pytest.LogCaptureFixture) -> None:
     bad, (_, clean) = (3, 11), stripes()
     _, pipeline = stripes(bad)
@@ -204,8 +190,7 @@ def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(capl
             assert torch.equal(batch.images, plain.images)
     assert found > 0
     source, pipeline = stripes(tuple(range(30)))
-    with refused("sixteen substitutes", kind=RunError):
-        pipeline.training_batch(np.array([0]), EPOCH_0[:1], augment=True)
+    refuses("sixteen substitutes", pipeline.training_batch, np.array([0]), EPOCH_0[:1], augment=True, kind=RunError)
     assert len(source.reads) == 17
 
 
@@ -226,11 +211,9 @@ def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, mo
     batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
     assert (batch.replaced, source.reads) == (0, [4, 4, 4])
     source, pipeline = stripes((), {4: 3})
-    with refused("a stripe out of reach", kind=OSError):
-        pipeline.training_batch(np.array([3, 4]), EPOCH_0[:2], augment=True)
+    refuses("a stripe out of reach", pipeline.training_batch, np.array([3, 4]), EPOCH_0[:2], augment=True, kind=OSError)
     source.unreadable[4] = 3
-    with refused("a stripe out of reach", kind=OSError):
-        pipeline.validation_batch(np.array([3, 4]))
+    refuses("a stripe out of reach", pipeline.validation_batch, np.array([3, 4]), kind=OSError)
     pipeline = pictures(tmp_path)
     (tmp_path / "train" / "cat" / "002.jpg").unlink()
     with pytest.raises(FileNotFoundError):
@@ -243,8 +226,7 @@ def test_images_of_another_size_or_kind_are_refused() -> None:
     for what, changes in wrong.items():
         _, pipeline = stripes(data=own_data(**changes))
         for read, arguments in ((pipeline.validation_batch, ()), (pipeline.training_batch, (EPOCH_0[:1], True))):
-            with refused(f"an image of {what}", "data."):
-                read(np.array([0]), *arguments)
+            refuses(f"an image of {what}", read, np.array([0]), *arguments, about="data.")
 
 
 def test_the_augmentation_is_pinned() -> None:

@@ -1,13 +1,7 @@
 """The stream of samples, and of a DataLoader: nothing lost or repeated, whatever draws ahead, on any ranks."""
 
 import itertools
-import json
-import multiprocessing
-import os
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -18,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.comm.gloo_world import start_forkserver
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
 from torusgd.data.order import COPY, StreamOrder
@@ -90,11 +83,9 @@ def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_
 
 
 def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
-    with refused("a stream without samples", "length: ", kind=ValueError):
-        StreamOrder(0, 0)
+    refuses("a stream without samples", StreamOrder, 0, 0, about="length: ", kind=ValueError)
     for name, place in {"before its start": (-1, 2), "beyond 64 bits": (2**63 - 3, 3)}.items():
-        with refused(f"a stream {name}", "start", kind=ValueError):
-            StreamOrder(3, 0).at(*place)
+        refuses(f"a stream {name}", StreamOrder(3, 0).at, *place, about="start", kind=ValueError)
     wrong: list[Any] = [(3, 0.5), (3, 2**63), (3, 2**70), (5.5, 0), (5, 0, 0), (5, 0, 1.5)]
     for arguments in wrong:
         with pytest.raises(ValueError, match="seed: needs an integer of 64 bits" if arguments[0] == 3 else "a stream "):
@@ -114,22 +105,17 @@ def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_on
         sampler.load_state_dict(old)
 
 
+def endless(epochs: Any) -> Any:
+    return itertools.chain.from_iterable(itertools.repeat(epochs))
+
+
 def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list[list[int]]]:
     """The micro-batches of each of the next steps over all ranks; each rank draws so many lists a step."""
-    found = []
-    iterators = [iter(sampler) for sampler in samplers]
+    found, drawn = [], [endless(sampler) for sampler in samplers]
     for _ in range(count):
-        step: list[list[int]] = []
-        for index, sampler in enumerate(samplers):
-            for _ in range(lists):
-                try:
-                    step.append(next(iterators[index]))
-                except StopIteration:
-                    iterators[index] = iter(sampler)
-                    step.append(next(iterators[index]))
+        found.append([next(each) for each in drawn for _ in range(lists)])
         for sampler in samplers:
             sampler.step()
-        found.append(step)
     return found
 
 
@@ -163,8 +149,7 @@ def test_a_stop_and_other_ranks_change_nothing(length, micro, before, after, sto
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10])
 def test_any_number_of_ranks_shares_a_batch_without_micro_batches(size: int) -> None:
-    samplers = [StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)]
-    found = steps_of(samplers, 9, 1)
+    found = steps_of([StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)], 9, 1)
     assert flat(found) == stream(90)
     lengths = [len(part) for step in found for part in step]
     assert max(lengths) - min(lengths) <= 1
@@ -176,8 +161,7 @@ def grown(consumed: int) -> int:
 
 def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_step_alone() -> None:
     sampler = StreamSampler(LENGTH, grown)
-    found = steps_of([sampler], 14, 1)
-    assert [len(step[0]) for step in found] == [4] * 13 + [10]
+    assert [len(step[0]) for step in steps_of([sampler], 14, 1)] == [4] * 13 + [10]
     again = StreamSampler(LENGTH, grown)
     again.load_state_dict(sampler.state_dict())
     assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]
@@ -221,23 +205,13 @@ def test_the_length_is_that_of_the_epoch_wherever_it_stands() -> None:
     assert sampler.epoch == 4
 
 
-class Numbers(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list[int]:
     """What a loop has trained on after so many steps; the loader has drawn more."""
     seen: list[int] = []
-    for parts, batch in enumerate(itertools.chain.from_iterable(itertools.repeat(loader)), 1):
+    for parts, batch in enumerate(itertools.islice(endless(loader), steps * lists), 1):
         seen += batch.tolist()
         if parts % lists == 0:
             sampler.step()
-        if parts == steps * lists:
-            break
     return seen
 
 
@@ -247,7 +221,8 @@ def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list
 )
 def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, Any]) -> None:
     def loader(sampler: StreamSampler) -> DataLoader[int]:
-        return DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, **options)
+        numbers: Any = range(LENGTH)
+        return DataLoader(numbers, batch_sampler=sampler, num_workers=workers, **options)
 
     first = StreamSampler(LENGTH, 6, micro_batches=2)
     seen = trained(first, loader(first), 9, 2)
@@ -278,42 +253,3 @@ WRONG: dict[str, Any] = {
     "rank 2 of 2": {"rank": 2, "world_size": 2},
     "0 micro-batches": {"micro_batches": 0},
 }
-
-
-def train_and_save(folder: Path, sleeps_at: int) -> None:
-    """Twenty steps, saved after each; sleeps for ever between one of them and its save."""
-    os.setsid()  # a group of its own, with its loaders
-    multiprocessing.set_start_method("fork", force=True)
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.0)
-    sampler, saved, seen = StreamSampler(LENGTH, 6), folder / "state.json", list[int]()
-    if saved.exists():
-        state = json.loads(saved.read_text())
-        sampler.load_state_dict(state["sampler"])
-        seen = state["seen"]
-    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2, persistent_workers=True)
-    while sampler.steps < 20:
-        for batch in loader:
-            seen += batch.tolist()
-            optimizer.step()
-            sampler.step()
-            if sampler.steps == sleeps_at:
-                (folder / "between").touch()
-                time.sleep(600)
-            (folder / "new.json").write_text(json.dumps({"sampler": sampler.state_dict(), "seen": seen}))
-            (folder / "new.json").replace(saved)
-            if sampler.steps == 20:
-                os._exit(0)
-
-
-def test_a_kill_between_the_optimizers_step_and_the_save(tmp_path: Path) -> None:
-    start_forkserver()
-    context = multiprocessing.get_context("forkserver")
-    first, again = (context.Process(target=train_and_save, args=(tmp_path, sleeps_at)) for sleeps_at in (11, 0))
-    first.start()
-    until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
-    os.killpg(first.pid or 0, signal.SIGKILL)
-    first.join()
-    again.start()
-    again.join(240)
-    # The eleventh step's weights are lost with the process, and so it is done again: with the same samples.
-    assert json.loads((tmp_path / "state.json").read_text())["seen"] == stream(120)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refuses
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -51,8 +51,7 @@ def test_width_is_in_proportion_in_every_layer(name: str, published: int) -> Non
 def test_impossible_options_are_named(name: str) -> None:
     wrong: Any = (("dropout", 1.0), ("dropout", -0.1), ("width", 0))
     for option, value in wrong:
-        with refused(f"a network with {option}={value}", f"model.options.{option}: "):
-            on_meta(name, **{option: value})
+        refuses(f"a network with {option}={value}", on_meta, name, **{option: value}, about=f"model.options.{option}: ")
 
 
 def test_the_speech_network_begins_in_the_middle_of_its_sigmoids_and_lets_gradients_through_seven() -> None:
@@ -169,8 +168,7 @@ def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[BasicBl
     model = MODELS[name](classes=4, channels=3, zero_gamma=True)
     blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
     norms = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    zero = {path for path, norm in norms if not norm.weight.any()}
-    assert zero == {f"{path}.{last}" for path, _ in blocks}
+    assert {path for path, norm in norms if not norm.weight.any()} == {f"{path}.{last}" for path, _ in blocks}
     x = torch.rand(2, 64 * block.expansion, 4, 4)
     torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
 
@@ -185,8 +183,7 @@ def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str) -
     for name in ("conv1", "maxpool", "layer1"):
         images = blurred.get_submodule(name)(images)
     assert images.shape == (2, 256, 16, 16)
-    with refused("a blur of no known name"):
-        on_meta("resnet50", blur="all")
+    refuses("a blur of no known name", on_meta, "resnet50", blur="all")
     # It is a convolution with binomial weights.
     image = torch.zeros(1, 2, 5, 5)
     image[0, 1, 2, 2] = 16.0

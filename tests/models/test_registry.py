@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import INDEX, refused
+from tests.commands import ran
+from tests.messages import INDEX, refused, refuses
 from torch import nn
 
 from torusgd.models import MODELS, build_model, model_of
@@ -60,8 +60,7 @@ WRONG: list[tuple[str, Any]] = [
 
 def test_mistakes_and_a_size_that_a_network_does_not_take_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options in WRONG:
-        with refused(f"model {name} {options}", REASON=REASON):
-            build(name, options)
+        refuses(f"model {name} {options}", build, name, options, REASON=REASON)
     build("digits-net", {"dropout": 0})  # a whole number serves as a float
     for name in ("torchvision", "torchvision.models"):  # another test may have imported the second already
         monkeypatch.setitem(sys.modules, name, None)
@@ -71,8 +70,7 @@ def test_mistakes_and_a_size_that_a_network_does_not_take_are_one_line(monkeypat
     small = ["model.options.width=8", "data.classes=20", "column_blocks=1"]
     assert model_of(load_recipe("intel-cddnn-16", small).recipe, 20) is not None
     other = load_recipe("intel-cddnn-16", [*small, "evaluate={image_size: [9, 39]}"]).recipe
-    with refused("images of evaluation that a network does not take", REASON=REASON):
-        model_of(other, 20)
+    refuses("images of evaluation that a network does not take", model_of, other, 20, REASON=REASON)
 
 
 OWN = """
@@ -90,7 +88,7 @@ def no_classes(channels):
 def wrong_shape(*, classes, channels):
     return plain(classes=classes + 1, channels=channels)
 def tuple_output(*, classes, channels):
-    return Pair()
+    return nn.MaxPool2d(2, return_indices=True)
 def a_number(*, classes, channels):
     return 3
 def counting(*, classes, channels):
@@ -100,9 +98,6 @@ def instance_norm(*, classes, channels):
     return nn.Sequential(norm, plain(classes=classes, channels=channels))
 def norm_and_constants(*, classes, channels):
     return nn.Sequential(nn.BatchNorm2d(channels), Constant(), plain(classes=classes, channels=channels))
-class Pair(nn.Module):
-    def forward(self, x):
-        return x, x
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -125,13 +120,11 @@ def shared(*, classes, channels):
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), plain(classes=classes, channels=channels))
     net[1].weight = nn.Parameter(net[0].weight.data)
     return net
-class Reentrant(nn.Module):
+class Reentrant(nn.Sequential):
     def __init__(self, classes, channels):
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1)
-        self.rest = plain(classes=classes, channels=channels)
+        super().__init__(nn.Conv2d(channels, channels, 3, padding=1), plain(classes=classes, channels=channels))
     def forward(self, x):
-        return checkpoint(self.rest, self.first(x), use_reentrant=True)
+        return checkpoint(self[1], self[0](x), use_reentrant=True)
 number = 3
 """
 
@@ -152,11 +145,9 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded_and_mista
         assert model.eval()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
         assert equal(model, build(f"own_nets:{name}", seed=5))
     assert build("own_nets:plain", {"hidden": 7}).get_parameter("1.weight").shape == (7, 64)
-    with refused("an option of an own model"):
-        build("own_nets:plain", {"width": 7})
+    refuses("an option of an own model", build, "own_nets:plain", {"width": 7})
     for name in WRONG_OWN:
-        with refused(f"a model of one's own: {name}", OWN=own_module):
-            build(name)
+        refuses(f"a model of one's own: {name}", build, name, OWN=own_module)
 
 
 WRONG_OWN = (
@@ -207,8 +198,7 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timms(name: str, channels: int = 1, **options: Any) -> nn.Module:
-    model = Model(name=name, options=options)
-    return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
+    return build_model(Model(name=name, options=options), classes=5, channels=channels, image_size=8, seed=0)
 
 
 @pytest.mark.usefixtures("timm")
@@ -222,8 +212,7 @@ def test_a_network_has_the_datas_classes_its_options_and_the_weights_of_the_seed
     assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
     assert all((tensor == 1).all() for tensor in tensors.values())
     for name in ("bare", "net.unreachable"):
-        with refused(f"timm's weights of {name}", "--init timm: "):
-            timm_pretrained(name, channels=1, options={})
+        refuses(f"timm's weights of {name}", timm_pretrained, name, channels=1, options={}, about="--init timm: ")
 
 
 @pytest.mark.usefixtures("timm")
@@ -231,8 +220,7 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     wrong: tuple[dict[str, Any], ...] = ({"pretrained": True}, {"num_classes": 3}, {"depth": 3})
     names = ("timm:nett", "timm:net.wrong", "timm:hf-hub:me/net")
     for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
-        with refused(f"model {name} {options}", "model."):
-            timms(name, **options)
+        refuses(f"model {name} {options}", timms, name, **options, about="model.")
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
         timms("timm:net")
@@ -252,6 +240,4 @@ for _ in range(200):
     network(torch.empty(8, 1, 8, 8, memory_format=torch.channels_last).normal_()).sum().backward()
 """
     heap = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
-    words, settings = [sys.executable, "-c", script], {**os.environ, **heap}
-    done = subprocess.run(words, env=settings, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    ran([sys.executable, "-c", script], env={**os.environ, **heap}, timeout=100)

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -57,9 +55,7 @@ def test_the_settings_of_lars_reach_its_groups() -> None:
         ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
     ],
 )  # fmt: skip
-def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(
-    settings: dict[str, Any], kind: type, expected: dict[tuple[bool, bool], set[str]]
-) -> None:
+def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(settings, kind: type, expected) -> None:
     model = Net()
     optimizer = build_optimizer(recipe.Optimizer(weight_decay=1e-4, **settings), model, lr=1.0)
     assert isinstance(optimizer, kind)

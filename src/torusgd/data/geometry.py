@@ -81,9 +81,8 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
 
     widest = power(math.e, augment.distortion)
     distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
-    contrast = [
-        [power(augment.contrast * augment.contrast, u) / augment.contrast for u in row] for row in by_channel(_CONTRAST)
-    ]
+    most = augment.contrast
+    contrast = [[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
         distortions=np.array(distortions),
@@ -198,17 +197,12 @@ def _neighbours(length: int, out: int) -> tuple[Int64, Float32, Float32]:
     return place.clip(0, length - 1), weight.astype(np.float32), weight.sum(0).astype(np.float32)
 
 
-def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
-    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right."""
+def cut(image: Pixels, size: tuple[int, int], corner: tuple[float, float] | None) -> Pixels:
+    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right, None the middle."""
     rows, columns = size
     height, width = image.shape[-2:]
-    top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
-    return image[..., top : top + rows, left : left + columns]
-
-
-def centre(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """The middle rows x columns of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
-    rows, columns = size
-    height, width = image.shape[-2:]
-    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    if corner is None:
+        top, left = round((height - rows) / 2), round((width - columns) / 2)  # as torchvision's CenterCrop rounds
+    else:
+        top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
     return image[..., top : top + rows, left : left + columns]

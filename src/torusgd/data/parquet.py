@@ -51,13 +51,10 @@ class TableImages(EncodedImages):
     ) -> None:
         super().__init__(classes, labels, channels)
         self._parts, self._path, self._files = parts, path, files
+        self.memory = sum(part.size for part in parts)
         self._begins = np.concatenate([[0], np.cumsum([part.rows for part in parts])]).tolist()
         self._cached: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def memory(self) -> int:
-        return sum(part.size for part in self._parts)
 
     def where(self, index: int) -> str:
         return f"{self._path}: row {index}"
@@ -105,11 +102,8 @@ class _File:
         if self.parquet is None:
             # A mapped file is one part: the system reads the pages that a row needs.
             return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name), self.path))]
-        parts = []
-        for number in range(self.parquet.num_row_groups):
-            group = self.parquet.metadata.row_group(number)
-            parts.append(Part(group.num_rows, group.total_byte_size, partial(self._group, number, name)))
-        return parts
+        groups = enumerate(map(self.parquet.metadata.row_group, range(self.parquet.num_row_groups)))
+        return [Part(each.num_rows, each.total_byte_size, partial(self._group, n, name)) for n, each in groups]
 
     def _group(self, number: int, name: str) -> Any:
         try:
@@ -121,12 +115,9 @@ class _File:
         return _bytes_of(group.column(name), self.path)
 
 
-Pair = tuple[TableImages, TableImages]
-
-
 def open_tables(
     path: Path, channels: int, image: str | None = None, label: str | None = None, subset: str | None = None
-) -> Pair:
+) -> tuple[TableImages, TableImages]:
     """Images of a data set in Parquet or Arrow files, in a folder or on the hub, in the order of the files' names.
 
     The name of a file or of its folder says its split, as for tar files. The columns `image` and `label` are found by
@@ -154,9 +145,9 @@ def open_tables(
     return train, held_out
 
 
-def check_memory(path: Path, train: TableImages, held_out: TableImages) -> None:
+def check_memory(path: Path, tables: Sequence[TableImages]) -> None:
     """UserError if the Parquet files don't fit into memory, as images in any order require."""
-    if (size := train.memory + held_out.memory) > MOST_CACHED:
+    if (size := sum(each.memory for each in tables)) > MOST_CACHED:
         raise UserError(
             f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
             f"torusgd data pack {quote(str(path))} OUT"

@@ -131,12 +131,11 @@ def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
     inferred = class_folders(roots["train"])
     listed = {name: name for name in inferred} if classes is None else read_classes(path / classes)
     for folder in listed:
+        file, wanted = path / str(classes), roots["train"] / folder
         if Path(folder).name != folder:
-            raise UserError(f"{path / str(classes)}: {folder!r} is no plain folder name; one class folder a line")
+            raise UserError(f"{file}: {folder!r} is no plain folder name; one class folder a line")
         if folder not in inferred:
-            raise UserError(
-                f"{path / str(classes)}: lists {folder!r}, but there is no folder {roots['train'] / folder}"
-            )
+            raise UserError(f"{file}: lists {folder!r}, but there is no folder {wanted}")
     # A listed subset may leave classes out on purpose; a folder of val/ alone is a mistake.
     if classes is None and (unknown := set(class_folders(roots["eval"])) - set(listed)):
         raise UserError(f"{roots['eval'] / min(unknown)}: a class that {roots['train']} doesn't have")
@@ -195,17 +194,17 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
     what, kinds = f"{file}: can't be read as a list of paths and labels", (OSError, ValueError, csv.Error)
     with as_user_error(what, of=kinds), file.open(encoding="utf-8-sig", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
-        column, label_column = 0, 1
+        places = 0, 1
         for number, row in enumerate(rows):
             cells = [cell.strip() for cell in row]
             if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
-                column, label_column = columns
+                places = columns
             elif any(cells):
-                most = max(column, label_column)
-                if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
+                path, label = (cells[place] if place < len(cells) else "" for place in places)
+                if not path or not label or "\0" in path:
                     raise UserError(f"{file}: line {rows.line_num} has no path and label")
-                paths.append(cells[column])
-                labels.append(cells[label_column])
+                paths.append(path)
+                labels.append(label)
             if number % _EVERY == 0:
                 progress(number)
     return paths, labels

@@ -110,8 +110,7 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         if path is None:
             raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
         pair = FILES[name].open(path, data.channels, once, **_options(data, FILES[name].options))
-        if isinstance(pair[0], TableImages) and isinstance(pair[1], TableImages):
-            check_memory(path, pair[0], pair[1])
+        check_memory(path, [each for each in pair if isinstance(each, TableImages)])
     elif name in MADE:
         if name == "digits" and path is not None:
             raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")

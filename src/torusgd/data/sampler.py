@@ -107,9 +107,11 @@ class StreamSampler(Sampler[list[int]]):
         self._order = StreamOrder(length, seed, repeats)
         self.batches = batch_size
         """as given: a number, or a function of the samples consumed"""
+        self.steps = 0
+        """trained on; `step`, `follow` and `seek` change it"""
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
-        self._steps = 0
+        self._epoch_samples = length * repeats
         # The step before which the last iteration began, and that which its samples reach, once all are drawn.
         self._drawn: tuple[int, int] | None = None
         self._stop_following: Callable[[], None] | None = None
@@ -123,14 +125,9 @@ class StreamSampler(Sampler[list[int]]):
         return self._world_size if self._world_size is not None else dist.get_world_size() if _is_distributed() else 1
 
     @property
-    def steps(self) -> int:
-        """Steps trained on."""
-        return self._steps
-
-    @property
     def consumed(self) -> int:
         """Samples trained on, over all ranks."""
-        return self._start(self._steps)
+        return self._start(self.steps)
 
     @property
     def epoch(self) -> int:
@@ -140,11 +137,11 @@ class StreamSampler(Sampler[list[int]]):
     @property
     def epoch_offset(self) -> int:
         """Lists of this rank from the epoch's first step to the next one: where an iteration begins, of `len`."""
-        return (self._steps - self._epoch_first(self._steps)) * len(self.positions())
+        return (self.steps - self._epoch_first(self.steps)) * len(self.positions())
 
     def step(self, count: int = 1) -> None:
         """Counts steps as trained on; every rank calls it after the optimizer's step."""
-        self.seek(self._steps + count)
+        self.seek(self.steps + count)
 
     def follow(self, optimizer: Any) -> None:
         """Counts each step of a torch optimizer from now on, of this one only.
@@ -159,7 +156,7 @@ class StreamSampler(Sampler[list[int]]):
         """Goes on after so many steps, for loops that count them themselves."""
         if steps < 0:
             raise ValueError(f"steps: must not be negative, got {steps}")
-        self._steps = steps
+        self.steps = steps
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted since libraries call it; the steps trained on decide what comes next, not this."""
@@ -173,7 +170,7 @@ class StreamSampler(Sampler[list[int]]):
 
         They are keys for draws that any rank can repeat.
         """
-        step = self._steps if step is None else step
+        step = self.steps if step is None else step
         rank, ranks = self.rank, self.world_size
         start, batch = self._start(step), self.batch(step)
         count = ranks if self._micro_batches is None else self._micro_batches
@@ -186,14 +183,14 @@ class StreamSampler(Sampler[list[int]]):
         return [range(edges[index], edges[index + 1]) for index in mine]
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._drawn is not None and self._steps in range(*self._drawn):
+        if self._drawn is not None and self.steps in range(*self._drawn):
             first, end = self._drawn
             raise RuntimeError(
-                f"the samples of {end - first} steps were drawn and {self._steps - first} steps counted as trained on: "
+                f"the samples of {end - first} steps were drawn and {self.steps - first} steps counted as trained on: "
                 "call step() after each step of the optimizer, or follow(optimizer) once; and no library may divide "
                 "the batches between ranks again, since each rank's are its own already"
             )
-        begin, end = self._steps, self._epoch_end(self._steps)
+        begin, end = self.steps, self._epoch_end(self.steps)
         for step in range(begin, end):
             for positions in self.positions(step):
                 yield self._order.at(positions.start, len(positions))[0].tolist()
@@ -201,8 +198,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Lists of this rank in the whole epoch that is being trained on, those before a resume included."""
-        steps = self._epoch_end(self._steps) - self._epoch_first(self._steps)
-        return steps * len(self.positions())
+        return (self._epoch_end(self.steps) - self._epoch_first(self.steps)) * len(self.positions())
 
     @property
     def batch_size(self) -> int:
@@ -214,7 +210,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def state_dict(self) -> State:
         """Plain integers; the same on every rank, and good for any number of ranks."""
-        return {"steps": self._steps, "consumed": self.consumed, **self._identity()}
+        return {"steps": self.steps, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from a state of `state_dict`, of any number of ranks.
@@ -225,19 +221,15 @@ class StreamSampler(Sampler[list[int]]):
         for name, value in {**self._identity(), "consumed": self._start(state["steps"])}.items():
             if state[name] != value:
                 raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
-        if state["steps"] < self._steps:
+        if state["steps"] < self.steps:
             raise ValueError(
-                f"the state is of step {state['steps']} and step {self._steps} was loaded or trained on already: "
+                f"the state is of step {state['steps']} and step {self.steps} was loaded or trained on already: "
                 "use seek() to go back, and don't restore a loader's own state beside the sampler's"
             )
         self.seek(state["steps"])
 
     def _identity(self) -> State:
         return {"length": self._order.length, "seed": self._order.seed, "repeats": self._order.repeats}
-
-    @property
-    def _epoch_samples(self) -> int:
-        return self._order.length * self._order.repeats
 
     def _batch(self, consumed: int) -> int:
         batch = self.batches(consumed) if callable(self.batches) else self.batches

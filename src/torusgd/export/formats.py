@@ -74,8 +74,7 @@ def _records_sha256(trained: TrainedModel) -> str:
 def example_images(trained: TrainedModel, count: int) -> Tensor:
     """Drawn images as the network takes them for evaluation, float32 [count, channels, height, width]."""
     data = trained.recipe.held_out_data
-    shape = (count, data.channels, *sides(data.image_size))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(count))
+    return torch.randn((count, data.channels, *sides(data.image_size)), generator=torch.Generator().manual_seed(count))
 
 
 @torch.no_grad()

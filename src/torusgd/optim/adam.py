@@ -53,10 +53,8 @@ class AdamW(Optimizer):
         for key in ("momentum", "beta2"):
             if not 0 <= group[key] < 1:
                 raise UserError(f"{key} = {group[key]}: must be at least 0 and below 1")
-        if not 0 < group["eps"] < float("inf"):
-            raise UserError(
-                f"eps = {group['eps']}: must be above 0, or an element without a gradient is divided by zero"
-            )
+        if not 0 < (eps := group["eps"]) < float("inf"):
+            raise UserError(f"eps = {eps}: must be above 0, or an element without a gradient is divided by zero")
         add_param_group(self, group)
 
     @torch.no_grad()
@@ -73,9 +71,7 @@ class AdamW(Optimizer):
         assert param.grad is not None
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
         beta1, beta2, number = group["momentum"], group["beta2"], int(state["step"])
         gradient = param.grad

@@ -72,8 +72,7 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     state = optimizer.state[param]
     if state.get("momentum_buffer") is None:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    buffer: Tensor = state["momentum_buffer"]
-    return buffer
+    return state["momentum_buffer"]
 
 
 def momentum_step(
