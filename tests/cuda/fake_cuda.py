@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torusgd.cuda.graphs import MainStream, ReadyEvents, SideStream
 from torusgd.cuda.run_ahead import GraphedUpdate
 
 CPU = torch.device("cpu")
+Refused = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
 
 
 class Again:
@@ -51,11 +53,6 @@ class Recorded(TorchDispatchMode):
             function(*arguments, **keywords)
 
 
-class Refused:
-    def __init__(self, *work: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-
 class FakeStream:
     def __init__(self, gpu: "FakeGpu") -> None:
         self._gpu, self.known = gpu, Counter[int]()
@@ -75,19 +72,6 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.known = stream.known.copy()
         stream.tick()
-
-
-class FakeGenerator:
-    """Of random numbers: its state can be exchanged for that of another."""
-
-    def clone_state(self) -> "FakeGenerator":
-        return FakeGenerator()
-
-    def graphsafe_get_state(self) -> "FakeGenerator":
-        return self
-
-    def graphsafe_set_state(self, other: "FakeGenerator") -> None:
-        pass
 
 
 class FakeGpu:
@@ -127,7 +111,7 @@ class FakeGpu:
                 "stream": self.stream,
                 "current_stream": lambda device=None: self.current,
                 "current_device": lambda: 0,
-                "default_generators": [FakeGenerator()],
+                "default_generators": [Mock()],  # of random numbers
                 "graph_pool_handle": lambda: next(self._pools),
             }.items():
                 patch.setattr(torch.cuda, name, value)

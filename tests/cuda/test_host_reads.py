@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cuda.trainers import make_trainer, take
+from tests.cuda.trainers import make_trainer, on_gpu, take
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torusgd.comm.groups import alone
 from torusgd.comm.monitor import Monitor
 
 READS = {
@@ -93,15 +92,9 @@ def counted() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "optimizer.name=lars",
-        "optimizer={name: sgd, momentum: 0.9}",
-        "precision=float16",
-        "reduction=float32",
-        "reduction=bfloat16",
-        "reduction=float16",
-    ],
-)
+    ["optimizer.name=lars", "optimizer={name: sgd, momentum: 0.9}", "precision=float16", "reduction=float32",
+     "reduction=bfloat16", "reduction=float16"],
+)  # fmt: skip
 def test_a_step_asks_its_device_twice(change: str) -> None:
     """For the control vector, and for the status of the sums."""
     trainer = make_trainer(False, change)
@@ -120,16 +113,10 @@ def test_a_step_asks_its_device_twice(change: str) -> None:
 
 @pytest.mark.parametrize(
     ("ask", "name"),
-    [
-        (lambda x: x.sum().item(), "item"),
-        (lambda x: x.cpu(), "cpu"),
-        (lambda x: bool(x[0] > 0), "__bool__"),
-        (lambda x: x[x > 0], "index"),
-        (torch.nonzero, "nonzero"),
-        (lambda x: torch.equal(x, x), "equal"),
-        (lambda x: x.masked_select(x > 0), "masked_select"),
-    ],
-)
+    [(lambda x: x.sum().item(), "item"), (lambda x: x.cpu(), "cpu"), (lambda x: bool(x[0] > 0), "__bool__"),
+     (lambda x: x[x > 0], "index"), (torch.nonzero, "nonzero"), (lambda x: torch.equal(x, x), "equal"),
+     (lambda x: x.masked_select(x > 0), "masked_select")],
+)  # fmt: skip
 def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
     with counted() as reads:
         ask(torch.ones(3))
@@ -139,11 +126,8 @@ def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_waits_for_events_only() -> None:
     """The two answers come by asynchronous copies; torch itself raises an error at whatever else synchronises."""
-    try:
-        trainer = make_trainer(False, "precision=float16", world=alone(torch.device("cuda", 0)))
+    with on_gpu() as gpu:
+        trainer = make_trainer(False, "precision=float16", world=gpu)
         for index in range(2):
             torch.cuda.set_sync_debug_mode("error" if index else "default")
             take(trainer, index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.use_deterministic_algorithms(False)

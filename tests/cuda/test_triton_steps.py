@@ -25,16 +25,10 @@ from torusgd.cuda.sums import Verdict
 pytestmark = pytest.mark.slow
 
 SUMS: dict[str, Callable[..., Any]] = {
-    "add_gradients": triton_kernels.add_gradients,
-    "add_bounds": triton_kernels.add_bounds,
-    "add_statistics": triton_kernels.add_statistics,
+    **{name: getattr(triton_kernels, name) for name in ("add_gradients", "add_bounds", "add_statistics", "mean")},
     "verdict": lambda *given: triton_kernels.verdict(Verdict(*given)),
-    "mean": triton_kernels.mean,
 }
-UPDATE: dict[str, Callable[..., Any]] = {
-    "update": lambda *given: triton_kernels.update(Update(*given)),
-    "copy_weights": triton_kernels.copy_weights,
-}
+UPDATE = {"update": lambda *given: triton_kernels.update(Update(*given)), "copy_weights": triton_kernels.copy_weights}
 ELEMENTS_OF_A_THREAD = 32
 """4,096 of a block over 128 threads"""
 

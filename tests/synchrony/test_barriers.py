@@ -85,13 +85,12 @@ def test_a_draw_passes_as_often_as_one_that_names_the_workers() -> None:
 
 
 def test_lags_of_a_simulated_run_lie_below_the_bound() -> None:
-    free = steps_begun(80, barrier("asp"), EXPONENTIAL, compute=1.0, seed=0, until=60.0)
+    rules = map(barrier, ("asp", "pssp:10x4"))
+    free, sampled = (steps_begun(80, rule, EXPONENTIAL, compute=1.0, seed=0, until=60.0) for rule in rules)
     within = float((free[:, None] - free[None, :] <= 4).mean())
-    sampled = steps_begun(80, barrier("pssp:10x4"), EXPONENTIAL, compute=1.0, seed=0, until=60.0)
     lag = np.maximum(sampled[:, None] - sampled[None, :], 0)
     bound = lag_bounds(within, sample=10, staleness=4, updates=60)
-    assert lag.mean() < bound.mean
-    assert (lag**2).mean() < bound.second_moment
+    assert np.less((lag.mean(), (lag**2).mean()), bound).all()
 
 
 @pytest.mark.parametrize("text", ["", "ssp", "ssp:-1", "pbsp", "pssp:4", "bsp:1"])

@@ -2,33 +2,21 @@
 
 from collections.abc import Iterator
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from torusgd.synchrony.delays import DelayModel, delay_model
-from torusgd.synchrony.limits import (
-    LEARN,
-    Limit,
-    Limits,
-    VirtualStep,
-    VirtualSteps,
-    choose_threshold,
-    each_alone,
-    threshold_at,
-)
+from torusgd.synchrony.delays import delay_model
+from torusgd.synchrony.limits import LEARN, Limit, Limits, VirtualStep, VirtualSteps, choose_threshold, threshold_at
 from torusgd.synchrony.state_space import StateSpaceModel, fit
 
 
 def limits(workers: int, **settings: Any) -> Limits:
     given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | settings
-    return Limits(each_alone(workers), seed=0, **given)
-
-
-def virtual(workers: int, delays: str, **settings: Any) -> VirtualSteps:
-    return VirtualSteps(limits(workers, **settings), workers, delay_model(delays, seed=0), compute=1.0)
+    return Limits([[worker] for worker in range(workers)], seed=0, **given)
 
 
 def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
@@ -36,7 +24,8 @@ def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
 
     The moving average takes each worker's times for normal, and waits for about 83: that is near a flat top.
     """
-    steps = virtual(100, "exponential", count="predicted", warmup=20, warm=20)
+    rule = limits(100, count="predicted", warmup=20, warm=20)
+    steps = VirtualSteps(rule, 100, delay_model("exponential", seed=0), compute=1.0)
     found = [steps.at(step) for step in range(80)]
     assert {len(step.workers) for step in found[:20]} == {100}
     counts, seconds = [len(step.workers) for step in found[20:]], [step.seconds for step in found[20:]]
@@ -129,16 +118,10 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
 )
 def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
-    steps = VirtualSteps(limits(3, **settings), 3, LateThird(terms=(), seed=0), compute=1.0)
+    late_third: Any = SimpleNamespace(table=lambda workers, step, parts: np.array([[0.0], [0.0], [3.0]]))
+    steps = VirtualSteps(limits(3, **settings), 3, late_third, compute=1.0)
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
-
-
-class LateThird(DelayModel):
-    """Delays of the third worker alone."""
-
-    def table(self, workers: int, step: int, parts: int) -> Any:
-        return np.array([[0.0], [0.0], [3.0]])
 
 
 MICRO_BATCHES = 12
@@ -164,8 +147,7 @@ def test_gain_of_the_automatic_threshold(ranks: int, gain: int, step: float) -> 
 
 
 def test_nothing_is_left_out_where_nothing_is_late_and_overhead_makes_dropping_dearer() -> None:
-    found = choose_threshold(np.ones((3, 4, 8)))
-    assert (found.seconds, found.dropped, found.gain) == (8, 0, 0)
-    seconds = times(32, 0, LOOKED_AT)
-    assert choose_threshold(seconds, overhead=10.0).gain < choose_threshold(seconds).gain
-    assert choose_threshold(seconds, overhead=10.0).dropped < choose_threshold(seconds).dropped
+    assert choose_threshold(np.ones((3, 4, 8))) == (8, 0, 0)
+    dear, cheap = (choose_threshold(times(32, 0, LOOKED_AT), overhead) for overhead in (10.0, 0.0))
+    assert dear.gain < cheap.gain
+    assert dear.dropped < cheap.dropped

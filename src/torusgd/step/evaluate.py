@@ -65,8 +65,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
-    The model is left in evaluation mode. `progress` is called with the index of each of this rank's chunks, `observe`
-    with their results.
+    The model is left in evaluation mode. `progress` and `observe` are called for each of this rank's chunks.
     """
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed

@@ -1,6 +1,7 @@
 """The forward and backward pass of a virtual worker: of a whole network, with a shared tail, or in local steps."""
 
 import time
+import timeit
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -43,11 +44,8 @@ class ForwardBackward(Protocol):
     """whether the ranks of a group work in step, so that one that has no images goes on with blank ones"""
     control_follows: bool = False
     """whether the gradients may leave in `forward`, so that the control vector leaves after them; alike on all ranks"""
-
-    @property
-    def is_added(self) -> bool:
-        """Whether the last `forward` has added its statistics and its loss to the control vector itself."""
-        return False
+    is_added: bool = False
+    """whether the last `forward` has added its statistics and its loss to the control vector itself"""
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
@@ -245,6 +243,8 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
 
     def one() -> None:
         loss_of(recipe, trial(images), labels, batch).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     with torch.random.fork_rng(devices=[]), _disable_current_modes():
         theirs = _seconds(one, device)
@@ -256,13 +256,6 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
     """The shortest of a few times; the first one, which tries methods, is not among them."""
-    found = []
     # Processor time, so that other work on the machine counts less; a GPU's own time is that of the clock.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    for _ in range(1 + _PASSES):
-        start = clock()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(clock() - start)
-    return min(found[1:])
+    return min(timeit.repeat(work, timer=clock, repeat=1 + _PASSES, number=1)[1:])

@@ -6,11 +6,9 @@ images, give unbiased estimates of both (McCandlish et al., arXiv 1812.06162, ap
 
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)        S = (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-The noise scale is S / |G|^2. With a batch well below it a step with twice the images makes nearly twice the progress;
-well above it more images hardly pay.
-
-In portable arithmetic the pairs of factors that multiply to nothing are counted (`arithmetic.scales`), of one virtual
-worker now and then. Their share stands in the event of the step after, as `lost_pairs`.
+The noise scale is S / |G|^2. With a batch well below it twice the images make nearly twice the progress; well above it
+they hardly pay. In portable arithmetic the pairs of factors that multiply to nothing are counted (`arithmetic.scales`),
+of one virtual worker now and then. Their share stands in the event of the step after, as `lost_pairs`.
 """
 
 import math
@@ -129,13 +127,9 @@ class NoiseWatch(StepWatch):
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
         self._estimate.add(small, self._mean_norm() ** 2, view.step.images_per_worker, view.step.batch)
 
-    @property
-    def value(self) -> float | None:
-        return self._estimate.value
-
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         found: dict[str, Any] = {}
-        if (value := self.value) is None:
+        if (value := self._estimate.value) is None:
             return found
         if self._is_measured(view.step.index):
             found["noise_scale"] = float(f"{value:.6g}")

@@ -87,9 +87,8 @@ class Claims:
             # A quarter of what is left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987): so the
             # owner queries the store O(log pieces) times a round, and piece by piece near the end, when it matters.
             left = self._count - self._claimed - self._taken
-            if left <= 0:
-                return None
-            self._claimed += self._claim(max(1, left // _PART))
+            if left > 0:
+                self._claimed += self._claim(max(1, left // _PART))
             if self._begun == self._claimed:
                 return None
         self._begun += 1
