@@ -1,8 +1,5 @@
 """A GPU's streams, events and graphs as CUDA's guide describes them, on the CPU: work is done at once, under the vector
-clock of its stream. Whoever uses memory that another stream may be using at that time is found out.
-
-In the place of a CUDA graph stands work that is done again, which finds in the graph's own memory what a replay would.
-"""
+clock of its stream, and as a graph once more. Whoever uses memory that another stream may be using is found out."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -75,12 +72,7 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """What torch has of a GPU.
-
-    Args:
-        graph: Makes a graph of the work of a pass.
-        update: Makes a graph of the end of a step.
-    """
+    """What torch has of a GPU; `graph` makes a graph of the work of a pass, `update` of the end of a step."""
 
     def __init__(self, graph: Callable[..., Any] = Again, update: Callable[..., Any] = Recorded) -> None:
         self.main = self.current = FakeStream(self)
@@ -128,12 +120,7 @@ Memory = tuple[int, int]
 
 
 class Races(TorchDispatchMode):
-    """Notes the operators that use memory which another stream may be using at the same time.
-
-    Args:
-        gpu: Whose streams.
-        parts: Tensors that share one storage, as separate memory each.
-    """
+    """Notes the operators that use memory that another stream may be using; `parts` share a storage as memory each."""
 
     def __init__(self, gpu: FakeGpu, parts: Sequence[Tensor] = ()) -> None:
         super().__init__()

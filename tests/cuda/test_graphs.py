@@ -1,8 +1,5 @@
-"""Passes that are captured once and replayed, on one stream or several, all-reduces leaving meanwhile.
-
-The same bits, whichever pass of a step, stage or precision it is; one order of messages on all ranks; no two streams
-that use memory at once which either writes. The streams, events and graphs are those of `fake_cuda`.
-"""
+"""Passes captured once and replayed, on one stream or several, all-reduces leaving meanwhile: the same bits, one order
+of messages on all ranks, no two streams that use memory at once which either writes; on the GPU of `fake_cuda`."""
 
 import warnings
 from collections.abc import Callable

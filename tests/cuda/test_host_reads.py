@@ -1,8 +1,7 @@
 """What a step asks its device for: each question makes the host wait for all that the device has been given.
 
-Counted on the CPU, where the same code runs: every copy to the host (`Monitor.to_host`), every other call by which
-Python gets at a tensor's values, and every operator whose result has a length that depends on values. What only the
-CPU's own kernels ask for is switched to the GPU's way.
+Counted on the CPU: every copy to the host (`Monitor.to_host`), every other call by which Python gets at a tensor's
+values, and every operator the length of whose result depends on values.
 """
 
 from collections import Counter
@@ -43,21 +42,14 @@ class ByPython(TorchFunctionMode):
         is_free = any(issubclass(kind, OnHost) for kind in types) or (arguments and _is_nothing(arguments[0]))
         if getattr(function, "__name__", "") in READS and not is_free:
             self._reads[function.__name__] += 1
-            with torch._C.DisableTorchFunction(), Silent():
+            # Without the operators by which the call does its work, so that it counts once.
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return function(*arguments, **(keywords or {}))
         return function(*arguments, **(keywords or {}))
 
 
 def _is_nothing(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.numel()
-
-
-class Silent(TorchDispatchMode):
-    """Hides the operators by which such a call does its work, so that it counts once."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        with torch._C._DisableTorchDispatch():
-            return function(*arguments, **(keywords or {}))
 
 
 class ByOperators(TorchDispatchMode):

@@ -1,7 +1,4 @@
-"""Steps launched in advance: the same bits as one by one, whatever happens, captured or not, and few calls of the host.
-
-The GPU form on the CPU, whose operators are made of torch's own; in the place of graphs, what `fake_cuda` has.
-"""
+"""Steps launched in advance: the bits of one by one, whatever happens, captured or not, and few calls of the host."""
 
 import warnings
 from collections import Counter
@@ -71,9 +68,8 @@ def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
     return counts
 
 
+# Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.
 LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
-"""of several virtual workers: steps 1, then 3 and 4; one by one are taken 0, which is measured, and 2, 5 and 6, in
-which the noise scale is due"""
 
 
 def captured(*changes: str, capture: Callable[..., Any] = Recorded) -> Trainer:

@@ -36,12 +36,9 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
-def numels(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    return [torch.Size(shape).numel() for shape in shapes]
-
-
 SHAPES = [(5,), (4, 3, 3, 3), (7, 300), (1,)]
-LENGTH = sum(numels(SHAPES))
+NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
+LENGTH = sum(NUMELS)
 
 
 def added(kernels: ModuleType, dtype: torch.dtype, bad: float | None = None) -> tuple[Tensor, Tensor]:
@@ -58,7 +55,7 @@ def added(kernels: ModuleType, dtype: torch.dtype, bad: float | None = None) -> 
         drawn[2][:3] = torch.stack([torch.arange(300) / 2**11 - 0.07, torch.full((300,), 1e-30), torch.zeros(300)])
         if bad is not None:
             drawn[2][3, 4] = bad
-        kernels.add_gradients(drawn, torch.tensor(numels(SHAPES)), scales, message, found)
+        kernels.add_gradients(drawn, torch.tensor(NUMELS), scales, message, found)
         before = found.clone()
         kernels.add_bounds(found, scales, message, LENGTH, 8.0, 2.0**27)
         assert not found.any()

@@ -131,8 +131,8 @@ def test_two_ranks_are_both_named_and_no_checkpoint_is_made_of_their_weights(tmp
     assert read_checkpoint(saved).step == 2
 
 
-def stopped_in_a_step() -> tuple[bool, int]:
-    """Whether a step that one rank has to stop in is abandoned, and what that rank computed a second time."""
+@on_ranks(2)
+def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> None:
     world = group_of()
     looks = iter([False, True])  # the second rank has begun one of its two virtual workers
     stop = (lambda: next(looks, True)) if world.rank == 1 else (lambda: False)
@@ -141,13 +141,11 @@ def stopped_in_a_step() -> tuple[bool, int]:
     liveness: Any = trainer.step.liveness
     liveness.progress = lambda phase, step, unit: passes.append(phase)
     trainer.step.reducer.sum.set_maxima(torch.ones(len(trainer.step.reducer.names)))
-    return trainer.step.run(trainer.membership, synchronous(0, 4)) is None, passes.count("audit")
-
-
-def steps_without_a_comparison() -> list[int]:
-    """What is compared of 40 steps of which every second ends before that, as one whose gradient is not finite does."""
-    world, membership = group_of(), even_shares(range(2), group_of().rank, 8)
-    audit, compared = Audit(0.3, 0, world, create("native", group=world)), []
+    assert trainer.step.run(trainer.membership, synchronous(0, 4)) is None
+    assert passes.count("audit") == (2, 0)[world.rank]
+    # Of 40 steps every second ends before a comparison, as one whose gradient is not finite does.
+    membership = even_shares(range(2), world.rank, 8)
+    audit, compared = Audit(0.3, 0, world, create("native", group=world)), list[int]()
 
     def hashed(worker: int, found: IntegerHash | None = None) -> IntegerHash:
         found = found or IntegerHash(CPU)
@@ -162,14 +160,6 @@ def steps_without_a_comparison() -> list[int]:
         if step % 2:
             audit.before_accept(view, NOTHING_SENT)
             compared.append(audit.after(view, NOTHING_SENT)["audited"])
-    return compared
-
-
-@on_ranks(2)
-def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> None:
-    world = group_of()
-    assert stopped_in_a_step() == (True, (2, 0)[world.rank])
-    compared = steps_without_a_comparison()
     assert world.broadcast_text(str(compared)) == str(compared)
     assert 0 in compared
     assert len(set(compared)) > 1
@@ -188,8 +178,8 @@ def test_any_one_integer_changes_the_hash_and_the_order_does_not() -> None:
     draw = torch.Generator().manual_seed(0)
     slots = [torch.randint(-(2**31), 2**31, (140_001,), generator=draw).to(torch.int32) for _ in range(2)]
 
-    def hash_of(*added: tuple[int, Tensor], device: torch.device = CPU) -> int:
-        found = IntegerHash(device)
+    def hash_of(*added: tuple[int, Tensor]) -> int:
+        found = IntegerHash(CPU)
         for slot, integers in added:
             for begin in range(0, len(integers), 1 << 17):  # as a sum gives them
                 found.add(slot, begin, integers[begin : begin + (1 << 17)])

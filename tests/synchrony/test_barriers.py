@@ -19,11 +19,7 @@ EXPONENTIAL = delay_model("exponential", seed=0)
     [("bsp", 30, 1), ("pbsp:10", 70, 6), ("ssp:4", 79, 5), ("pssp:10x4", 98, 20), ("asp", 100, 40)],
 )
 def test_progress_of_200_workers_by_200_seconds(text: str, median: float, spread: int) -> None:
-    """The setting of the paper's first figure: P 200, steps of 1 + Exp(1) s, sample 10, staleness 4.
-
-    Over ten seeds the medians are 28 to 31, 70 to 71, 78 to 87, 98 to 99 and 100 to 101: SSP's hangs on the luck of the
-    slowest worker.
-    """
+    """The setting of the paper's first figure; over ten seeds SSP's median is 78 to 87, by the luck of the slowest."""
     steps = steps_begun(200, barrier(text), delay_model("exponential", seed=3), compute=1.0, seed=3, until=200.0)
     assert abs(np.median(steps) - median) <= 1
     assert steps.max() - steps.min() <= spread
@@ -42,10 +38,7 @@ PROGRESS |= {f"pbsp:{2**k}": steps for k, steps in enumerate((402, 388, 344, 281
     ],
 )
 def test_progress_of_the_papers_figure(text: str, until: float) -> None:
-    """By a fifth of its time, a fifth of its steps: the rates are steady.
-
-    The staleness of SSP and pSSP is 4 in the paper: it counts the step that has been begun, ours completed ones.
-    """
+    """By a fifth of its time, a fifth of its steps; the paper's staleness of 4 counts the step that has been begun."""
     steps = steps_begun(1000, barrier(text), EXPONENTIAL, compute=0.0, seed=0, until=until)
     assert steps.mean() == pytest.approx(PROGRESS[text] * until / 400, rel=0.02)
 

@@ -17,7 +17,7 @@ from ..comm.exact_sum import NARROW, decode
 from ..gradients import integer_sum
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.integer_sum import IntegerGradientSum, power_of_two_scale
-from ..gradients.layout import Bucket, ParameterLayout, Span
+from ..gradients.layout import Bucket, Span
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
 
@@ -92,12 +92,6 @@ class DeviceGradientSum(IntegerGradientSum):
     def finish(self, trailers: Tensor | None = None) -> integer_sum.SumStatus:
         self._all_scales = self._scales.double()
         return super().finish(trailers)
-
-
-def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> DeviceGradientSum:
-    """The sum of a layout's gradients, all of whose slots every rank holds."""
-    assert layout.is_whole, "column blocks are summed one by one"
-    return DeviceGradientSum(layout.buckets, addends, device)
 
 
 class DeviceControl(ControlMessage):

@@ -239,10 +239,9 @@ class PlanComparison:
             tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
             return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
-        except OSError as error:
-            raise UserError(f"--plan {path}: {error.strerror}; make one with torusgd plan ... --json {path}") from None
-        except (ValueError, KeyError, TypeError, OverflowError):
-            raise UserError(f"--plan {path}: is no plan; make one with torusgd plan ... --json {path}") from None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is no plan"
+            raise UserError(f"--plan {path}: {why}; make one with torusgd plan ... --json {path}") from None
 
     def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:
         """UserError unless it is a plan of this recipe and these batches, on so many ranks."""

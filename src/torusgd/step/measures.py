@@ -76,8 +76,8 @@ class NoiseWatch(StepWatch):
         self._ends = {span.stop_step for span in schedule.spans}
         self._mean_norm, self._loss_scale = mean_norm, loss_scale
         self._estimate = NoiseEstimate()
-        # float32 [], by virtual worker of this rank and slot.
-        self._norms: dict[int, dict[int, Tensor]] = {}
+        # Of each slot float32 [], by virtual worker of this rank.
+        self._norms: dict[int, list[Tensor]] = {}
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: Work | None = None
 
@@ -91,13 +91,9 @@ class NoiseWatch(StepWatch):
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
         if not self._is_measured(step):
             return None
-        norms = self._norms[worker] = {}
-
-        def take(slot: int, gradient: Tensor) -> None:
-            # On a GPU the host reads none of them before the passes are done.
-            norms[slot] = torch.linalg.vector_norm(gradient.detach().float())
-
-        return take
+        norms = self._norms[worker] = list[Tensor]()
+        # On a GPU the host reads none of them before the passes are done.
+        return lambda slot, gradient: norms.append(torch.linalg.vector_norm(gradient.detach().float()))
 
     def after_passes(self, view: StepView) -> None:
         if self._work is not None:  # of passes that are repeated
@@ -107,7 +103,7 @@ class NoiseWatch(StepWatch):
             return
         squares = torch.zeros(self._workers, dtype=torch.float64)
         for worker, norms in self._norms.items():
-            values = torch.stack([*norms.values()]).tolist() if norms else []
+            values = torch.stack(norms).tolist() if norms else []
             squares[worker] = math.fsum(value * value for value in values)
         self._norms = {}
         # Each squared norm is computed by the rank that has the virtual worker, from the same numbers whichever rank
