@@ -11,6 +11,7 @@ device, which the host writes before each update: an update that is captured in 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,15 +120,12 @@ def update(u: Update) -> None:
         runs = [slice(u.offsets[i], u.offsets[i] + u.gradients[i].numel()) for i in mine]
         params, buffers = [new_weights[run] for run in runs], [new_momenta[run] for run in runs]
         grads = [u.gradients[i].reshape(-1) for i in mine]
+        how: dict[str, Any] = {"lr": lr, "momentum": u.momentum, "weight_decay": decay}
         if u.rule in VARIANTS:
-            lars(
-                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, trust=trust or None, eps=eps,
-                variant=u.rule, peak_lr=u.peak,
-            )  # fmt: skip
+            how |= {"trust": trust or None, "eps": eps, "variant": u.rule, "peak_lr": u.peak}
+            lars(params, grads, buffers, **how)
         else:
-            momentum_step(
-                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, nesterov=u.rule == _NESTEROV
-            )
+            momentum_step(params, grads, buffers, **how, nesterov=u.rule == _NESTEROV)
     u.weights.copy_(torch.where(u.going > 0, new_weights, u.weights))
     u.momenta.copy_(torch.where(u.going > 0, new_momenta, u.momenta))
 

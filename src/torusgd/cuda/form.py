@@ -89,9 +89,7 @@ class GpuForm:
 def check_gpu(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _TRITON_FROM:
-        has = ".".join(map(str, capability))
-        raise UserError(
-            f"cuda_graphs = true: Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
-        )
+        what = f"need compute capability 8.0, and this GPU has {'.'.join(map(str, capability))}; leave it out"
+        raise UserError(f"cuda_graphs = true: Triton's kernels {what}")
     if find_spec("triton") is None:
         raise UserError("cuda_graphs = true: needs Triton; pip install triton (the extra triton), or leave it out")

@@ -289,9 +289,8 @@ class GraphedNetwork(ForwardBackward):
             else:
                 found.graphs[True] = (capture(partial(found.run_and_add, ready.record)),)
         except RuntimeError as error:
-            warnings.warn(
-                f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
-            )
+            why = first_line(error)
+            warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=3)
             self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
             return None
         found.gradients = ()  # their memory is the graphs' own; other shapes may use it in between

@@ -175,8 +175,7 @@ class Verdict:
 
     trailers: Sequence[Tensor]  # of the summed messages of all buckets
     control: Tensor  # int64, the summed control vector: limbs of batch statistics and loss, then counts and sections
-    ordinary: Tensor
-    """int64, counts and sections of a step in which all ranks have computed all and nobody requests anything"""
+    ordinary: Tensor  # int64, counts and sections of a step in which all ranks computed all and nobody wants anything
     addends: int
     shift: float
     limit: int

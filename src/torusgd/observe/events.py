@@ -137,8 +137,7 @@ class Telemetry:
     def _line(self, stats: StepStats, gap: str = "  ") -> str:
         step, schedule = stats.step, self._schedule
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
-        share = stats.hidden_share
-        hidden = "" if share is None else f", {share:.0%} hidden"
+        hidden = "" if stats.hidden_share is None else f", {stats.hidden_share:.0%} hidden"
         left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _LEFT_OUT_FROM else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
@@ -177,10 +176,8 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     """The batch plan: one row a stage."""
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    caption = (
-        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
-        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
-    )
+    how = f"{recipe.optimizer.name}, {recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    caption = f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {how}"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)

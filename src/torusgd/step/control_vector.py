@@ -40,8 +40,7 @@ class ControlVector:
     loss: float
     batch_norm: Tensor  # float64: the mean of the batch statistics, as BatchNormStatistics.update takes it
     is_finite: bool
-    sections: Mapping[str, Tensor]
-    """int64, summed over ranks, by name: of each watcher (`watch`) what it sent in this step"""
+    sections: Mapping[str, Tensor]  # int64, summed over ranks, by name: what each watcher (`watch`) sent in this step
 
     def section(self, name: str) -> Tensor:
         """A section; empty if nobody sent it in this step."""

@@ -271,7 +271,6 @@ class PassThread:
         self._unwanted.set()  # the thread ends what is under way as soon as it can
 
     def wait_idle(self) -> None:
-        """Returns when nothing is under way any more."""
         self._unwanted.set()
         while not self.is_idle:
             with suppress(OSError, RunError):  # of a step that is over

@@ -40,8 +40,7 @@ _PASSES = 3
 class ForwardBackward(Protocol):
     """How a virtual worker goes through a network and back."""
 
-    in_step: bool = False
-    """whether the ranks of a group work in step, so that one that has no images goes on with blank ones"""
+    in_step: bool = False  # whether the ranks of a group work in step: one without images goes on with blank ones
     control_follows: bool = False
     """whether the gradients may leave in `forward`, so that the control vector leaves after them; alike on all ranks"""
     is_added: bool = False
@@ -201,9 +200,8 @@ def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Te
     if batch.partners is None or batch.shares is None:
         return _loss(recipe, logits, targets, "mean")
     # If images are mixed, so is each target.
-    partners, shares = (
-        pinned(each, logits.device).to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares)
-    )
+    device, mixed = logits.device, (batch.partners, batch.shares)
+    partners, shares = (pinned(each, device).to(device, non_blocking=True) for each in mixed)
     # Both losses are linear in the target, so that mixed targets need no table of all classes.
     own, other = (_loss(recipe, logits, each, "none") for each in (targets, partners))
     return (shares * own + (1 - shares) * other).mean()

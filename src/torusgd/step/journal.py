@@ -118,8 +118,6 @@ class Journal:
 
 @dataclass(frozen=True)
 class Journaled:
-    """A journal as it was read."""
-
     left_out: tuple[tuple[range, ...], ...]  # runs of virtual workers that each update, from step 0 on, has left out
     virtual_workers: int
     head: JournalHead

@@ -130,10 +130,9 @@ class NoiseWatch(StepWatch):
         if self._is_measured(view.step.index):
             found["noise_scale"] = float(f"{value:.6g}")
         if view.step.index + 1 in self._ends:
-            found["lines"] = [
-                f"stage {view.step.stage + 1} ends: the gradient noise scale is {value:,.0f} images, the batch "
-                f"{view.step.batch:,}; more images a step would pay up to about the noise scale"
-            ]
+            what = f"the gradient noise scale is {value:,.0f} images, the batch {view.step.batch:,}"
+            pays = "more images a step would pay up to about the noise scale"
+            found["lines"] = [f"stage {view.step.stage + 1} ends: {what}; {pays}"]
         return found
 
     def state(self) -> Mapping[str, Tensor]:

@@ -67,10 +67,8 @@ class ConditionsLine(_Line):
 class StateLine(_Line):
     record: Literal["state"] = "state"
     tensors: dict[str, str] = {}
-    images: str | None = None
-    """of the step's images and labels; None: nobody knew before the step that it would be recorded"""
-    rates: tuple[float, float, float] | None = None
-    """rate, momentum and factor of the weight decay; None before the first step"""
+    images: str | None = None  # of the step's images and labels; None: nobody knew before that it would be recorded
+    rates: tuple[float, float, float] | None = None  # rate, momentum, weight decay's factor; None before the first step
     journal: str | None = None  # digest of the journal up to here; None: it follows from the recipe
 
 
@@ -213,8 +211,7 @@ class RecordWatch(StepWatch):
         self._is_fixed, self._is_wanted = is_fixed, is_wanted
         self._announced = self._step = -1
         self._digests: dict[int, Tensor] = {}
-        self.images, self.seconds = "", 0.0
-        """hash over the virtual workers of the last recorded step, and what it took this rank"""
+        self.images, self.seconds = "", 0.0  # hash over the last recorded step's virtual workers, and what it took
 
     def is_recorded(self, step: int) -> bool:
         return self._is_fixed(step + 1) or self._announced == step + 1

@@ -62,10 +62,9 @@ class StepStats:
     lost_pairs: float = field(default=0.0, metadata=_RARE)
     """fraction of the pairs of factors that multiplied to nothing in portable arithmetic; in most steps nobody looks"""
     loss_scale: float = 1.0  # factor of the loss in this step; 1 unless the precision is float16
-    slowest: Straggler | None = None
-    """rank whose gradients were ready last in the step before; in most steps nobody looks"""
-    balance: Balance | None = None
-    """speeds of the ranks, and better shares if there are any; in most steps nobody looks"""
+    # In most steps nobody looks at the ranks' times.
+    slowest: Straggler | None = None  # rank whose gradients were ready last in the step before
+    balance: Balance | None = None  # speeds of the ranks, and better shares if there are any
     taken_over: TakenOver | None = None
     lines: list[str] = field(default_factory=list)
     figures: dict[str, float | str] = field(default_factory=dict)  # figures of watchers, by their names in the event

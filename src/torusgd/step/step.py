@@ -75,8 +75,7 @@ class TrainStep:
     clock: StepClock
     world: Group
     liveness: Liveness
-    stealing: WorkStealing | None = None
-    """claims of idle ranks on the work of late ones; None: each rank computes its own share"""
+    stealing: WorkStealing | None = None  # claims of idle ranks on late ones' work; None: each computes its own share
     pass_thread: PassThread | None = None
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:

@@ -270,8 +270,7 @@ def one_pass_behind(device: torch.device) -> Callable[[], object]:
     return wait
 
 
-WorkStealing = partial[StealingShare]
-"""gives this rank's work in the passes of a step; all ranks call it for the same passes"""
+WorkStealing = partial[StealingShare]  # gives this rank's work in a step's passes; all ranks call it for the same ones
 
 
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:

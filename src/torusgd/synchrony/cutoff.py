@@ -42,8 +42,6 @@ def best_cutoff(expected: F64) -> int:
 
 
 class Predictor(Protocol):
-    """Predicts the times of the coming step's workers."""
-
     def samples(self, draws: int) -> F64:
         """Joint draws of all workers' times in the coming step: seconds, [draws, workers]."""
 

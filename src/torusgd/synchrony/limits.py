@@ -119,7 +119,6 @@ class Limits:
         self._steps, self._overhead, self._look = 0, 0.0, LOOK
 
     def next(self, step: int) -> Limit:
-        """The limit of the step of this number."""
         if step < self._warm or self._is_learning or (self._predictor is not None and not self._steps):
             return Limit(self._workers)
         if self._average is not None and self._average.unseen.max() >= self._look:
