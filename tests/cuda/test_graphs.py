@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from weakref import WeakValueDictionary
 
 import pytest
@@ -21,7 +22,6 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer
 
 SMALL_BUCKETS = RuntimeOptions(buckets=0.002)
-Notes = list[tuple[str, int]]
 
 
 def network_of(trainer: Trainer) -> GraphedNetwork:
@@ -53,27 +53,23 @@ def accumulator(leaf: torch.Tensor) -> Any:
 
 def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
     """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
-    found, sums = list[tuple[bool, bool]](), list[int]()
+    found = list[tuple[bool, bool]]()
 
     def capture(work: Callable[[], None]) -> Again:
-        found.append((bool(sums), "of a plain pass" in accumulator(leaf).metadata))
+        found.append((sums.called, "of a plain pass" in accumulator(leaf).metadata))
         return Again(work)
 
     with FakeGpu(graph=capture).streams():
         trainer = make_trainer(True, SGD, "virtual_workers=2")
         parts: Any = network_of(trainer)._parts
-        leaf, end_worker, forward = parts.leaves[0], parts.reducer.sum.end_worker, parts.network.forward
-
-        def noted_sum(bucket: int) -> None:
-            sums.append(bucket)
-            end_worker(bucket)
+        leaf, forward = parts.leaves[0], parts.network.forward
+        sums = parts.reducer.sum.end_worker = Mock(wraps=parts.reducer.sum.end_worker)
 
         def noted_forward(*arguments: Any) -> torch.Tensor:
             loss = forward(*arguments)
             accumulator(leaf).metadata["of a plain pass"] = True
             return loss
 
-        parts.reducer.sum.end_worker = noted_sum
         parts.network.forward = noted_forward
         all_steps(trainer)
     assert found == [(True, False)] * 4
@@ -115,31 +111,18 @@ def test_a_stream_that_does_not_wait_is_found_out(of_main: bool) -> None:
     assert races(SGD, ignores=lambda gpu, stream, event: (stream is gpu.main) == of_main)[0].found
 
 
-def noting_messages(trainer: Trainer, notes: Notes) -> None:
-    """Notes the buckets and control vectors that leave."""
-    run: Any = trainer.step
-    send, send_control = run.reducer._send, run.control.send
-
-    def bucket(index: int) -> Any:
-        notes.append(("bucket", index))
-        return send(index)
-
-    def control(*arguments: Any) -> Any:
-        notes.append(("control", 0))
-        return send_control(*arguments)
-
-    run.reducer._send, run.control.send = bucket, control
-
-
 @on_ranks(2)
 def test_messages_leave_in_one_order_whether_a_rank_captures_its_passes_or_not() -> None:
     group = group_of()
     for streams in (1, 2):
-        gpu, sent = FakeGpu(graph=Refused if group.rank else Again), Notes()  # the second rank can't capture its passes
+        gpu = FakeGpu(graph=Refused if group.rank else Again)  # the second rank can't capture its passes
         with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
             trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
-            noting_messages(trainer, sent)
+            run: Any = trainer.step
+            notes = Mock(**{"bucket.side_effect": run.reducer._send, "control.side_effect": run.control.send})
+            run.reducer._send, run.control.send = notes.bucket, notes.control
             all_steps(trainer)
+        sent = [(name, given[0] if name == "bucket" else 0) for name, given, _ in notes.mock_calls]
         assert left(trainer) == plain_bits(SGD)
         last_passes = sum(len(each.graphs[True]) for each in network_of(trainer)._passes.values() if each)
         assert (last_passes == 0) == (group.rank == 1)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -56,16 +57,11 @@ def grow_once(trainer: Trainer, by: float) -> None:
 def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
     """Of each step, how many the device is given when it is taken."""
     ahead: Any = trainer.ahead
-    launch, counts = ahead._launch, [0] * STEPS
-
-    def counted_launch(*arguments: Any) -> None:
-        counts[now] += 1
-        launch(*arguments)
-
-    ahead._launch = counted_launch
+    ahead._launch, counts = Mock(wraps=ahead._launch), [0]
     for now in range(STEPS):
         take_step(now)
-    return counts
+        counts.append(ahead._launch.call_count)
+    return [after - before for before, after in pairwise(counts)]
 
 
 # Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.

@@ -50,8 +50,7 @@ def test_messages_status_and_mean_are_those_of_one_gradient_after_another_or_of_
         assert torch.equal(one_by_one.message(bucket), at_once.message(bucket))
     reports = [total.finish().read() for total in (one_by_one, at_once)]
     assert reports[0] == reports[1]
-    assert not reports[0].overflow
-    assert not reports[0].nonfinite
+    assert reports[0][:2] == ([], [])
     assert (reports[0].underflow > 0) == (dtype is not torch.float16), "1e-30 is zero there"
     means = [[torch.zeros(shape) for shape in SHAPES] for _ in reports]
     for total, out in zip((one_by_one, at_once), means, strict=True):

@@ -30,8 +30,7 @@ BASE = (
     "polish={images: 250, images_per_batch: 100}",
 )
 SYNCHRONOUS = "{form: synchronous}"
-ALL = "{form: cutoff, count: 8, warmup: 2}"
-FOREVER = "{form: cutoff, threshold: 1.0e+9, warmup: 2}"
+IDLE = {"all": "{form: cutoff, count: 8, warmup: 2}", "forever": "{form: cutoff, threshold: 1.0e+9, warmup: 2}"}
 LIVE = {
     "count": "{form: cutoff, count: 5, warmup: 2}",
     "predicted": "{form: cutoff, count: predicted, warmup: 3}",
@@ -76,8 +75,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each form once on three ranks, with delays."""
     out = tmp_path_factory.mktemp("live")
     jobs = {name: {"synchrony": form, "delays": DELAYS} for name, form in LIVE.items()}
-    jobs |= {"synchronous": {"synchrony": SYNCHRONOUS}, "all": {"synchrony": ALL}, "forever": {"synchrony": FOREVER}}
-    run_world(3, out, jobs | {"virtual": {"synchrony": VIRTUAL}})
+    for name, form in {"synchronous": SYNCHRONOUS, "virtual": VIRTUAL, **IDLE}.items():
+        jobs[name] = {"synchrony": form}
+    run_world(3, out, jobs)
     return out
 
 
@@ -100,7 +100,7 @@ def test_live_runs_leave_out_what_they_say_and_idle_limits_are_the_synchronous_r
     synchronous = results(live / "synchronous")
     assert synchronous.pop("journal") is None
     assert not (live / "synchronous" / "journal.txt").exists()
-    for name in ("all", "forever"):
+    for name in IDLE:
         found = results(live / name)
         assert found.pop("journal")["bytes_per_update"] < 32
         assert found == synchronous

@@ -197,7 +197,11 @@ def verdict(v: Verdict) -> None:
     """
     sums, counts = v.control.split([len(v.control) - len(v.ordinary), len(v.ordinary)])
     statistics = decode(sums.view(NARROW.rows, -1), NARROW)
-    reach, bad, lost = integer_sum.read_trailers(joined(v.trailers), v.shift)
+    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
+    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in v.trailers]
+    units, nonfinite, rounded = zip(*parts, strict=True)
+    joined = torch.cat([*units, *nonfinite, integer_sum.total_lost(rounded)])
+    reach, bad, lost = integer_sum.read_trailers(joined, v.shift)
     fits = ~(bad | (reach > v.limit)).any() & statistics[:-1].isfinite().all() & (counts == v.ordinary).all()
     v.going.mul_(fits)
     is_going = v.going > 0
@@ -209,13 +213,6 @@ def verdict(v: Verdict) -> None:
     v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
     moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())
     v.running.copy_(torch.where(is_going, moved, v.running))
-
-
-def joined(trailers: Sequence[Tensor]) -> Tensor:
-    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
-    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in trailers]
-    bounds, bad, lost = zip(*parts, strict=True)
-    return torch.cat([*bounds, *bad, integer_sum.total_lost(lost)])
 
 
 register(add_gradients, writes={"message", "found"})

@@ -174,10 +174,9 @@ class StealingShare:
     def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
         self._membership, self._claims, self._wait = membership, claims, wait
         claims.begin(membership.counts)
-        self.own, self.is_helping = 0, False
+        self.own, self.is_helping, self._shortest = 0, False, inf
         self._from = [0] * len(membership.ranks)
         self._began = self._last = time.perf_counter()
-        self._shortest = inf
 
     def next(self) -> int | None:
         self._wait()
