@@ -158,9 +158,8 @@ def test_steps_are_launched_two_in_advance(workers: int, counts: list[int]) -> N
 @on_ranks(2)
 def test_on_ranks_the_bits_are_those_of_one_and_the_record_never_moves() -> None:
     """Comparisons in steps between those that are launched in advance send longer records."""
-    options = RuntimeOptions(drift_every=3)
     with FakeGpu().streams(), warnings.catch_warnings(action="error"):
-        trainer = make_trainer(True, SGD, world=group_of(), options=options)
+        trainer = make_trainer(True, SGD, world=group_of(), options=RuntimeOptions(drift_every=3))
         control: Any = trainer.step.control
         lies = control.message.data_ptr()
         all_steps(trainer)
@@ -176,8 +175,7 @@ def test_a_checkpoint_that_is_due_during_a_launched_step_is_of_its_weights() -> 
     with gpu.streams(2):
         trainer = make_trainer(True, SGD, "precision=bfloat16")
         requests = Requests(lambda: False, liveness, looks=range(STEPS), save_due=lambda steps: steps == 5)
-        watchers = [requests, *trainer.step.watchers[1:]]
-        object.__setattr__(trainer.step, "watchers", watchers)
+        object.__setattr__(trainer.step, "watchers", [requests, *trainer.step.watchers[1:]])
         with Races(gpu) as found:
             stats = all_steps(trainer)
     assert [each["save"] for each in stats] == [index == 4 for index in range(STEPS)]
@@ -185,8 +183,7 @@ def test_a_checkpoint_that_is_due_during_a_launched_step_is_of_its_weights() -> 
 
 
 def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Path) -> None:
-    every = "evaluate.every=3st"
-    change = ("stages=[{until: 3st, images_per_worker: 3}, {until: 7st, images_per_worker: 4}]", every)
+    change = ("stages=[{until: 3st, images_per_worker: 3}, {until: 7st, images_per_worker: 4}]", "evaluate.every=3st")
     plain, _ = run_here(tmp_path / "plain", *change)
     ahead, _ = run_here(tmp_path / "ahead", *change, options=RuntimeOptions(cuda_graphs=True))
     assert ahead["weights_sha256"] == plain["weights_sha256"]
@@ -224,8 +221,7 @@ def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: p
 
     allocate_pinned = Mock(side_effect=allocate_by_torch)
     monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
-    job = replace(job_of(change), device="cuda")
-    data = open_data(job, torch.device("cuda", 0), Liveness())
+    data = open_data(replace(job_of(change), device="cuda"), torch.device("cuda", 0), Liveness())
     data.close()
     assert isinstance(data.training, BytePipeline) == ("flip" in change)
     assert data.training.allocate is data.held_out.allocate is allocate_pinned

@@ -28,8 +28,7 @@ def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_o
 
     parts = {0: part(100.0, 90.0), 1: part(-4900.0, 5090.5), 2: part(-4900.0, 5091.0)}
     events = [event for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
-    begins = [event["ts"] - events[0]["ts"] for event in events]
-    assert begins == pytest.approx([0.0, 0.5e6, 1.0e6])
+    assert [event["ts"] - events[0]["ts"] for event in events] == pytest.approx([0.0, 0.5e6, 1.0e6])
     assert [event["pid"] for event in events] == [0, 1, 2]
     events = [{"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 1.0}, {"ph": "X", "name": "x", "pid": "Spans"}]
     parts = {rank: {"host": "a", "process": 9, "base": 0, "events": events} for rank in (0, 1)}

@@ -247,8 +247,7 @@ def train_and_flip(out: Path, flipped: str) -> str:
     """A run on these ranks, of which the last one's state changes between two steps; how it ended."""
     world = group_of()
     options, change = FLIPS[flipped]
-    runtime = RuntimeOptions(checkpoint_every=Duration(2, "st"), **options)
-    run = run_of(job_of(STAGES, options=runtime, out=out), world)
+    run = run_of(job_of(STAGES, options=RuntimeOptions(checkpoint_every=Duration(2, "st"), **options), out=out), world)
 
     def flip_once(step: int) -> None:
         if step == FLIPPED_AFTER and world.rank == world.size - 1:

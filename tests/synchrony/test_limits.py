@@ -43,8 +43,7 @@ def test_the_learned_count_follows_who_turns_slow_together() -> None:
         taken.append((count, int(slow.any()), count / end))
     assert {count for count, _, _ in taken[:80]} == {6}
     # In spells the slow node is left out, at times even from their first step on; otherwise all are waited for.
-    rates = [rate for _, _, rate in taken[82:]]
-    assert np.mean(rates) > 1.05 * np.mean([rate for _, _, rate in taken[:80]])
+    assert np.mean([rate for _, _, rate in taken[82:]]) > 1.05 * np.mean([rate for _, _, rate in taken[:80]])
     assert {3, 6} <= {count for count, _, _ in taken[82:]}
 
 
@@ -79,8 +78,7 @@ def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:
 
 def test_who_was_slow_at_first_is_not_left_out_for_ever() -> None:
     """Two ranks of four workers each, whose first steps take three times as long: a machine that is still starting."""
-    shares = [range(4), range(4, 8)]
-    rule = Limits(shares, seed=0, count="predicted", threshold=None, warmup=20, warm=20)
+    rule = Limits([range(4), range(4, 8)], seed=0, count="predicted", threshold=None, warmup=20, warm=20)
     random, counts = np.random.default_rng(0), []
     for step in range(100):
         passes = np.exp(0.2 * random.normal(size=(2, 4))) * (3 if step < 15 else 1)

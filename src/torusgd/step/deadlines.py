@@ -145,8 +145,7 @@ class StepWindow:
         self._step, self._limit, self._is_counted = step, limit, limit.count < self._workers
         self._began, self._is_closed = time.perf_counter(), False
         if self._deletes and step >= _STEPS_IN_STORE:
-            old = keys.ARRIVED.format(step=step - _STEPS_IN_STORE)
-            self._store.query(lambda store: store.delete_key(old))
+            self._store.query(lambda store: store.delete_key(keys.ARRIVED.format(step=step - _STEPS_IN_STORE)))
 
     def takes_one(self) -> bool:
         """One more virtual worker has finished here: whether it is among those that the step takes."""
@@ -174,8 +173,7 @@ class StepWindow:
 
     def pause(self, longest: float) -> float:
         """Seconds that this rank may wait before it looks again, at most `longest`."""
-        until = max(0.0, self._limit.seconds - self.seconds())
-        return min(longest, until, POLL if self._is_counted else inf)
+        return min(longest, max(0.0, self._limit.seconds - self.seconds()), POLL if self._is_counted else inf)
 
     def _add(self, count: int) -> int:
         """Adds so many arrivals, and returns how many have arrived by then over all ranks."""

@@ -150,8 +150,7 @@ class LocalSteps(ForwardBackward):
         assert recipe.synchrony.local_steps is not None
         self._state, self._local_steps = state, recipe.synchrony.local_steps
         self._copied = BatchNormStatistics(copy)
-        device = state.batch_norm.running.device
-        self._passes = WholeNetwork(copy, recipe, state.precision, self._copied, device)
+        self._passes = WholeNetwork(copy, recipe, state.precision, self._copied, state.batch_norm.running.device)
         self._optimizer = build_optimizer(recipe.optimizer, copy, recipe.rate.lr)
         own, common = dict(copy.named_parameters()), dict(state.model.named_parameters())
         self._own: list[Tensor] = [own[name] for name in state.reducer.names]

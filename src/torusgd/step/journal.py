@@ -87,8 +87,7 @@ class Journal:
         """Goes on in a file from the head on; UserError if it is not what the run wrote, RunError if the disk fails."""
         head = self.head
         try:
-            is_new = head.size == len(head.last)
-            text = "" if is_new else path.read_bytes()[: head.size].decode(errors="replace")
+            text = "" if head.size == len(head.last) else path.read_bytes()[: head.size].decode(errors="replace")
             if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
                 text += head.last
             parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))

@@ -42,8 +42,7 @@ class WeightsFirst(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        ordered = {F.linear: _linear, F.conv2d: _convolution}.get(func, func)
-        return ordered(*args, **(kwargs or {}))
+        return {F.linear: _linear, F.conv2d: _convolution}.get(func, func)(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -124,8 +124,7 @@ class Limits:
         if self._average is not None and self._average.unseen.max() >= self._look:
             return Limit(self._workers, self._seconds)
         if self._predictor is not None:
-            expected = expected_order(self._predictor.samples(DRAWS))
-            return Limit(best_cutoff(expected + self._overhead), self._seconds)
+            return Limit(best_cutoff(expected_order(self._predictor.samples(DRAWS)) + self._overhead), self._seconds)
         return Limit(self._count if isinstance(self._count, int) else self._workers, self._seconds)
 
     def observe(self, finished: F64, seconds: float) -> Threshold | None:
@@ -213,6 +212,5 @@ def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
     # A rank with fewer workers than others gets some of 0 seconds before its first.
     took = np.zeros((len(finished), len(shares), most))
     for rank, workers in enumerate(shares):
-        ends = finished[:, list(workers)]
-        took[:, rank, most - len(workers) :] = np.diff(ends, axis=1, prepend=0.0)
+        took[:, rank, most - len(workers) :] = np.diff(finished[:, list(workers)], axis=1, prepend=0.0)
     return took

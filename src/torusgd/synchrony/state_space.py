@@ -146,8 +146,7 @@ class StateSpace:
 
     def observe(self, seconds: F64, cutoff: float) -> None:
         left_out = torch.from_numpy(np.isnan(seconds))
-        known = torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float()
-        times = self._model.standardised(known)
+        times = self._model.standardised(torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float())
         if left_out.any():
             # A draw above the cutoff from one joint prediction: its normals, truncated there.
             mean, deviation = (each[0].double() for each in self._model.forecast(self._window, 1, self._draws))
