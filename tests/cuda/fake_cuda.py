@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,14 +20,12 @@ from torusgd.cuda.graphs import MainStream, ReadyEvents, SideStream
 from torusgd.cuda.run_ahead import GraphedUpdate
 
 CPU = torch.device("cpu")
-Refused = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
+refuse = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
 
 
-class Again:
-    """Nothing is done while it is captured."""
-
-    def __init__(self, work: Callable[[], None], *memory: Any) -> None:
-        self.replay = work
+def again(work: Callable[[], None], *memory: Any) -> Any:
+    """A graph of work that is not done while it is captured."""
+    return SimpleNamespace(replay=work)
 
 
 class Recorded(TorchDispatchMode):
@@ -74,7 +73,7 @@ class FakeEvent:
 class FakeGpu:
     """What torch has of a GPU; `graph` makes a graph of the work of a pass, `update` of the end of a step."""
 
-    def __init__(self, graph: Callable[..., Any] = Again, update: Callable[..., Any] = Recorded) -> None:
+    def __init__(self, graph: Callable[..., Any] = again, update: Callable[..., Any] = Recorded) -> None:
         self.main = self.current = FakeStream(self)
         self.main.tick()
         self.captured = list[object]()

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from tests.comm.gloo_world import alike, on_ranks
-from tests.cuda.fake_cuda import CPU, Again, FakeEvent, FakeGpu, FakeStream, Races, Refused
+from tests.cuda.fake_cuda import CPU, FakeEvent, FakeGpu, FakeStream, Races, again, refuse
 from tests.cuda.trainers import SGD, STEPS, all_steps, left, make_trainer, on_gpu, plain_bits, steps_of_all
 
 from torusgd.comm.groups import group_of
@@ -55,9 +55,9 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
     """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
     found = list[tuple[bool, bool]]()
 
-    def capture(work: Callable[[], None]) -> Again:
+    def capture(work: Callable[[], None]) -> Any:
         found.append((sums.called, "of a plain pass" in accumulator(leaf).metadata))
-        return Again(work)
+        return again(work)
 
     with FakeGpu(graph=capture).streams():
         trainer = make_trainer(True, SGD, "virtual_workers=2")
@@ -76,7 +76,7 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
 
 
 def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
-    gpu = FakeGpu(graph=Refused)
+    gpu = FakeGpu(graph=refuse)
     with gpu.streams(2):
         trainer = make_trainer(True, SGD)
         with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
@@ -115,7 +115,7 @@ def test_a_stream_that_does_not_wait_is_found_out(of_main: bool) -> None:
 def test_messages_leave_in_one_order_whether_a_rank_captures_its_passes_or_not() -> None:
     group = group_of()
     for streams in (1, 2):
-        gpu = FakeGpu(graph=Refused if group.rank else Again)  # the second rank can't capture its passes
+        gpu = FakeGpu(graph=refuse if group.rank else again)  # the second rank can't capture its passes
         with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
             trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
             run: Any = trainer.step

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tests.comm.gloo_world import on_ranks
-from tests.cuda.fake_cuda import FakeGpu, Races, Recorded, Refused
+from tests.cuda.fake_cuda import FakeGpu, Races, Recorded, refuse
 from tests.cuda.test_host_reads import counted
 from tests.cuda.trainers import SGD, STEPS, all_steps, left, make_trainer, on_gpu, plain_bits, steps_of_all, take
 from tests.messages import refused
@@ -195,7 +195,7 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
 
 
 def test_updates_that_cannot_be_captured_go_on_without() -> None:
-    trainer = captured(SGD, capture=Refused)
+    trainer = captured(SGD, capture=refuse)
     with pytest.warns(UserWarning, match="updates run without a CUDA graph, .*: operation not permitted") as warned:
         all_steps(trainer)
     assert left(trainer) == plain_bits(SGD)
