@@ -1,11 +1,11 @@
 """What a run reports: a progress line, `events.jsonl`, and trackers if there are any; and its steps beside a plan."""
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,15 +201,13 @@ def clock(seconds: float) -> str:
 
 def _drop_later_events(path: Path, first_step: int, evaluated: int) -> bytes:
     """Returns the last line that stays; empty: none."""
-    if not path.exists() or not path.stat().st_size:
+    if not path.exists():
         return b""
-    # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
-    with path.open("r+b") as file, mmap(file.fileno(), 0) as data:
-        line, end = b"", len(data)
-        while end and not _stays(line := data[data.rfind(b"\n", 0, end - 1) + 1 : end], first_step, evaluated):
-            end -= len(line)
-        file.truncate(end)
-    return line if end else b""
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines and not _stays(lines[-1], first_step, evaluated):  # events stand in the order of their steps
+        lines.pop()
+    os.truncate(path, sum(map(len, lines)))
+    return lines[-1] if lines else b""
 
 
 def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
