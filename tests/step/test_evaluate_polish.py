@@ -163,12 +163,12 @@ def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> 
     model, images = Aside(nn.BatchNorm2d(1), nn.BatchNorm2d(1)), torch.full((2, 1, 3, 3), 3.0)
     ended = iter([images])
     next(ended)
-    for nothing in (iter([]), ended):
+    for nothing in (iter(list[torch.Tensor]()), ended):
         with pytest.raises(ValueError, match="polish: no images on any rank"):
             polish(model, nothing)
     assert model[0].running_mean == torch.zeros(1)
     assert polish(model, [images]) == 2
-    assert [float(layer.running_mean) for layer in model] == [3.0, 0.0]
+    assert [float(layer.get_buffer("running_mean")) for layer in model] == [3.0, 0.0]
     with pytest.raises(ValueError, match="polish: 0 keeps statistics of single images"):
         polish(nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True)), [images])
 
