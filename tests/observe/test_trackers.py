@@ -195,7 +195,9 @@ def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     resumed_twice(tmp_path / "run", "mlflow")
     client = MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name(trackers.PROJECT).experiment_id])
+    experiment = client.get_experiment_by_name(trackers.PROJECT)
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.data.params["recipe.name"]) == ("FINISHED", "digits")
     for name, steps in (("train/loss", [1, 2, 3, 4]), ("eval/top1", [2, 3, 4])):
         assert sorted(each.step for each in client.get_metric_history(run.info.run_id, name)) == steps
