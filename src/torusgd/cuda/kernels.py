@@ -1,8 +1,7 @@
 """Operators of torch.ops.torusgd, and what their Triton kernels share: tables of addresses and of blocks.
 
-An operator has a form made of torch's own operators, which runs on a CPU, and one to three Triton kernels, which run on
-a GPU (`operator`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
-and each of its programs takes one block of one tensor, by a table of blocks.
+An operator has a form made of torch's own operators, for a CPU, and one to three Triton kernels for a GPU. A kernel
+takes all tensors of a network at once, by a table of their addresses; each program one block, by a table of blocks.
 """
 
 import inspect

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -33,7 +33,6 @@ PLAIN_SECONDS = 5.0
 WIDE = 150
 # Fraction of the images from which on the line says how many are left out.
 _LEFT_OUT_FROM = 0.005
-_BLOCK = 1 << 12
 
 
 class Telemetry:
@@ -57,11 +56,11 @@ class Telemetry:
         self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
-        self._path = folder / "events.jsonl"
-        _drop_later_events(self._path, first_step, evaluated)
+        path = folder / "events.jsonl"
+        self._last = _drop_later_events(path, first_step, evaluated)
         self._trackers = trackers
-        trackers.catch_up(self._path)
-        self._file = LineFile(self._path)
+        trackers.catch_up(path)
+        self._file = LineFile(path)
         self.status = StatusFile(folder, about)
         self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
@@ -101,10 +100,8 @@ class Telemetry:
         self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  {evaluation}  {seconds:.1f} s")
 
     def complete(self, event: Mapping[str, Any]) -> None:
-        """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""
-        with self._path.open("rb") as file:
-            last = _line_before(file, file.seek(0, os.SEEK_END))
-        written = json.loads(last) if last else {}
+        """Writes the last event of a run whose rank 0 was lost, before any other, unless that rank has written it."""
+        written = json.loads(self._last or "{}")
         if (written.get("step"), written.get("event")) != (event["step"], event.get("event")):
             self._write(event)
 
@@ -140,8 +137,7 @@ class Telemetry:
     def _line(self, stats: StepStats, gap: str = "  ") -> str:
         step, schedule = stats.step, self._schedule
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
-        share = stats.hidden_share
-        hidden = "" if share is None else f", {share:.0%} hidden"
+        hidden = "" if stats.hidden_share is None else f", {stats.hidden_share:.0%} hidden"
         left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _LEFT_OUT_FROM else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
@@ -180,10 +176,8 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     """The batch plan: one row a stage."""
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    caption = (
-        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
-        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
-    )
+    how = f"{recipe.optimizer.name}, {recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    caption = f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {how}"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)
@@ -205,25 +199,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
+def _drop_later_events(path: Path, first_step: int, evaluated: int) -> bytes:
+    """Returns the last line that stays; empty: none."""
     if not path.exists():
-        return
-    # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end and not _stays(line := _line_before(file, end), first_step, evaluated):
-            end -= len(line)
-        file.truncate(end)
-
-
-def _line_before(file: BinaryIO, end: int) -> bytes:
-    """The line that ends at `end`, with its line feed if it has one."""
-    begin, found = end, b""
-    while begin and b"\n" not in found[:-1]:
-        begin = max(0, begin - _BLOCK)
-        file.seek(begin)
-        found = file.read(end - begin)
-    return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
+        return b""
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines and not _stays(lines[-1], first_step, evaluated):  # events stand in the order of their steps
+        lines.pop()
+    os.truncate(path, sum(map(len, lines)))
+    return lines[-1] if lines else b""
 
 
 def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
@@ -250,10 +234,9 @@ class PlanComparison:
             tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
             return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
-        except OSError as error:
-            raise UserError(f"--plan {path}: {error.strerror}; make one with torusgd plan ... --json {path}") from None
-        except (ValueError, KeyError, TypeError, OverflowError):
-            raise UserError(f"--plan {path}: is no plan; make one with torusgd plan ... --json {path}") from None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is no plan"
+            raise UserError(f"--plan {path}: {why}; make one with torusgd plan ... --json {path}") from None
 
     def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:
         """UserError unless it is a plan of this recipe and these batches, on so many ranks."""
@@ -265,21 +248,17 @@ class PlanComparison:
             raise UserError(f"--plan {self.path}: is of {self.devices} devices, the run has {ranks} ranks")
 
     def beside(self, events: Path) -> dict[str, float]:
-        """Predicted and measured step time and throughput of the steps in `events.jsonl`, and relative errors.
-
-        A measured step is the median of its batch, without the run's first. Empty without two steps.
-        """
+        """Predicted and measured (medians by batch, without the run's first) steps and throughput, relative errors."""
         steps: dict[int, list[float]] = {}
         for line in events.read_text().splitlines():
             event: dict[str, Any] = json.loads(line)
             if event.get("step", 0) > 1 and event.get("batch") in self.seconds and "step_seconds" in event:
                 steps.setdefault(event["batch"], []).append(event["step_seconds"])
-        if not steps:
+        if not steps:  # fewer than two
             return {}
-        counts = {batch: len(times) for batch, times in steps.items()}
-        number, images = sum(counts.values()), sum(batch * count for batch, count in counts.items())
-        predicted = sum(self.seconds[batch] * count for batch, count in counts.items())
-        measured = sum(median(times) * counts[batch] for batch, times in steps.items())
+        number, images = sum(map(len, steps.values())), sum(batch * len(times) for batch, times in steps.items())
+        predicted = sum(self.seconds[batch] * len(times) for batch, times in steps.items())
+        measured = sum(median(times) * len(times) for times in steps.values())
         return {
             "step_seconds": predicted / number,
             "measured_step_seconds": measured / number,

@@ -1,9 +1,8 @@
 """Experiment trackers, all fed from one stream: the lines of events.jsonl. TensorBoard, Weights & Biases, MLflow.
 
-A run that is resumed goes back to its last checkpoint and takes the steps after it again, and a killed process may not
-have sent its last ones. So a tracker is never trusted to be where the run is. A server says what it has (MLflow, W&B);
-files (TensorBoard, W&B offline) are written anew. A tracker that fails later is switched off with one line: nothing is
-lost, since the next resume finds what it lacks.
+A run that is resumed takes the steps after its last checkpoint again, and a killed process may not have sent its last
+ones. So a tracker is never trusted to be where the run is: a server says what it has (MLflow, W&B), files (TensorBoard,
+W&B offline) are written anew. One that fails later is switched off with a line: the next resume finds what it lacks.
 """
 
 import os
@@ -14,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import UserError, first_line, needs
@@ -29,7 +27,7 @@ _EVALUATED = ("top1", "top5", "loss")
 
 
 class Tracker(ABC):
-    _sent: Mapping[str, int] = MappingProxyType({})  # the last step of each kind that it got from earlier processes
+    _sent: Mapping[str, int] = {}  # the last step of each kind that it got from earlier processes
 
     def has(self, kind: str, step: int) -> bool:
         """Whether figures of this kind (train, eval, polished) and step have been sent before."""

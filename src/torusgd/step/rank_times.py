@@ -130,8 +130,7 @@ class Straggler:
 
     rank: int
     behind: float  # seconds after the median rank, or of the link beyond the median link
-    cause: str
-    """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
+    cause: str  # what took the most time that others did not need: data, compute, network (waits after all were ready)
 
 
 class Stragglers(_Notes):

@@ -16,7 +16,6 @@ from torch.profiler import record_function
 
 from ..comm.base import AllReduce, Liveness, Work
 from ..comm.groups import Group
-from ..data.pipeline import Batch
 from ..errors import DivergedError, RunError
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reduced, Reducer
@@ -24,7 +23,7 @@ from ..gradients.update import Update
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..synchrony.limits import Limit
-from .control_vector import ControlMessage, ControlVector
+from .control_vector import ControlMessage, ControlVector, Counts
 from .deadlines import PassThread, StepDeadline, arrived
 from .forward_backward import ForwardBackward, blank
 from .images import ImageReader
@@ -76,8 +75,7 @@ class TrainStep:
     clock: StepClock
     world: Group
     liveness: Liveness
-    stealing: WorkStealing | None = None
-    """claims of idle ranks on the work of late ones; None: each rank computes its own share"""
+    stealing: WorkStealing | None = None  # claims of idle ranks on late ones' work; None: each computes its own share
     pass_thread: PassThread | None = None
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
@@ -175,7 +173,7 @@ class TrainStep:
         if self.pass_thread is not None:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
-        self.control.clear()
+        self.control.counts = Counts()
         if self.stealing is not None:
             work: OwnShare | StealingShare = self.stealing(view.membership)
         else:
@@ -245,7 +243,7 @@ class TrainStep:
         # The passes run in a thread of their own: while it is late, or asleep, this rank sends zeros.
         assert self.pass_thread is not None, "only a recipe that leaves out late work has steps that time decides"
         step, membership = view.step, view.membership
-        self.control.clear()
+        self.control.counts = Counts()
         finished = [0] * self.recipe.virtual_workers
         self.update.wait_weights()
 
@@ -253,12 +251,7 @@ class TrainStep:
             self.liveness.progress("train", step.index, worker)
             return self.requests.look()
 
-        batches: dict[int, Batch] = {}
-
-        def take(worker: int) -> Batch:
-            batches[worker] = self.images.take(step, worker, membership)
-            return batches[worker]
-
+        take = partial(self.images.take, step, membership=membership)
         try:
             for passed, seconds in self.pass_thread.in_time(view, limit, take, is_stopped):
                 self.reducer.begin_worker(last=False)
@@ -267,12 +260,11 @@ class TrainStep:
                 self.reducer.end_worker()
                 self.control.add(passed.statistics, passed.loss)
                 finished[passed.worker] = max(1, round(1e6 * seconds))
-                batch = batches.pop(passed.worker)
                 for watcher in self.watchers:
-                    watcher.with_batch(step.index, passed.worker, batch)
-                self.control.counts.replaced += passed.replaced
+                    watcher.with_batch(step.index, passed.worker, passed.batch)
+                self.control.counts.replaced += passed.batch.replaced
         except (OSError, RunError) as error:
-            self.images.note(error)
+            self.images.error = error
             self.control.counts.failed = 1
         self.reducer.begin_worker(last=True)
         sent = self._send(view, _FINISHED, finished)

@@ -42,11 +42,7 @@ class WeightsFirst(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
-        if func is F.conv2d:
-            return _convolution(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return {F.linear: _linear, F.conv2d: _convolution}.get(func, func)(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -87,9 +87,8 @@ class Claims:
             # A quarter of what is left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987): so the
             # owner queries the store O(log pieces) times a round, and piece by piece near the end, when it matters.
             left = self._count - self._claimed - self._taken
-            if left <= 0:
-                return None
-            self._claimed += self._claim(max(1, left // _PART))
+            if left > 0:
+                self._claimed += self._claim(max(1, left // _PART))
             if self._begun == self._claimed:
                 return None
         self._begun += 1
@@ -175,10 +174,9 @@ class StealingShare:
     def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
         self._membership, self._claims, self._wait = membership, claims, wait
         claims.begin(membership.counts)
-        self.own, self.is_helping = 0, False
+        self.own, self.is_helping, self._shortest = 0, False, inf
         self._from = [0] * len(membership.ranks)
         self._began = self._last = time.perf_counter()
-        self._shortest = inf
 
     def next(self) -> int | None:
         self._wait()
@@ -271,8 +269,7 @@ def one_pass_behind(device: torch.device) -> Callable[[], object]:
     return wait
 
 
-WorkStealing = partial[StealingShare]
-"""gives this rank's work in the passes of a step; all ranks call it for the same passes"""
+WorkStealing = partial[StealingShare]  # gives this rank's work in a step's passes; all ranks call it for the same ones
 
 
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:

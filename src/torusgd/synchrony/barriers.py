@@ -53,9 +53,8 @@ def barrier(text: str) -> Barrier:
         return Barrier(0 if text == "bsp" else math.inf)
     match = re.fullmatch(r"ssp:(?P<s>\d+)|pbsp:(?P<b>\d+)|pssp:(?P<both>\d+)x(?P<stale>\d+)", text)
     if match is None:
-        raise UserError(
-            f"barrier: {text!r} is none; write bsp, asp, ssp:STALENESS, pbsp:SAMPLE or pssp:SAMPLExSTALENESS"
-        )
+        forms = "bsp, asp, ssp:STALENESS, pbsp:SAMPLE or pssp:SAMPLExSTALENESS"
+        raise UserError(f"barrier: {text!r} is none; write {forms}")
     staleness, sample = match["s"] or match["stale"] or 0, match["b"] or match["both"] or math.inf
     return Barrier(float(staleness), float(sample))
 
@@ -71,8 +70,7 @@ class Passage(NamedTuple):
 def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int) -> Iterator[Passage]:
     """All passages in order of time, without end; the first is at 0, when all workers begin their first step.
 
-    A step takes `compute` seconds and the delay of its part 0. `seed` and (worker, steps completed, attempt) are the
-    key of each barrier's draw.
+    A step takes `compute` seconds and the delay of its part 0; a draw's key is `seed` and (worker, steps, attempt).
     """
     chances = rule.pass_chances(workers)
     # Chances of 0 and 1 need no draw.

@@ -1,8 +1,7 @@
 """Keyed delays: how much longer a piece of work takes than its computation, as a pure function of integer keys.
 
 A piece of work is (worker, step, part), where a part is a micro-batch or a virtual worker. Its delay depends on the
-seed and on these three alone, never on a clock, so that a run in virtual time is a function of its recipe. In a real
-run the same delays are slept.
+seed and these three alone, so that a run in virtual time is a function of its recipe. A real run sleeps as long.
 
 Delays are written as text, `NAME[:PARAMETERS][@SECONDS]`, several joined by `+`:
 
@@ -23,6 +22,7 @@ part F times as long as its computation.
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
@@ -125,11 +125,9 @@ class DelayModel:
     def at(self, worker: npt.ArrayLike, step: npt.ArrayLike, part: npt.ArrayLike) -> F64:
         """Seconds for pieces of work, from integer arrays that broadcast: float64 of their shape."""
         keys = [np.asarray(words, dtype=np.int64) for words in (worker, step, part)]
-        shape = np.broadcast_shapes(*(key.shape for key in keys))
-        total = np.zeros(shape)
+        total = np.zeros(np.broadcast_shapes(*(key.shape for key in keys)))
         for index, (delay, unit) in enumerate(self.terms):
-            seconds = unit * delay((DELAY, self.seed, index), *keys)
-            total += np.rint(seconds * _GRID) / _GRID
+            total += np.rint(unit * delay((DELAY, self.seed, index), *keys) * _GRID) / _GRID
         return total
 
     def seconds(self, worker: int, step: int, part: int) -> float:
@@ -190,10 +188,7 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
 
 
 def _number(word: str, term: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(word)) < math.inf:
+            return value
+    raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")
