@@ -1,18 +1,15 @@
 """A run whose launcher is in this process, while a thread does something to it; its ranks are processes."""
 
 import json
-import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import pytest
 from tests.polling import until
-from tests.run.processes import is_alive, last_step
+from tests.run.processes import is_alive, last_step, results
 
 from torusgd.launch import local
 from torusgd.launch.local import Entrance, launch
@@ -28,13 +25,6 @@ from torusgd.runtime import resolve_auto
 def job_of(out: Path, recipe: Path, *overrides: str, **options: Any) -> Job:
     loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
     return Job(loaded, RuntimeOptions(**options), "cpu", out)
-
-
-def kill(*pids: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, SIGKILL)
-    until(lambda: not any(map(is_alive, pids)), "they are dead")
 
 
 def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
@@ -76,6 +66,11 @@ class Driven:
         except BaseException as error:
             self._error.append(error)
             self.give_up()
+
+    def ended_as(self, expected: dict[str, Any]) -> dict[str, Any]:
+        """The run's summary, which has these results."""
+        assert results(self.result.summary) == expected
+        return self.result.summary
 
     def give_up(self) -> None:
         """Lets the run come to its end."""
