@@ -1,15 +1,18 @@
 """A run whose launcher is in this process, while a thread does something to it; its ranks are processes."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
 from tests.polling import until
-from tests.run.processes import is_alive, last_step, results
+from tests.run.processes import is_alive, last_step, results, wait_for_end
 
 from torusgd.launch import local
 from torusgd.launch.local import Entrance, launch
@@ -25,6 +28,13 @@ from torusgd.runtime import resolve_auto
 def job_of(out: Path, recipe: Path, *overrides: str, **options: Any) -> Job:
     loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
     return Job(loaded, RuntimeOptions(**options), "cpu", out)
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, SIGKILL)
+    wait_for_end(pids)
 
 
 def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:

@@ -13,13 +13,12 @@ import pytest
 import torch
 from tests.commands import command
 from tests.data.pictures import write_folder
-from tests.launch.driven import Driven, job_of
+from tests.launch.driven import Driven, job_of, kill
 from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
     ended_well,
-    kill,
     last_step,
     pauses,
     results,

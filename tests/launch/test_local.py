@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.commands import ran
+from tests.launch.driven import kill
 from tests.polling import until
 from tests.run.processes import (
     LOOPBACK,
@@ -19,7 +20,6 @@ from tests.run.processes import (
     Process,
     ended_well,
     is_alive,
-    kill,
     last_step,
     listening,
     pauses,

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from tests.commands import ran
+from tests.launch.driven import kill
 from tests.polling import until
-from tests.run.processes import Process, descendants, kill, open_files, results, summary
+from tests.run.processes import Process, descendants, open_files, results, summary
 from tests.run.runs import TINY, sets, train
 
 from torusgd.launch.local import TOKEN

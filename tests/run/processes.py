@@ -186,16 +186,8 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def kill(*pids: int) -> None:
-    """SIGKILL; returns when they are dead."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_for_end(pids, "they are dead")
-
-
-def wait_for_end(pids: Iterable[int], what: str = "no orphan is left") -> None:
-    until(lambda: not any(map(is_alive, pids)), what)
+def wait_for_end(pids: Iterable[int]) -> None:
+    until(lambda: not any(map(is_alive, pids)), f"{pids} have ended")
 
 
 def children(pid: int) -> list[int]:

@@ -57,10 +57,10 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", ["eval", "polish"])
-@pytest.mark.parametrize("code", ["model.name trap:factory", "model.name torch.hub:load", "data.source trap:factory"])
+@pytest.mark.parametrize("named", ["model.name trap:factory", "model.name torch.hub:load", "data.source trap:factory"])
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
-def test_metadata_that_names_code_is_refused(tmp_path: Path, run_cli, trap: Path, command, code: str, kind) -> None:
-    key, name = code.split()
+def test_metadata_that_names_code_is_refused(tmp_path: Path, run_cli, trap: Path, command, named: str, kind) -> None:
+    key, name = named.split()
     described = metadata(**{key.replace(".", "_"): name})
     if kind == "file":
         given = tmp_path / "model.safetensors"

@@ -45,7 +45,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def newest(folder: Path, warn: Callable[[str], object] = pytest.fail) -> Checkpoint:
+def newest(folder: Path, warn: Callable[[str], None] = pytest.fail) -> Checkpoint:
     found = newest_checkpoint(folder, warn)
     assert found is not None
     return found

@@ -253,5 +253,6 @@ def meet_within(
     store: Store, rank: int, size: int, device: str, ranks_per_gpu: int, seconds: float, timeout: float = GROUP_SECONDS
 ) -> Group:
     """The group of `size` ranks that come within so many seconds; UserError for shared GPUs, DistError if late."""
-    target, limit, here = device_of(device, ranks_per_gpu), timedelta(seconds=seconds), [keys.ALL_HERE]
+    target, limit = device_of(device, ranks_per_gpu), timedelta(seconds=seconds)
+    here: list[str] = [keys.ALL_HERE]
     return meet(store, range(size), rank, target, ranks_per_gpu, lambda own: own.wait(here, limit), timeout=timeout)
