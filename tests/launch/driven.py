@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.polling import until
-from tests.run.processes import is_alive, last_step
+from tests.run.processes import is_alive, last_step, results, wait_for_end
 
 from torusgd.launch import local
 from torusgd.launch.local import Entrance, launch
@@ -34,7 +34,7 @@ def kill(*pids: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, SIGKILL)
-    until(lambda: not any(map(is_alive, pids)), "they are dead")
+    wait_for_end(pids)
 
 
 def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
@@ -76,6 +76,11 @@ class Driven:
         except BaseException as error:
             self._error.append(error)
             self.give_up()
+
+    def ended_as(self, expected: dict[str, Any]) -> dict[str, Any]:
+        """The run's summary, which has these results."""
+        assert results(self.result.summary) == expected
+        return self.result.summary
 
     def give_up(self) -> None:
         """Lets the run come to its end."""

@@ -81,8 +81,12 @@ def fail(error: Exception, liveness: Liveness) -> None:
     raise error
 
 
-def die(liveness: Liveness) -> None:
+def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(liveness: Liveness) -> None:
+    be_killed()
 
 
 def leave(liveness: Liveness) -> None:
@@ -120,26 +124,21 @@ def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(att
     assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]
 
 
+STACK = r"sleep_for_ever \(test_supervisor.py:.*"
+AT, UNREAD = r"rank 1 on \S+ in train of step 3:", "nobody reads the output any more; the last checkpoint is good"
+
+
 @pytest.mark.parametrize(
     ("action", "kind", "text"),
     [
         (partial(fail, UserError("data = 0: give 1 or more")), FailureKind.USER_ERROR, "data = 0: give 1 or more"),
         (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
         (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
-        (
-            partial(fail, BrokenPipeError()),
-            FailureKind.OUTPUT_CLOSED,
-            "nobody reads the output any more; the last checkpoint is good",
-        ),
+        (partial(fail, BrokenPipeError()), FailureKind.OUTPUT_CLOSED, UNREAD),
         (die, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
         (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),
-        (freeze, FailureKind.RANK_LOST, r"rank 1 on \S+ in train of step 3: no heartbeat for 3 s, frozen or lost"),
-        (
-            sleep_for_ever,
-            FailureKind.RANK_LOST,
-            r"rank 1 on \S+ in train of step 3: no progress for \d+ s, at .*"
-            r"sleep_for_ever \(test_supervisor.py:.*",
-        ),
+        (freeze, FailureKind.RANK_LOST, rf"{AT} no heartbeat for 3 s, frozen or lost"),
+        (sleep_for_ever, FailureKind.RANK_LOST, rf"{AT} no progress for \d+ s, at .*{STACK}"),
     ],
 )
 def test_a_failure_has_a_kind(attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str) -> None:
@@ -147,7 +146,7 @@ def test_a_failure_has_a_kind(attempts: Attempts, action: Callable[..., Any], ki
     assert failure.kind is kind
     assert failure.rank == 1 or action in (freeze, sleep_for_ever), "of which another rank may tell"
     assert re.search(f"(^|; ){text}$", failure.text)
-    assert failure.kind.exit_code == (2 if kind is FailureKind.USER_ERROR else 1)
+    assert failure.kind.exit_code == 1 + (kind is FailureKind.USER_ERROR)
     assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
 
 
@@ -248,7 +247,7 @@ class Losing(Lasting):
         me = world.ranks[world.rank]
         if me == 0:
             until(self._cue.exists, "the cue")
-            os.kill(os.getpid(), signal.SIGKILL)
+            be_killed()
         world.all_reduce(torch.ones(1))
         return [me, os.getpid(), *world.ranks]
 
@@ -272,10 +271,6 @@ class Handing(Lasting):
         return [*world.ranks]
 
 
-def be_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def refuse() -> None:
     raise UserError("--data nowhere: there is nothing")
 
@@ -291,11 +286,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("requested", [3, None], ids=["about to join, and not ready", "new"])
 def test_another_rank_takes_the_place(requested: int | None, tmp_path: Path, elsewhere: None) -> None:
-    lines: list[str] = []
+    lines, cue = list[str](), tmp_path / "cue"
     if requested is None:
-        (tmp_path / "cue").touch()
+        cue.touch()
     with supervise(2, lines) as supervisor:
-        results = supervisor.run(Losing(tmp_path / "cue"), quorum=Quorum(fewest=1), requested=lambda: requested)
+        results = supervisor.run(Losing(cue), quorum=Quorum(fewest=1), requested=lambda: requested)
     assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
     assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
 
@@ -315,9 +310,7 @@ def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left() ->
         (refuse, FailureKind.USER_ERROR, "--data nowhere: there is nothing"),
     ],
 )
-def test_no_rank_after_another_is_started_in_vain(
-    tmp_path: Path, elsewhere: None, prepares: Callable[[], None], kind: FailureKind, text: str
-) -> None:
+def test_no_rank_after_another_is_started_in_vain(tmp_path: Path, elsewhere: None, prepares, kind, text) -> None:
     (tmp_path / "cue").touch()
     with supervise(2, []) as supervisor, pytest.raises(RankFailed) as caught:
         supervisor.run(Losing(tmp_path / "cue", prepares), quorum=Quorum(fewest=1))

@@ -132,21 +132,15 @@ def test_the_table_covers_every_field() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`seen`, once for runs that are alike: most keys are changed in the same one."""
-
-    @cache
-    def run(*overrides: str) -> Any:
-        return seen(tmp_path_factory.mktemp("run") / "out", *overrides)
-
-    return run
+    return cache(lambda *overrides: seen(tmp_path_factory.mktemp("run") / "out", *overrides))
 
 
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=pytest.mark.slow if key == "compile" else ()) for key in sorted(CHANGES)]
 )
 def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
-    before, change = CHANGES[key]
-    if not key.startswith("polish."):  # which takes a third of so short a run
-        before = ["polish=null", *before]
+    own, change = CHANGES[key]
+    before = [*([] if key.startswith("polish.") else ["polish=null"]), *own]  # it takes a third of so short a run
     assert runs(*before) != runs(*before, change)
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -90,11 +90,14 @@ def job(*overrides: str, **options: Any) -> Job:
 
 
 def keep(memory: NodeMemory, step: int) -> None:
-    state = RunState(FINGERPRINT, step=step)
-    tensors = {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)}
-    memory.keep(state, cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors)))
+    keep_tensors(memory, step, {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)})
     assert memory.writer is not None
     memory.writer.wait()
+
+
+def keep_tensors(memory: NodeMemory, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    state: Any = SimpleNamespace(state_dict=lambda steps, keep: tensors)
+    memory.keep(RunState(FINGERPRINT, step=step), state)
 
 
 @pytest.fixture
@@ -118,10 +121,9 @@ def test_a_copy_is_read_by_the_agents_next_worker_and_removed_at_the_end(shared:
     found = again.read()
     assert found is not None
     assert (found.step, found.model["w"].tolist()) == (5, [5.0, 5.0, 5.0])
-    memory.forget()
-    again.forget()
-    assert not list(shared.iterdir())
-    assert not memory.is_due()
+    for each in (memory, again):
+        each.forget()
+    assert (memory.is_due(), [*shared.iterdir()]) == (False, [])
 
 
 def test_a_damaged_copy_is_told_not_used(shared: Path, memory: NodeMemory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,15 +134,11 @@ def test_a_damaged_copy_is_told_not_used(shared: Path, memory: NodeMemory, capsy
     assert "state.safetensors is damaged (its SHA-256 is not the manifest's); it is not used" in capsys.readouterr().err
 
 
-def test_without_room_the_run_goes_on_without_copies(
-    shared: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_room_the_run_goes_on_without_copies(shared: Path, memory: NodeMemory, monkeypatch, capsys) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    keep_nothing = SimpleNamespace(state_dict=lambda steps, keep: {"model/w": torch.zeros(1 << 20)})
-    memory.keep(RunState(FINGERPRINT, step=3), cast(Any, keep_nothing))
+    keep_tensors(memory, 3, {"model/w": torch.zeros(1 << 20)})
     assert "has no room for 8 MiB" in capsys.readouterr().err
-    assert not memory.is_due()
-    assert not list(shared.iterdir())
+    assert (memory.is_due(), [*shared.iterdir()]) == (False, [])
 
 
 def test_what_an_ended_agent_left_is_swept_and_nothing_else(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +152,8 @@ def test_what_an_ended_agent_left_is_swept_and_nothing_else(shared: Path, monkey
     for folder in (dead, living, elsewhere, other):
         folder.mkdir()
     assert node_memory(job()) is not None
-    assert not dead.exists()
-    assert living.exists()
-    assert elsewhere.exists(), "of a container whose processes can't be seen from here"
-    assert other.exists()
+    # The processes of another container can't be seen from here.
+    assert [folder.exists() for folder in (dead, living, elsewhere, other)] == [False, True, True, True]
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert node_memory(job()) is None
 
@@ -168,8 +164,7 @@ def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest
     folder.chmod(0o777)
     memory = node_memory(job())
     assert memory is not None
-    assert not memory.is_due()
-    assert memory.read() is None
+    assert (memory.is_due(), memory.read()) == (False, None)
     assert "it is not this user's alone: the state is not saved" in capsys.readouterr().err
 
 

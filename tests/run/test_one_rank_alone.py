@@ -89,9 +89,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["replicated", "sharded"])
-def test_a_stop_between_two_virtual_workers_abandons_the_step_on_all_ranks(
-    folder: Path, told: list[list[Any]], undisturbed: dict[str, Any], name: str
-) -> None:
+def test_a_stop_between_two_virtual_workers_abandons_the_step_on_all_ranks(folder, told, undisturbed, name) -> None:
     assert [rank[:2] for rank in told] == [[15, 15], [15, 15]]
     assert [path.name for path in list_checkpoints(folder / name / "checkpoints")] == ["step-00000002"]
     again = run_alone(folder / name, folder / "recipe.yaml")
@@ -113,6 +111,5 @@ def test_images_that_one_cannot_read_end_all(folder: Path, told: list[list[Any]]
 
 def test_a_stop_of_a_rank_alone_is_heard_between_two_virtual_workers(folder: Path, undisturbed: dict[str, Any]) -> None:
     assert run(folder, "alone", StopAfter(11)).run().signal == 15
-    (checkpoint,) = list_checkpoints(folder / "alone" / "checkpoints")
-    assert checkpoint.name == "step-00000001"
+    assert [path.name for path in list_checkpoints(folder / "alone" / "checkpoints")] == ["step-00000001"]
     assert results(run_alone(folder / "alone", folder / "recipe.yaml")) == undisturbed

@@ -35,8 +35,7 @@ def seen(source: PictureFiles, other: PictureFiles) -> tuple[Any, ...]:
 
 @on_ranks(3)
 def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
-    made: list[str] = []
-    world = group_of()
+    world, made = group_of(), list[str]()
     if world.rank == 0:
         write_folder(tmp_path)
     world.barrier()
@@ -79,18 +78,15 @@ def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
 
 
 def test_a_rank_maps_what_its_launcher_keeps_and_finds_it_itself_once_that_is_gone(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path)
-    kept = LauncherArrays()
+    folder, kept, made = write_folder(tmp_path), LauncherArrays(), list[str]()
     alone = seen(*open_folder(folder, 3, once=kept))
-    made: list[str] = []
 
     def make(progress: Progress) -> Arrays:
         made.append("made")
         return {"numbers": np.arange(10)}
 
     assert seen(*open_folder(folder, 3, once=MappedArrays(kept.paths))) == alone
-    mapped = MappedArrays(kept.paths)
-    assert not {"numbers"} & mapped(make).keys()
+    assert "numbers" not in MappedArrays(kept.paths)(make)
     assert made == []
     for path in kept.paths:
         os.close(int(path.rpartition("/")[2]))

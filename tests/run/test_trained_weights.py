@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
 from torusgd.runtime import resolve_auto
 from torusgd.weights import Tensors, save_weights
 
-RunCommand = Callable[..., tuple[int, str, str]]
 SHORT = ("stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
 
 
@@ -59,14 +57,11 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", ["eval", "polish"])
-@pytest.mark.parametrize(
-    ("key", "name"), [("model_name", "trap:factory"), ("model_name", "torch.hub:load"), ("data_source", "trap:factory")]
-)
+@pytest.mark.parametrize("named", ["model.name trap:factory", "model.name torch.hub:load", "data.source trap:factory"])
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
-def test_metadata_that_names_code_is_refused(
-    tmp_path: Path, run_cli: RunCommand, trap: Path, command: str, key: str, name: str, kind: str
-) -> None:
-    described = metadata(**{key: name})
+def test_metadata_that_names_code_is_refused(tmp_path: Path, run_cli, trap: Path, command, named: str, kind) -> None:
+    key, name = named.split()
+    described = metadata(**{key.replace(".", "_"): name})
     if kind == "file":
         given = tmp_path / "model.safetensors"
         save_weights(given, weights(), described)
@@ -75,8 +70,8 @@ def test_metadata_that_names_code_is_refused(
     path = list(sys.path)
     code, _, err = run_cli(command, given)
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"names {key.replace('_', '.')} '{name}'" in err
-    assert f"give --set {key.replace('_', '.')}=package.module:factory" in err
+    assert f"names {key} '{name}'" in err
+    assert f"give --set {key}=package.module:factory" in err
     assert not trap.exists()
     assert sys.path == path
 
@@ -132,9 +127,8 @@ def start(out: Path, init: Path) -> Run:
 )
 def test_metadata_of_another_kind_is_one_line(tmp_path: Path, described: dict[str, str]) -> None:
     save_weights(tmp_path / "model.safetensors", weights(), described)
-    with pytest.raises(UserError, match=r"model\.safetensors") as error:
+    with pytest.raises(UserError, match=r"^[^\n]*model\.safetensors[^\n]*$"):
         open_trained(tmp_path / "model.safetensors", None, None, None)
-    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")

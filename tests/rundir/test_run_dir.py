@@ -23,9 +23,9 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
     folder = RunDir(path)
     with folder.lock():
         folder.claim(recipe, fresh=False)
-    parts = ("notes.txt", "step-00000004/a", ".step-00000008.partial/a")
     names = ("events.jsonl", "model.safetensors", "notes.txt", "tensorboard/events.out.tfevents.1", ".summary.json.x")
-    for name in (*names, *(f"checkpoints/{part}" for part in parts)):
+    parts = ("checkpoints/notes.txt", "checkpoints/step-00000004/a", "checkpoints/.step-00000008.partial/a")
+    for name in (*names, *parts):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("x")
     folder.summary.write_text(json.dumps({"steps": 30, "top1": 0.5}))
@@ -33,9 +33,8 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
 
 
 def files(path: Path) -> list[str]:
-    return sorted(
-        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name not in (".lock", ".holder")
-    )
+    found = (each for each in path.rglob("*") if each.is_file() and each.name not in (".lock", ".holder"))
+    return sorted(str(each.relative_to(path)) for each in found)
 
 
 def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_path: Path) -> None:
@@ -50,14 +49,11 @@ def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_pat
     assert set(before) - set(files(folder.path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
 
 
-@pytest.mark.parametrize(
-    ("override", "key"), [("rate.lr=3.5", "rate.lr"), ("stages.1.images_per_worker=24", "stages.1.images_per_worker")]
-)
-def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, override: str, key: str) -> None:
-    folder = run_in(tmp_path)
-    other = load_recipe("digits", [override]).recipe
+@pytest.mark.parametrize("change", ["rate.lr=3.5", "stages.1.images_per_worker=24"])
+def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, change: str) -> None:
+    folder, other = run_in(tmp_path), load_recipe("digits", [change]).recipe
     before = files(tmp_path)
-    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY=key):
+    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY=change.partition("=")[0]):
         folder.claim(other, fresh=False)
     assert files(tmp_path) == before
     folder.claim(other, fresh=True)
@@ -112,8 +108,7 @@ def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Pat
     folder = run_in(tmp_path)
     assert folder.finished(30) == folder.finished(20) == {"steps": 30, "top1": 0.5}
     assert folder.finished(31) is None
-    assert not folder.summary.exists()
-    assert not folder.model.exists()
+    assert not folder.summary.exists() | folder.model.exists()
     folder.summary.write_text('{"steps": 3')
     assert folder.finished(1) is None
 
@@ -130,9 +125,9 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError) as caught, RunDir(tmp_path).lock():
+        in_use = f"--out {tmp_path}: in use by process {holder.pid} on "
+        with pytest.raises(UserError, match=in_use), RunDir(tmp_path).lock():
             pass
-        assert f"--out {tmp_path}: in use by process {holder.pid} on " in str(caught.value)
         holder.kill()  # no word of farewell
     with RunDir(tmp_path).lock():
         assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")

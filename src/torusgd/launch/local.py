@@ -1,8 +1,7 @@
 """A run on ranks of this machine: when some are lost, the others go on, or all start again from the last checkpoint.
 
-Ranks that are left when one dies, freezes or hangs go on in their processes if each of them holds the whole state
-(`run/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
-defect, or a run that can't go on ends them all with one line.
+Ranks that are left go on in their processes if each holds the whole state (`run/survival.py`). Otherwise, or if a disk
+can't be read, all start again. A user's mistake, a defect, or a run that can't go on ends them all with one line.
 """
 
 import gc

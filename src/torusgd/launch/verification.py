@@ -119,13 +119,11 @@ class Verifier:
     computed: int = 0  # steps that were computed
 
     def __post_init__(self) -> None:
-        recipe = self.job.recipe
-        device = torch.device(self.job.device)
+        recipe, device = self.job.recipe, torch.device(self.job.device)
         prepare_process(recipe, device)
         self._checkpoints = RunCheckpoints(self.claims.run, self.claims.folder, self.scratch / "copy")
         self._conditions = conditions(recipe, device)
-        self._bad: dict[int, str] = {}
-        self._total = 0
+        self._bad, self._total = dict[int, str](), 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
         operators = self.claims.begin.operators
         self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, operators)
@@ -133,13 +131,11 @@ class Verifier:
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
         names, found = {"data_sha256": "data", "train_images": "data"}, []
-        if self.job.init is not None:
-            names["init_sha256"] = "initial weights"
+        names |= {"init_sha256": "initial weights"} if self.job.init is not None else {}
         for key, what in names.items():
             then, now = getattr(self.claims.begin, key), getattr(self._fingerprint, key)
             if then != now:
-                text = f"{key} was {then}, here it is {now}: other {what} than the run's"
-                found.append(Checked(what, DIFFERS, text))
+                found.append(Checked(what, DIFFERS, f"{key} was {then}, here it is {now}: other {what} than the run's"))
         return found
 
     def check(self, wanted: Sequence[Range]) -> list[Checked]:
@@ -187,10 +183,10 @@ class Verifier:
         return True
 
     def _starts(self, barrier: int) -> list[int]:
-        steps = {step for step in self._checkpoints.steps() if step not in self._bad}
-        if not self.claims.begin.init_sha256 or self.job.init is not None:
-            steps |= {0} if self.claims.begin.step == 0 and 0 not in self._bad else set()
-        return sorted(step for step in steps if step >= barrier)
+        begin, steps = self.claims.begin, {*self._checkpoints.steps()}
+        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
+            steps.add(0)
+        return sorted(step for step in steps if step >= barrier and step not in self._bad)
 
     def _segments(self, left: Sequence[Range], barrier: int) -> list[Segment]:
         """What is to be computed; none if the first range has nothing to begin from."""
@@ -228,11 +224,12 @@ class Verifier:
         self._digests[step] = digests
         if (recorded := self.claims.states.get(step)) is not None:
             wrong = records.first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
-        if wrong:
-            self._bad[step] = f"{named(wrong)} not those of its record"
-            if is_new:
-                self._note_checkpoint(step, self._bad[step])
-        return None if wrong else tensors
+        if not wrong:
+            return tensors
+        self._bad[step] = f"{named(wrong)} not those of its record"
+        if is_new:
+            self._note_checkpoint(step, self._bad[step])
+        return None
 
     def _note_checkpoint(self, step: int, text: str) -> None:
         self.found = [each for each in self.found if each.name != f"checkpoint {step}"]
@@ -267,20 +264,17 @@ class Verifier:
         return self._compare(segment, folder, lines, problem)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
-        job.out.mkdir(parents=True)
-        folder = RunDir(job.out)
+        folder, journal = RunDir(job.out), None
+        folder.path.mkdir(parents=True)
         folder.recipe.write_text(dump_recipe(job.recipe))
         if not step:
             return
-        journal = None
         if self.claims.journal_text:
             text = "".join(line + "\n" for line in self.claims.journal_text.split("\n")[: step + 1])
             folder.journal.write_text(text)
             journal = parse_journal(text, "journal", job.recipe.sha256(), job.recipe.virtual_workers).head
-        is_updated = any(name.startswith("optimizer/") for name in tensors)
-        replayed = "" if job.replay is None else job.replay.head.sha256
-        fingerprint = replace(self._fingerprint, replayed_sha256=replayed)
-        totals = StepTotals(skipped=0 if is_updated else step)
+        fingerprint = replace(self._fingerprint, replayed_sha256="" if job.replay is None else job.replay.head.sha256)
+        totals = StepTotals(skipped=0 if any(name.startswith("optimizer/") for name in tensors) else step)
         state = RunState(fingerprint, step=step, evaluated=step, journal=journal, totals=totals)
         write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
 
@@ -304,7 +298,7 @@ class Verifier:
             self._bad[0] = text
         last = stop if refuted is None else refuted
         for each in segment.ranges:
-            if each.first < last and refuted is not None and refuted <= each.last:
+            if refuted is not None and each.first < refuted <= each.last:
                 self._note(each, DIFFERS, text)
             elif each.last <= last and not (each.is_result and refuted is not None):
                 is_whole = each.last in states or start == each.last
@@ -373,8 +367,7 @@ def _losses(path: Path, first: int, last: int) -> dict[int, object]:
 
 def named(names: Sequence[str]) -> str:
     """The first two of the names, and how many more there are."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{listed(names[:2])}{more}"
+    return listed(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _amounts(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], names: Sequence[str]) -> str:

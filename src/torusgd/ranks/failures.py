@@ -1,7 +1,6 @@
 """What ends a rank, and the one channel by which others learn it: the ranks' common store.
 
-A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do if the launcher is
-somebody else's.
+A rank that fails writes a `Failure` under its rank; the launcher reads it, or under another launcher the other ranks.
 """
 
 import json
@@ -27,8 +26,7 @@ MOST_CAUSES = 16
 class FailureKind(Enum):
     USER_ERROR = "user error"  # the input is wrong; a new start would not help
     RUN_ERROR = "run error"  # the run can't go on, though the input was right
-    DISK_ERROR = "disk error"
-    """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
+    DISK_ERROR = "disk error"  # a disk, or the network to it, failed on a rank: a new start may help, but not twice
     OUTPUT_CLOSED = "output closed"
     DEFECT = "defect"  # of torusgd, or of a user's own model or data source
     RANK_LOST = "rank lost"  # another rank, or the way to it, is gone: the reason lies there, and a new start may help
@@ -122,9 +120,9 @@ class FailureChannel:
 
 def cause_of(failures: Iterable[Failure]) -> Failure | None:
     """The failure that explains why all ranks end; None if ranks only say that they lost others."""
-    causes = [failure for failure in failures if not failure.is_loss]
+    causes = (failure for failure in failures if not failure.is_loss)
     # If all ranks find the same mistake at once, the longest report says most of it.
-    return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text))) if causes else None
+    return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text)), default=None)
 
 
 def _kind_of(error: BaseException) -> FailureKind:

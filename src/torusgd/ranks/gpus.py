@@ -5,7 +5,6 @@ A launcher sets a rank's number on its machine in a variable of its own making, 
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -67,12 +66,8 @@ def free_local_rank(taken: Collection[int]) -> int:
 def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
     """UserError, the same line on every rank, if too many ranks have the same GPU, by its UUID (empty: a CPU)."""
     # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
-    ranks_of = defaultdict(list)
-    for rank, gpu in gpus.items():
-        if gpu:
-            ranks_of[gpu].append(rank)
-    for gpu, ranks in ranks_of.items():
-        if len(ranks) > ranks_per_gpu:
+    for gpu in filter(None, dict.fromkeys(gpus.values())):
+        if len(ranks := [rank for rank, its in gpus.items() if its == gpu]) > ranks_per_gpu:
             own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
             share = f"let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
             raise UserError(f"{named('rank', ranks)} have the same GPU ({gpu}): {own}, or {share}")
@@ -100,5 +95,5 @@ def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int)
 def check_shared_gpus(store: Store, ranks: Sequence[int], ranks_per_gpu: int) -> None:
     """Once all have met; UserError as `check_own_gpus`."""
     if store.check([keys.SHARED_GPU]):
-        gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])
-        check_own_gpus({rank: gpu.decode() for rank, gpu in zip(ranks, gpus, strict=True)}, ranks_per_gpu)
+        gpus = map(bytes.decode, store.multi_get([keys.GPU.format(rank=rank) for rank in ranks]))
+        check_own_gpus(dict(zip(ranks, gpus, strict=True)), ranks_per_gpu)

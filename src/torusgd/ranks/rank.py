@@ -28,8 +28,7 @@ RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value, or
 `RanksChange`, after which it is called again with those that are left or have come"""
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 
 @runtime_checkable
@@ -61,8 +60,7 @@ class RankSpec:
     joins: bool  # beside ranks that are at work already
     interface: str = LOOPBACK_INTERFACE
     local: int = 0  # its number among the ranks that run on its machine, which decides its GPU
-    stops_run: bool = True
-    """a stop signal that reaches it stops the whole run; else it is left to the agent, which ends its ranks"""
+    stops_run: bool = True  # a stop signal that reaches it does; else it is left to the agent, which ends its ranks
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:
@@ -119,8 +117,8 @@ def _be_rank(spec: RankSpec) -> None:
                 follow = spec.function.follow
             generations.wait_for_admission(spec.rank, follow)
             failures = store
-        arguments, own = (stop, spec.attempt, heartbeat), (spec.rank, device, spec.ranks_per_gpu)
-        result = generations.run(spec.function, arguments, *own, heartbeat)
+        own = spec.rank, device, spec.ranks_per_gpu, heartbeat
+        result = generations.run(lambda world: spec.function(world, stop, spec.attempt, heartbeat), *own)
         store.set(keys.RESULT.format(rank=spec.rank), json.dumps(result))
     except Released:
         heartbeat.close()

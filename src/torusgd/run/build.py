@@ -49,12 +49,10 @@ class Trainer:
     drift: DriftWatch
     bucket_rebuild: BucketRebuild
     fingerprint: Fingerprint
-    mixed_conditions: list[Conditions]
-    """of ranks that have others than rank 0; empty unless the options allow them"""
+    mixed_conditions: list[Conditions]  # of ranks that have others than rank 0; empty unless the options allow them
     trace: StepTrace | None
     explanation: str
-    ahead: "RunAhead | None"
-    """takes the steps in the place of `step`, with the runtime option `cuda_graphs`"""
+    ahead: "RunAhead | None"  # takes the steps in the place of `step`, with the runtime option `cuda_graphs`
     sums: Sums
     hooks: Sequence[RemovableHandle]
 
@@ -138,9 +136,8 @@ def build(
 
 
 def _drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
-    every = job.options.drift_every
+    every, fewest = job.options.drift_every, min(stage.images_per_worker for stage in job.recipe.stages)
     if every is None:
-        fewest = min(stage.images_per_worker for stage in job.recipe.stages)
         every = steps_between(job.recipe.virtual_workers * fewest // world.size)
     others = [state.batch_norm.running, *([state.average.values] if state.average else [])]
     return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)

@@ -47,8 +47,7 @@ class MappedArrays:
     """A `Once` of a rank alone, which maps what its launcher, or another rank, has made; it makes the rest."""
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
-        self.paths = tuple(paths)
-        self._left = iter(self.paths)
+        self.paths, self._left = tuple(paths), iter(paths)
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
         with suppress(OSError, StopIteration):
@@ -81,9 +80,8 @@ class HostShare:
                     file = _write(arrays)
         process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
         path = f"/proc/{process}/fd/{number}"
-        if number >= 0:
-            with suppress(OSError):
-                arrays = read_arrays(Path(path))
+        with suppress(OSError):
+            arrays = read_arrays(Path(path)) if number >= 0 else arrays
         if arrays is None:
             arrays = make(self._progress)
         if self._keeps:
@@ -137,8 +135,7 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     allocate = allocate_pinned if is_gpu else allocate_by_torch
-    training = make(train, recipe.data, recipe.seed, allocate)
-    processes, threads = None, loader_threads(device)
+    training, processes, threads = make(train, recipe.data, recipe.seed, allocate), None, loader_threads(device)
     if job.options.loader_processes:
         threads = job.options.loader_processes  # each of which waits for a process
         opened = partial(open_pipeline, make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))

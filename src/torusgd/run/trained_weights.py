@@ -1,7 +1,4 @@
-"""Trained weights: opened for use, with their network and data, or taken by a run that starts from them.
-
-They are those of a run's folder, of a checkpoint's, or of a weight file trained elsewhere.
-"""
+"""Trained weights, of a run's folder, a checkpoint's, or a file trained elsewhere: opened for use, or to start from."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -152,7 +149,12 @@ def open_trained(
     listed = [] if classes is None else [f"data.options.classes={json.dumps(classes)}"]
     recipe = _recipe(file, metadata, model, [*listed, *overrides])
     train, held_out = open_sources(recipe.data, data, recipe.seed)
-    _check_classes(file, metadata, train)
+    # Weights know their classes by name; other names in the data would give a wrong result without a word.
+    names = _class_names(file, metadata)
+    if names and names != list(train.classes):
+        pairs = [f"{one!r} there, {two!r} here" for one, two in zip(names, train.classes, strict=False) if one != two]
+        what = next(iter(pairs), f"{len(names)}, {len(train.classes)} here")
+        raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")
     network = _with_weights(file, tensors, model_of(recipe, len(train.classes)))
     return Trained(file, network, recipe, tuple(train.classes), metadata, train, held_out)
 
@@ -162,17 +164,15 @@ def find_weights(path: Path) -> Path:
     if path.is_file():
         return path
     newest = list_checkpoints(path / "checkpoints") if path.is_dir() else []
-    for candidate in (path / FILES[0], *(checkpoint / FILES[0] for checkpoint in newest)):
-        if candidate.is_file():
-            return candidate
+    for folder in (path, *newest):
+        if (folder / FILES[0]).is_file():
+            return folder / FILES[0]
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
 
 
 def _with_weights(file: Path, tensors: Tensors, network: nn.Module) -> nn.Module:
     expected = network.state_dict()
-    for name in expected.keys() - tensors.keys():
-        if name.endswith(_COUNTS):
-            tensors[name] = expected[name]
+    tensors = {name: each for name, each in expected.items() if name.endswith(_COUNTS)} | tensors
     match_weights(tensors, expected, str(file))
     network.load_state_dict(tensors)
     return network
@@ -217,14 +217,3 @@ def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:
     if not isinstance(names, list):
         raise UserError(f"{file}: its metadata holds no list of classes; it is damaged")
     return [str(name) for name in names]
-
-
-def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
-    # Weights know their classes by name; other names in the data would give a wrong result without a word.
-    names = _class_names(file, metadata)
-    if names and names != list(train.classes):
-        differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
-        what = f"{len(names)}, {len(train.classes)} here"
-        if differing:
-            what = f"{differing[0]!r} there, {differing[1]!r} here"
-        raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")
