@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .allreduce import AnyAllReduce
-from .groups import Group, group_of
+from .groups import AnyGroup, Group, group_of
 
 BLOCK = 4096  # number of elements, in memory order of the contiguous tensor, that share a power of two
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,9 +40,7 @@ _AT_ONCE = 1 << 17
 
 @torch.no_grad()
 def exact_all_reduce(
-    addends: Tensor | Sequence[Tensor],
-    group: Group | ProcessGroup | None = None,
-    allreduce: AnyAllReduce | None = None,
+    addends: Tensor | Sequence[Tensor], group: AnyGroup | None = None, allreduce: AnyAllReduce | None = None
 ) -> Tensor:
     """The sum of all addends of all ranks, with the same bits however they are spread over ranks and in any order.
 

@@ -58,8 +58,8 @@ class StreamTrainer(Trainer):
                 "schedule: epochs have no fixed number of steps with it; give TrainingArguments(max_steps=...)"
             )
         self.args.ignore_data_skip = True
-        self._schedule = schedule
-        self._wire, self._compare_every, self._calibration = wire, compare_every, calibration
+        self._schedule, self._calibration = schedule, calibration
+        self._wire, self._compare_every = wire, compare_every
         self.stream: StreamSampler | None = None
         self.add_callback(_Follow(self))
 
@@ -95,8 +95,7 @@ class StreamTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self._calibration is not None:
-            batches = (self._prepare_inputs(inputs) for inputs in self._calibration())
-            precise_batch_norm(self.model, batches)
+            precise_batch_norm(self.model, map(self._prepare_inputs, self._calibration()))
         return super().evaluate(*args, **kwargs)
 
     def parts(self) -> StepParts:
