@@ -16,16 +16,7 @@ from torch.nn import functional as F
 
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
-from .exchange import (
-    OWN,
-    ActivationBlock,
-    ActivationBlocks,
-    Exchange,
-    Transfer,
-    join_columns,
-    sum_in_tree,
-    sum_partials,
-)
+from .exchange import OWN, ActivationBlock, ActivationBlocks, Exchange, Transfer, join_columns, sum_addends, sum_in_tree
 from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
@@ -195,7 +186,7 @@ class ColumnPass:
                 weight = torch.mm(gradient.t(), saved.inputs[key.owner]).float()
                 bias = gradient.sum(dim=0).float() if layer.blocks[key.block].bias is not None else None
                 self._sink(number, key.block, weight, bias)
-            gradients = sum_partials(transfer.wait()) if transfer is not None else {}
+            gradients = sum_addends(transfer.wait()) if transfer is not None else {}
         if gradients:
             self._inputs.backward(gradients[ActivationBlock(self._rank, 0)].to(self._inputs.dtype))
         self._inputs = None

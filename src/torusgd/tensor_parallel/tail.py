@@ -2,15 +2,11 @@
 
 The unit of a matrix product is then (virtual worker x column block), so that a group of ranks can divide the blocks in
 any way and get the same bits (ours; the layout is the model parallelism of Das et al., arXiv 1602.06709). The network
-is an nn.Sequential, or it has two methods:
+is an nn.Sequential, or has the methods of `HasTail`. Everything before the tail is data-parallel.
 
-    front(images) -> Tensor    all that comes before the first linear layer of the tail
-    tail() -> list of modules  linear layers and elementwise modules; calling them in turn on `front` is the network
-
-Everything before the tail is data-parallel. Each layer of the tail has its own number M of model-parallel ranks; a
-rank computes, sums and updates only the rows of its own column blocks of the weights (`ParallelTail`), and the other
-rows are stale until `gather` brings them. The parameters stay whole tensors on each rank; momentum and sums are of the
-rank's own rows alone.
+Each layer of the tail has its own number M of model-parallel ranks; a rank computes, sums and updates only the rows of
+its own column blocks of the weights (`ParallelTail`), and the other rows are stale until `gather` brings them. The
+parameters stay whole tensors on each rank; momentum and sums are of the rank's own rows alone.
 
 How many ranks share a layer follows from the bytes that it sends by Das et al. (`hybrid_volume`): G groups of N / G
 nodes, model-parallel inside a group, data-parallel across groups. A layer has `inputs` values an image (ifm * iw * ih)
@@ -209,19 +205,15 @@ class ParallelTail:
         # All broadcasts are started before the first is waited for, in one order on all ranks.
         works = []
         for number, (layer, block, _) in enumerate(self._order):
-            layout = self.layouts[layer]
-            group = self.groups.model_parallel(layout.parallel)
-            if group is not None:
-                holder = block * layout.parallel // layout.blocks
-                works.append(self.groups.watch(group.start_broadcast(rows[number], holder)))
+            parallel, blocks = self.layouts[layer]
+            group = self.groups.model_parallel(parallel)
+            works.append(self.groups.watch(group.start_broadcast(rows[number], block * parallel // blocks)))
         for work in works:
             work.wait()
 
     def complete_norms(self, table: Tensor) -> None:
         """Sums a table over the largest model-parallel group, whose ranks together hold every column block."""
-        group = self.groups.model_parallel(max(self.parallel))
-        if group is not None and group.size > 1:
-            self.groups.watch(group.start_all_reduce(table)).wait()
+        self.groups.watch(self.groups.model_parallel(max(self.parallel)).start_all_reduce(table)).wait()
 
     def close(self) -> None:
         self.groups.close()
