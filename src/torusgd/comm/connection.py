@@ -50,6 +50,10 @@ class Elapsed(NamedTuple):
         """Skew and bound are more than 5 % of the time."""
         return self.skew + self.bound > 0.05 * self.seconds
 
+    def __str__(self) -> str:
+        apart = f"{1e3 * self.seconds:.3g} ms (began {1e3 * self.skew:.2g} ms apart, clocks +- {1e3 * self.bound:.2g})"
+        return apart + " doubtful" * self.is_doubtful
+
 
 def typical(taken: Iterable[Elapsed]) -> Elapsed:
     """The median of each figure.

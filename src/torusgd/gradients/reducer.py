@@ -37,7 +37,6 @@ from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
-WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_ATTEMPTS = 3
 
 T = TypeVar("T")
@@ -134,7 +133,7 @@ class Reducer:
                 layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements
             )
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
-        return FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction], wide=wide)
+        return FloatGradientSum(layout.buckets, self._addends, self._device, getattr(torch, self._reduction), wide=wide)
 
     def _own_spans(self) -> Iterator[Span]:
         for index, bucket in enumerate(self.layout.buckets):

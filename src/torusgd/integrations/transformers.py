@@ -95,7 +95,7 @@ class StreamTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self._calibration is not None:
-            precise_batch_norm(self.model, map(self._prepare_inputs, self._calibration()))
+            precise_batch_norm(self.model, (self._prepare_inputs(inputs) for inputs in self._calibration()))
         return super().evaluate(*args, **kwargs)
 
     def parts(self) -> StepParts:
