@@ -245,18 +245,12 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
     total = IntegerGradientSum(plan_buckets([numel, 7], 10**6), workers, CPU)
     total.set_maxima(torch.tensor([1.0, 0.5]))
     draw = torch.Generator().manual_seed(11)
-    grads = [
-        [torch.randn(numel, generator=draw).div(30).pow(11), torch.full((7,), 0.5 * number)]
-        for number in range(workers)
-    ]
-    grads[1][0][::7] = 0.0
-    grads[2][0][::5] = -0.0
-    scales = total._scales.double()
-    lost = sum(
-        int(((g != 0) & ((g.double() * scale).abs() <= 0.5)).sum())
-        for worker in grads
-        for g, scale in zip(worker, scales, strict=True)
-    )
+    large = [torch.randn(numel, generator=draw).div(30).pow(11) for _ in range(workers)]
+    grads = [[each, torch.full((7,), 0.5 * number)] for number, each in enumerate(large)]
+    large[1][::7] = 0.0
+    large[2][::5] = -0.0
+    pairs = [pair for worker in grads for pair in zip(worker, total._scales.double(), strict=True)]
+    lost = sum(int(((g != 0) & ((g.double() * scale).abs() <= 0.5)).sum()) for g, scale in pairs)
     messages = [messages_of(total, grads[rank::ranks])[0] for rank in range(ranks)]
     total.message(0).copy_(torch.stack(messages).sum(dim=0, dtype=torch.int32))
     assert lost > 2 * 65_536

@@ -253,16 +253,20 @@ following = StreamCallback(sampler, wire="exact", compare_every=2, calibration=l
 end(trained(Validated(), following, use_distributed_sampler=False))
 """,
 }
-NEEDS = {"StatefulDataLoader": "torchdata", "Trainer": "transformers"}
+NEEDS = {"DataLoader": "torch", "StatefulDataLoader": "torchdata", "Trainer": "transformers"}
 
 
-def run(script: str, folder: Path, ranks: int, stop: int, last: int, length: int = LENGTH) -> list[list[int]]:
+def run(
+    scripts: dict[str, str], library: str, folder: Path, ranks: int, stop: int, last: int, length: int = LENGTH
+) -> list[list[int]]:
     """The samples of each micro-batch that a run trained on, in the order of steps and ranks."""
+    pytest.importorskip(NEEDS.get(library, library.lower()))
+    folder.mkdir(exist_ok=True)
     for file in folder.glob("seen-*"):
         file.unlink()
     program = folder / "script.py"
-    program.write_text(COMMON + script)
-    if "dist.init_process_group" in script:
+    program.write_text(COMMON + scripts[library])
+    if "dist.init_process_group" in scripts[library]:
         run_script(ranks, program, folder, stop, last, length)
     else:  # a library looks for torchrun
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
@@ -281,9 +285,7 @@ def run(script: str, folder: Path, ranks: int, stop: int, last: int, length: int
 
 @pytest.mark.parametrize("library", WITH_STREAM)
 def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
-    script = WITH_STREAM[library]
-    seen = run(script, tmp_path, 2, STOP, STOP) + run(script, tmp_path, 3, STOP, STEPS)
+    seen = run(WITH_STREAM, library, tmp_path, 2, STOP, STOP) + run(WITH_STREAM, library, tmp_path, 3, STOP, STEPS)
     stream = StreamOrder(LENGTH, seed=42 if library == "Trainer" else 0).at(0, STEPS * BATCH)[0].tolist()
     assert [sample for each in seen for sample in each] == stream
 
@@ -291,14 +293,9 @@ def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: st
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["Trainer", "Accelerate", "Lightning"])
 def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(library, library.lower()))
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    for folder in (parts, whole):
-        folder.mkdir()
-    run(WITH_STREAM[library], parts, 3, STOP, STOP)
-    run(WITH_STREAM[library], parts, 6, STOP, STEPS)
-    run(WITH_STREAM[library], whole, 3, STEPS, STEPS)
-    stopped, unstopped = (torch.load(folder / "weights", weights_only=True) for folder in (parts, whole))
+    for part, ranks, stop, last in (("parts", 3, STOP, STOP), ("parts", 6, STOP, STEPS), ("whole", 3, STEPS, STEPS)):
+        run(WITH_STREAM, library, tmp_path / part, ranks, stop, last)
+    stopped, unstopped = (torch.load(tmp_path / part / "weights", weights_only=True) for part in ("parts", "whole"))
     assert all(stopped[name].equal(unstopped[name]) for name in unstopped)
 
 
@@ -319,8 +316,6 @@ def test_what_libraries_lose_and_repeat_by_themselves(
     library: str, ranks: int, wrong: tuple[int, int], tmp_path: Path
 ) -> None:
     """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
-    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
-    script = ALONE[library]
-    seen = run(script, tmp_path, 2, STOP, STOP, 60)[30:] + run(script, tmp_path, ranks, STOP, 10, 60)
+    seen = run(ALONE, library, tmp_path, 2, STOP, STOP, 60)[30:] + run(ALONE, library, tmp_path, ranks, STOP, 10, 60)
     counts = Counter(sample for each in seen for sample in each)
     assert (60 - len(counts), counts.total() - len(counts)) == wrong

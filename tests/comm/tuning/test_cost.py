@@ -18,14 +18,10 @@ INSIDE, BETWEEN = AlphaBeta(1.0, 1.0), AlphaBeta(10.0, 3.0)
 class Counted(NamedTuple):
     """The schedule's own figures, with the links above."""
 
-    chain: float
-    """alphas of the longest chain of messages, each of which must have arrived before the next one leaves"""
-    lockstep: float
-    """alphas if every round began when the slowest message of the one before was there"""
-    peers: int
-    """of the rank that has most of them, over all rounds"""
-    per_byte: float
-    """seconds a byte of the busiest rank's or host's link, over all rounds"""
+    chain: float  # alphas of the longest chain of messages, each of which must have arrived before the next one leaves
+    lockstep: float  # alphas if every round began when the slowest message of the one before was there
+    peers: int  # of the rank that has most of them, over all rounds
+    per_byte: float  # seconds a byte of the busiest rank's or host's link, over all rounds
 
 
 def counted(algorithm: Algorithm, per_host: int) -> Counted:
