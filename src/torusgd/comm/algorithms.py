@@ -22,10 +22,6 @@ class Message(NamedTuple):
     low: int
     high: int
 
-    @property
-    def elements(self) -> slice:
-        return slice(self.low, self.high)
-
 
 class Round(NamedTuple):
     """One round of one rank: send, then receive and add, or receive in place."""

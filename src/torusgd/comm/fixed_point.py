@@ -8,10 +8,7 @@ are of int64 (ours; fixed-point sums go back to Kulisch's accumulator). Three co
 1. The shape, dtype and number of the addends: a few integers.
 2. The largest exponent in each block, and whether all of its values are finite: 8 bytes a block.
 3. The integers: 8 bytes an element, whatever the number of ranks and addends. By any all-reduce, for integer sums have
-   the same bits by all of them.
-
-K addends leave 62 - ceil(log2 K) bits for each: if the largest one of a block has the magnitude M, an addend is
-rounded to the nearest multiple of a power of two that is at most M * 2^(ceil(log2 K) - 61).
+   the same bits by all of them. K addends leave 62 - ceil(log2 K) bits for each.
 """
 
 from collections.abc import Iterator, Sequence

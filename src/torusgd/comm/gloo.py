@@ -93,7 +93,8 @@ class _Sum(LaneWork):
         for index, (message, nth) in enumerate((*turn.adds, *turn.copies)):
             # Copies go straight into the tensor, before our own turn: a final sum of these elements can't come before
             # what we sent of them has arrived.
-            elements, scratch = self._tensor[message.elements], next(self._scratch) if index < len(turn.adds) else None
+            elements = self._tensor[message.low : message.high]
+            scratch = next(self._scratch) if index < len(turn.adds) else None
             parts = self._parts(elements if scratch is None else scratch)
             works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
             received.append((works, scratch, elements))
@@ -121,7 +122,7 @@ class _Sum(LaneWork):
                     elements.add_(scratch)
             # The sends are not waited for here: they end while later turns, of other chunks too, go on.
             for message, nth in turn.sends:
-                parts = self._parts(self._tensor[message.elements])
+                parts = self._parts(self._tensor[message.low : message.high])
                 sent[turn.chunk] += [group.send(part, message.peer, self._tag + nth) for group, part in parts]
         for works in sent.values():
             for work in works:

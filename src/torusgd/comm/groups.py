@@ -1,9 +1,8 @@
 """Groups of ranks that exchange messages: the one place where communicators are made, and where they are aborted.
 
 A group is built from a store, a prefix that no earlier group has used, and the ranks that take part, outside torch's
-own registry of groups. So it can be built, aborted and built anew with other members inside living processes: nothing
-about it depends on how many groups this process has made before. A group that exists already (DistributedDataParallel,
-Ray, a script that called `init_process_group`) is wrapped by `group_of`.
+own registry of groups. So it can be aborted and built anew with other members inside living processes. A group that
+exists already (DistributedDataParallel, Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 
 CPU tensors travel by Gloo, which connects each two members of a group. Thousands of ranks would open millions of
 connections, a few of which are ever used. So a group of more than `tree.FANOUT` members has a tree for all_reduce,

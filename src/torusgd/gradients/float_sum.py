@@ -1,6 +1,6 @@
 """Gradients that travel as floats, the papers' way; `integer_sum` has the exact sums and what both have in common."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +21,7 @@ class FloatGradientSum(GradientSum):
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        addends: int,
-        device: torch.device,
-        wire: torch.dtype,
-        wide: Collection[int] = (),
+        self, buckets: Sequence[Bucket], addends: int, device: torch.device, wire: torch.dtype, wide: Sequence[int] = ()
     ) -> None:
         self.buckets, self._addends, self._wire = buckets, addends, wire
         self.needs_measure = self._is_scaled = wire != torch.float32

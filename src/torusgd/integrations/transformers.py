@@ -107,18 +107,16 @@ class StreamTrainer(Trainer):
 class _Follow(TrainerCallback):
     def __init__(self, trainer: StreamTrainer) -> None:
         self._trainer = trainer
-        self._parts: StepParts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._trainer.stream is not None
-        self._trainer.stream.seek(state.global_step)
-        self._parts = self._trainer.parts()
+        stream = self._trainer.stream
+        assert stream is not None
+        stream.seek(state.global_step)
+        self._stream, self._parts = stream, self._trainer.parts()
         self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._trainer.stream is not None
-        assert self._parts is not None
-        self._trainer.stream.seek(state.global_step)
+        self._stream.seek(state.global_step)
         self._parts.step()
         # Who decides to save does so after this, and no callback is called between.
         state.stateful_callbacks[_STATE] = self._parts.state_dict()

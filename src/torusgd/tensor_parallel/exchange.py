@@ -2,11 +2,9 @@
 
 In a layout of `parallel` M, groups of M consecutive ranks work together: each rank takes 1/M of the column blocks, for
 the virtual workers of all ranks of its group. M = 1 is data parallelism. Layers may have different M; the groups of the
-smaller M lie within those of the larger. (The model parallelism of Das et al., arXiv 1602.06709; that the sums have the
-same bits for every M is ours.)
-
-One all-to-all inside the larger of their groups leads from one layout to the next: part-broadcast in forward, and
-part-reduce in backward, as Das et al. call it.
+smaller M lie within those of the larger. One all-to-all inside the larger of their groups leads from one layout to the
+next: part-broadcast in forward, and part-reduce in backward, as Das et al. call it (the model parallelism of arXiv
+1602.06709; that the sums have the same bits for every M is ours).
 """
 
 from collections import defaultdict

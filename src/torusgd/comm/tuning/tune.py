@@ -3,9 +3,8 @@
 Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
 profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
 
-Contention is how much slower ranks compute while others compute, or while messages travel: they share cores, memory and
-power. The work is a small convolutional network. The figures hold for whatever it is that ranks share, so that a plan
-need not know it: eight ranks on two cores are found four times as slow as one, or slower.
+Contention is how much slower ranks compute (a small convolutional network) while others compute, or while messages
+travel: they share cores, memory and power. The figures hold for whatever it is, so that a plan need not know it.
 """
 
 import math
