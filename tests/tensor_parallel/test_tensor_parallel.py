@@ -154,18 +154,14 @@ def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
     assert choose_parallel(2, tail.layers, 8, 16, 256, ranks=8) == [2, 2]
 
 
-def test_column_blocks_need_exact_sums(tmp_path: Path) -> None:
-    with refused("column blocks without exact sums"):
-        run_here(tmp_path, "column_blocks=2", "reduction=float32")
-
-
 @pytest.mark.parametrize(
-    ("overrides", "name"),
+    ("name", "about", "overrides"),
     [
-        ((), "model-parallel ranks of a network without column blocks"),
-        (("column_blocks=4",), "more model-parallel ranks than ranks"),
+        ("column blocks without exact sums", "", ("column_blocks=2", "reduction=float32")),
+        ("model-parallel ranks of a network without column blocks", "model_parallel = 2", ()),
+        ("more model-parallel ranks than ranks", "model_parallel = 2", ("column_blocks=4",)),
     ],
 )
-def test_what_the_ranks_can_not_share_is_refused(overrides: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    with refused(name, "model_parallel = 2"):
+def test_what_can_not_be_shared_is_refused(name: str, about: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    with refused(name, about):
         run_of(job_of(*overrides, options=RuntimeOptions(model_parallel=2), out=tmp_path))

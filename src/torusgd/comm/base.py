@@ -25,12 +25,9 @@ class LateRank:
     step: int | None = None
 
     def __str__(self) -> str:
-        if self.rank is None:
-            return self.why
-        host = "" if self.host is None else f" on {self.host}"
-        phase = "" if self.phase is None else f" in {self.phase}"
-        step = "" if self.step is None else f" of step {self.step}"
-        return f"rank {self.rank}{host}{phase}{step}: {self.why}"
+        about = ((" on ", self.host), (" in ", self.phase), (" of step ", self.step))
+        known = "".join(f"{word}{value}" for word, value in about if value is not None)
+        return self.why if self.rank is None else f"rank {self.rank}{known}: {self.why}"
 
 
 class Liveness:

@@ -2,8 +2,7 @@
 
 A float is cut into limbs of 40 bits, each stored in an int64 that has room for 2**20 addends. Integer addition is
 associative, so the limbs may be added in any order, on any ranks. The cutting uses only scaling by powers of two,
-truncation and exact subtraction, so it runs as it stands on any device. (A superaccumulator; idea of Kulisch, ours
-in form.)
+truncation and exact subtraction, so it runs as it stands on any device (Kulisch's superaccumulator, ours in form).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Groups of ranks that exchange messages: the one place where communicators are made, and where they are aborted.
 
 A group is built from a store, a prefix that no earlier group has used, and the ranks that take part, outside torch's
-own registry of groups. So it can be built, aborted and built anew with other members inside living processes: nothing
-about it depends on how many groups this process has made before. A group that exists already (DistributedDataParallel,
-Ray, a script that called `init_process_group`) is wrapped by `group_of`.
+own registry of groups. So it can be aborted and built anew with other members inside living processes. A group that
+exists already (DistributedDataParallel, Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 
 CPU tensors travel by Gloo, which connects each two members of a group. Thousands of ranks would open millions of
 connections, a few of which are ever used. So a group of more than `tree.FANOUT` members has a tree for all_reduce,
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -221,7 +220,7 @@ class Group:
         # An all-reduce, on the CPU where it can be: NCCL's own barrier occupies a GPU that torch must guess.
         flag = torch.zeros(1, dtype=torch.int32, device=self.small_device)
         self.all_reduce(flag)
-        flag.tolist()
+        flag.item()
 
     def partition(
         self, sets: Sequence[Sequence[int]], timeout: float | None = None, device: torch.device | None = None
@@ -268,11 +267,8 @@ class Group:
         # pending operations fail; a connection that is closed already refuses the receive at once.
         for peer in range(self.size if self._has_gloo else 0):
             if peer != self.rank:
-                try:
-                    pending = self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG)
-                    pending.wait(timedelta(milliseconds=1))
-                except RuntimeError:
-                    continue
+                with suppress(RuntimeError):
+                    self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Drops the connections, if the group is ours; every member calls it, with nothing on its way."""
@@ -374,6 +370,9 @@ class Group:
         return group
 
 
+AnyGroup = Group | ProcessGroup  # ours or torch's
+
+
 def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
     """Each message with its number among those of its peer, from 0 on."""
     seen = Counter[int]()
@@ -435,7 +434,7 @@ def allow_files(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:
+def group_of(group: AnyGroup | None = None, device: torch.device | str = "cpu") -> Group:
     """A group of torch's (None: the default one) as a `Group`; a rank alone where torch.distributed is not initialised.
 
     A `Group` is returned as it is, with the device that it has.

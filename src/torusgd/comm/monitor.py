@@ -39,11 +39,9 @@ class Monitor:
         return Followed(work, lambda: self.arrived(since, work.ended()), partial(self._wait, work))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host; the tensor itself if it is there already.
-
-        From a GPU it waits for all work of the current stream. NCCL's messages are among it, for which the host waits
-        nowhere else: so this is where a lost rank is found.
-        """
+        """A tensor's values on the host; the tensor itself if it is there already."""
+        # From a GPU it waits for all work of the current stream. NCCL's messages are among it, for which the host waits
+        # nowhere else: so this is where a lost rank is found.
         return self.start_to_host(tensor)()
 
     def start_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -142,8 +140,6 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._origin: torch.cuda.Event | None = None
-        self._began = 0.0
         self.set()
 
     def set(self) -> None:
@@ -159,8 +155,6 @@ class DeviceClock:
             now = time.perf_counter()
             return lambda: now
         # `elapsed_time` is in milliseconds and needs both events to have happened.
-        event = torch.cuda.Event(enable_timing=True)
+        event, origin, began = torch.cuda.Event(enable_timing=True), self._origin, self._began
         event.record()
-        origin, began = self._origin, self._began
-        assert origin is not None
         return lambda: began + 1e-3 * origin.elapsed_time(event)

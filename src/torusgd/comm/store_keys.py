@@ -1,9 +1,7 @@
-"""Every key of the ranks' common store: who writes it, who reads it, and when.
+"""Every key of the ranks' common store, by which processes of a run meet, beat, report and decide without a group.
 
-The store is how processes of a run reach each other without a group: where they meet, beat, report and decide. The
-launcher holds it, or torchrun's agent. All code takes its keys from here, so that no two uses can meet in one name, and
-what a process may find in the store stands on one page. A key that others stand `under` is their prefix: what is
-written under the prefix of an attempt, of a generation or of a group is never found by a later one.
+The launcher holds the store, or torchrun's agent. All code takes its keys from here, so that no two uses can meet in
+one name. What is written under the prefix of an attempt, of a generation or of a group is never found by a later one.
 """
 
 from typing import Self
@@ -12,29 +10,19 @@ from typing import Self
 class Key(str):
     """A key, or the prefix of several; `format` fills in what stands in braces.
 
-    Attributes:
-        writer: Who sets it, adds to it, or begins what stands under it.
-        reader: Who waits for it or looks at it.
-        when: It is written.
-        under: The prefix before it; None: it stands in the store itself.
+    The table says who sets it, adds to it or begins what stands under it, who waits for it or looks at it, and when it
+    is written; `path` has the prefixes before it.
 
     >>> RESULT.format(rank=3), RESULT.path
     ('result/3', 'attempt-{attempt}/result/{rank}')
     """
 
-    writer: str
-    reader: str
-    when: str
-    under: "Key | None"
+    path: str
 
     def __new__(cls, name: str, writer: str, reader: str, when: str, under: "Key | None" = None) -> Self:
         key = super().__new__(cls, name)
-        key.writer, key.reader, key.when, key.under = writer, reader, when, under
+        key.path = name if under is None else f"{under.path}/{name}"
         return key
-
-    @property
-    def path(self) -> str:
-        return str(self) if self.under is None else f"{self.under.path}/{self}"
 
 
 # Ranks of our own launcher.

@@ -110,11 +110,8 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
     # No bucket holds two layers in column blocks: their gradients come in turn, and the first would wait for the last.
     for layer in dict.fromkeys(slot.layer for slot in held):
         part = sorted((slot for slot in held if slot.layer == layer), key=lambda slot: slot.completed)
-        numels = [slot.tensor.numel() for slot in part]
-        if layer is None:
-            cut = lay_out_wide_last(rule, numels, [slot.is_wide for slot in part])
-        else:
-            cut = plan_buckets(numels, largest(rule))
+        numels, is_wide = [slot.tensor.numel() for slot in part], [slot.is_wide for slot in part]
+        cut = lay_out_wide_last(rule, numels, is_wide) if layer is None else plan_buckets(numels, largest(rule))
         sent = buckets[-1].stop if buckets else 0
         buckets += [bucket.moved(sent) for bucket in cut]
     return ParameterLayout(slots, buckets)

@@ -37,7 +37,6 @@ from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
-WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_ATTEMPTS = 3
 
 T = TypeVar("T")
@@ -134,7 +133,7 @@ class Reducer:
                 layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements
             )
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
-        return FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction], wide=wide)
+        return FloatGradientSum(layout.buckets, self._addends, self._device, getattr(torch, self._reduction), wide=wide)
 
     def _own_spans(self) -> Iterator[Span]:
         for index, bucket in enumerate(self.layout.buckets):
@@ -340,9 +339,10 @@ REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used
 
 
 class BucketRebuild:
-    """Watches a reducer's first steps and then rebuilds its buckets, as DistributedDataParallel does; those of column
-    blocks stay. DDP takes the order in which gradients arrived, this the sizes with which the last is summed earliest.
-    Without a profile of the network the buckets stay.
+    """Rebuilds a reducer's buckets after its first steps, if there is a profile; those of column blocks stay.
+
+    DistributedDataParallel takes the order in which gradients arrived, this the sizes with which the last is summed
+    earliest.
     """
 
     # Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
@@ -353,8 +353,7 @@ class BucketRebuild:
         can_rebuild = bool(self._slots) and not reducer.is_sharded and held[0].tensor.device.type == "cpu"
         can_rebuild &= not any(slot.is_wide for slot in held)
         self._reducer, self._world, self._profile = reducer, world, profile if can_rebuild else None
-        self._steps = 0
-        self._ready = torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
+        self._steps, self._ready = 0, torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
 
     def after_step(self) -> str:
         """Called after each step, on every rank; a line if it rebuilt the buckets."""
@@ -374,17 +373,13 @@ class BucketRebuild:
         offset = len(layout.held) - len(self._slots)
         before = [b.moved(-offset) for b in layout.buckets[len(columns) :]]
         numels = [layout.held[slot].tensor.numel() for slot in self._slots]
-        decided = None
-        # Rank 0 decides for all: ranks that each computed it could differ in the last bit of a time, and then in the
-        # messages that they expect.
-        if self._world.rank == 0:
-            best = best_buckets(profile, numels, times)
-            late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
-            decided = [b.stop - b.first for b in best], late, early
+        # Rank 0's decision counts: ranks could differ in the last bit of a time, and then in the messages they expect.
+        best = best_buckets(profile, numels, times) if self._world.rank == 0 else before
+        late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
+        decided = [b.stop - b.first for b in best], late, early
         counts, late, early = self._world.broadcast_json(decided)
         buckets = group(counts, numels)
-        moved = (*columns, *(b.moved(offset) for b in buckets))
-        self._reducer.use_layout(ParameterLayout(layout.slots, moved))
+        self._reducer.use_layout(ParameterLayout(layout.slots, (*columns, *(b.moved(offset) for b in buckets))))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"

@@ -3,9 +3,8 @@
 The usual alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. Ranks are numbered host
 by host, hosts are alike, and all ranks do the same at once. So a method along an axis has a closed formula, and 100,000
 ranks are priced as quickly as eight; only the double tree, which is there for comparison, is counted. The file
-tests/comm/tuning/test_cost.py counts the real schedule, message by message, and holds every formula to it.
-
-`auto`, `tune`, the planner and its search all take their candidates and their prices from here.
+tests/comm/tuning/test_cost.py counts the real schedule, message by message, and holds every formula to it. `auto`,
+`tune`, the planner and its search all take their candidates and their prices from here.
 """
 
 from collections import defaultdict

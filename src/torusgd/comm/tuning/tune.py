@@ -3,9 +3,8 @@
 Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
 profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
 
-Contention is how much slower ranks compute while others compute, or while messages travel: they share cores, memory and
-power. The work is a small convolutional network. The figures hold for whatever it is that ranks share, so that a plan
-need not know it: eight ranks on two cores are found four times as slow as one, or slower.
+Contention is how much slower ranks compute (a small convolutional network) while others compute, or while messages
+travel: they share cores, memory and power. The figures hold for whatever it is, so that a plan need not know it.
 """
 
 import math
@@ -16,18 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ...errors import UserError
-from ..algorithms import Algorithm, Message, Round, usual_chunks
+from ..algorithms import Algorithm, Message, Round, cut, usual_chunks
 from ..connection import Connection, Elapsed, Span, connect, hosts_of, ranks_a_core, shuffled, typical
-from ..groups import Group, group_of
+from ..groups import AnyGroup, group_of
 from .cost import rank_candidates
-from .profile import Backend, Crowd, InStep, Link, Profile, Timing, expect
+from .profile import Crowd, InStep, Link, Profile, Timing, expect
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 # The sizes that matter most come first: buckets have up to 4 MiB, and the first size foretells what they take.
@@ -48,10 +47,7 @@ _FAN_ROUNDS = 4
 
 
 def tune(
-    seconds: float = 40.0,
-    group: Group | ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    streams: int = 1,
+    seconds: float = 40.0, group: AnyGroup | None = None, device: torch.device | str = "cpu", streams: int = 1
 ) -> Profile:
     """Measures the network between the ranks of `group` (None: all), for runs with as many `streams`."""
     ranks = group_of(group, device)
@@ -67,14 +63,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     hosts = hosts_of(connection.group)
     repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
-    backend: Backend = "nccl" if connection.group.has_nccl else "gloo"
-    how = {"backend": backend, "hosts": hosts, "streams": connection.streams}
+    how = {"backend": "nccl" if connection.group.has_nccl else "gloo", "hosts": hosts, "streams": connection.streams}
     links = {"message": message, "inside": inside, "between": between}
     profile = _of_rank_0(connection, Profile.model_validate({**how, **links, "timings": ()}))
-    timings: list[Timing] = []
-    known = set[Algorithm | None]()
+    timings, known, took = list[Timing](), set[Algorithm | None](), dict[int, float]()
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
-    took: dict[int, float] = {}
     for size in sizes:
         before = time.perf_counter()
         ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
@@ -94,12 +87,9 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
     # About the seconds that so many runs at a size take on this rank, from the times of other sizes.
     if not took:
         return 0.0
-    smaller = [known for known in took if known < size]
-    larger = [known for known in took if known > size]
-    if smaller and larger:
-        return math.sqrt(took[max(smaller)] * took[min(larger)])
+    smaller, larger = [known for known in took if known < size], [known for known in took if known > size]
     if larger:
-        return took[min(larger)]
+        return math.sqrt(took[max(smaller)] * took[min(larger)]) if smaller else took[min(larger)]
     # The time of the largest, and the further bytes, which every run moves about twice.
     per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     return took[max(took)] + runs * 2 * per_byte * (size - max(took))
@@ -175,32 +165,23 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     # The link around the members, by chains of dependent rounds; other ranks send nothing.
     sizes = [size for size in _LINK_BYTES for _ in range(repetitions)]
-    spans = [
-        connection.clock.span(partial(_shift, connection, members, size, turns))
-        for size in sizes
-        for turns in (1, 1 + _ROUNDS)
-    ]
+    shifts = [partial(_shift, connection, members, size, turns) for size in sizes for turns in (1, 1 + _ROUNDS)]
+    taken = connection.clock.elapsed([connection.clock.span(shift) for shift in shifts])
     # The difference of a long chain and of one round: the start cancels out.
-    flat = [taken.seconds for taken in connection.clock.elapsed(spans)]
-    each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
-    return fit(sizes, each)
+    pairs = zip(taken[::2], taken[1::2], strict=True)
+    return fit(sizes, [(chain.seconds - one.seconds) / _ROUNDS for one, chain in pairs])
 
 
 def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
     # Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle.
-    tensor = connection.zeros(2 * size * turns)
-    rounds = [Round()] * turns
+    tensor, rounds = connection.zeros(2 * size * turns), [Round()] * turns
     if connection.group.rank in members and len(members) > 1:
-        index, half = members.index(connection.group.rank), tensor.numel() // 2
+        index = members.index(connection.group.rank)
         after, before = members[(index + 1) % len(members)], members[index - 1]
-        step = half // turns  # elements of their own in each round: no round overwrites what another still sends
-        rounds = [
-            Round(
-                (Message(after, i * step, (i + 1) * step),),
-                copies=(Message(before, half + i * step, half + (i + 1) * step),),
-            )
-            for i in range(turns)
-        ]
+        # Elements of their own in each round: no round overwrites what another still sends.
+        runs = list(pairwise(cut(0, tensor.numel(), 2 * turns)))
+        pairs = zip(runs[:turns], runs[turns:], strict=True)
+        rounds = [Round((Message(after, *out),), copies=(Message(before, *back),)) for out, back in pairs]
     connection.engine.run_rounds(tensor, rounds).wait()
 
 
@@ -215,11 +196,9 @@ def _fan(connection: Connection, peers: int, repetitions: int) -> float:
         for turn in range(_FAN_ROUNDS)
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
-    spans = [
-        connection.clock.span(lambda: connection.engine.run_rounds(tensor, rounds).wait())
-        for _ in range(repetitions + 1)
-    ]
-    return typical(connection.clock.elapsed(spans)).seconds
+    clock, engine = connection.clock, connection.engine
+    spans = [clock.span(lambda: engine.run_rounds(tensor, rounds).wait()) for _ in range(repetitions + 1)]
+    return typical(clock.elapsed(spans)).seconds
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
@@ -233,12 +212,8 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
         if terms[other] < 0:  # zero, and the rest is fitted alone
             alone, error = _solve(columns[:, [one]], y)
             terms[one], terms[other], errors[one] = alone[0], 0.0, error[0]
-    return Link(
-        latency=max(0.0, float(terms[0])),
-        latency_error=float(errors[0]),
-        per_byte=max(0.0, float(terms[1])),
-        per_byte_error=float(errors[1]),
-    )
+    (latency, per_byte), (latency_error, per_byte_error) = terms.clip(min=0.0).tolist(), errors.tolist()
+    return Link(latency=latency, latency_error=latency_error, per_byte=per_byte, per_byte_error=per_byte_error)
 
 
 def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -284,10 +259,9 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     group, device = connection.group, connection.engine.device
     counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
-    task = _Task(device, images=32)
+    task, tasks = _Task(device, images=32), [_TASKS if group.rank < count else 0 for count in counts]
     task.run(_TASKS)  # warms up
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
-    tasks = [_TASKS if group.rank < count else 0 for count in counts]
     turns = [[_slowest(connection, task.run, mine) for mine in tasks] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     least = [max(1.0, ranks_a_core(group, count) if device.type == "cpu" else 0.0) for count in counts]
