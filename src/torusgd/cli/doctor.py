@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..errors import RunError, UserError, in_one_line
+from ..ranks.forkserver import start_forkserver
 from ..text import byte_size, listed, plural
 from .output import console
 
@@ -31,8 +32,6 @@ def doctor() -> None:
 
     Exit code 0: recipes can be trained here. 1: they can't, and a line says why.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()
     checks = {
         "torusgd": _versions, "machine": _machine, "device": _device, "ranks": _ranks, "memory": _memory,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from ..errors import UserError, as_user_error
+from ..rundir.run_view import local_run
 from ..text import listed
 from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_file
@@ -44,7 +45,6 @@ def export(
     from ..export.model_card import write_hub_folder
     from ..report.read_run import read_run
     from ..run.trained_weights import open_model
-    from ..rundir.run_view import local_run
 
     run = local_run(run)
     folder = out or (run if run.is_dir() else run.parent) / "export"
@@ -89,7 +89,6 @@ def report(
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.page import log_page, run_page
     from ..report.read_run import read_log, read_run, read_verified
-    from ..rundir.run_view import local_run
 
     check_writable("--out", out)
     if all(run.is_file() for run in runs):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.tuning.profile import Profile
-from ..errors import UserError, as_user_error, needs
+from ..errors import UserError, as_user_error
 from ..plan import time_to_accuracy as accuracy
 from ..plan.cluster import Cluster, Software, load_cluster, load_software, local_cluster
 from ..plan.design import design, next_steps
@@ -440,14 +440,6 @@ def show_best(console: Console, best: SearchResult) -> None:
     console.print(table(("setting", "best", "saves"), rows, left=range(3)))
     before, after = best.before.run.seconds, best.forecast.run.seconds
     console.print(f"from {duration(before)} to {duration(after)} ({after / before - 1:+.1%})")
-
-
-def check_plot(path: Path) -> None:
-    """UserError if a picture can't be drawn: another kind of file, or no matplotlib."""
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot {path}: write a picture as .svg or .png")
-    with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
-        import matplotlib.figure  # noqa: F401 - only whether it is there
 
 
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:

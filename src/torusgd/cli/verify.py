@@ -11,6 +11,8 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError
+from ..hub import pinned
+from ..ranks.forkserver import start_forkserver
 from ..text import percent, plural
 from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, flag
 from .output import console, write_json
@@ -43,8 +45,6 @@ def verify(
 
     Exit code 0: all that was asked for is equal. 1: something differs. 2: something could not be compared.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()
     from ..run.claims import read_claims
     from ..runtime import ranks_are_given
@@ -100,7 +100,6 @@ def _check(
     """What is found of a run, and how many steps were computed."""
     from rich.progress import Progress
 
-    from ..hub import pinned
     from ..launch.verification import DIFFERS, Checked, Verifier
     from ..recipe.section import Duration
     from ..run.job import Job

@@ -51,7 +51,6 @@ class Row(Section):
     ]
     value: Positive
     unit: str
-    mark: str = ""
     recipe: str = ""  # the record's own, whose stages and evaluations a time to train is of; empty: none ships
 
 

@@ -127,7 +127,7 @@ class Synchrony(Section):
         """True if a run writes down whose gradients, or changes, entered each update."""
         return self.leaves_out or self.form == "local"
 
-    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+    def check_counts(self, virtual_workers: int, images_per_worker: list[int]) -> None:
         """ValueError if there are too few virtual workers, or a stage's images of each can't be divided."""
         # A step takes one virtual worker at least.
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
@@ -397,8 +397,7 @@ class Recipe(Section):
             if resize is not None and resize < max(size):
                 raise ValueError(f"{key}.resize: must be at least its image_size, {max(size)}")
         check_recipe(self)
-        images = tuple(stage.images_per_worker for stage in self.stages)
-        self.synchrony.check_counts(self.virtual_workers, images)
+        self.synchrony.check_counts(self.virtual_workers, [stage.images_per_worker for stage in self.stages])
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:
