@@ -20,14 +20,11 @@ def cost_of(name: str, pixels: int) -> ModelCost:
     return read_model(lambda: MODELS[name](classes=1000, channels=3), (3, pixels, pixels))
 
 
-@pytest.mark.parametrize(
-    ("name", "pixels", "convolution", "linear", "gmac"),
-    [
-        ("resnet50", 224, 23_454_912, 2_048_000, 4.089),
-        ("vgg-a", 224, 9_217_728, 123_633_664, 7.609),
-        ("overfeat-fast", 231, 15_984_672, 129_925_120, 2.801),
-    ],
-)
+@pytest.mark.parametrize(("name", "pixels", "convolution", "linear", "gmac"), [
+    ("resnet50", 224, 23_454_912, 2_048_000, 4.089),
+    ("vgg-a", 224, 9_217_728, 123_633_664, 7.609),
+    ("overfeat-fast", 231, 15_984_672, 129_925_120, 2.801),
+])  # fmt: skip
 def test_counts_are_the_published_ones(name: str, pixels: int, convolution: int, linear: int, gmac: float) -> None:
     cost = cost_of(name, pixels)
     assert sum(layer.weights for layer in cost.layers if not layer.linear) == convolution
@@ -133,7 +130,7 @@ def test_any_network_has_a_design_point() -> None:
     assert point.critical in point.layers
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(*[st.floats(1e-3, 1)] * 3), min_size=2, max_size=8), st.sampled_from(["transfer", "latency"]))
 def test_the_layers_of_a_queue(rows: list[tuple[float, float, float]], part: str) -> None:
     """Messages of (latency, transfer) seconds, and the seconds of backward between two gradients, input first."""

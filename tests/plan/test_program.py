@@ -130,11 +130,6 @@ def test_what_does_not_fit_is_one_line() -> None:
             program(**options)
 
 
-CLUSTERS = [
-    *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-a100-80gb", "hgx-h100"),
-    *("p100-50gbe", "p100-fdr", "p40-100gbe", "stampede2-knl", "stampede2-skx", "v100-10gbe"),
-]
-
 MINE = """
 name: mine
 source: my own
@@ -147,7 +142,6 @@ between: {alpha: 30e-6, bandwidth: 3.1e9}
 
 
 def test_clusters_and_profiles_that_ship_say_where_they_come_from_and_calibration_multiplies_stated_values() -> None:
-    assert files.cluster_names() == sorted(CLUSTERS)
     for name in files.cluster_names():
         cluster = load_cluster(name)
         assert (cluster.name, len(cluster.source) > 60) == (name, True)

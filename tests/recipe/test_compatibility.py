@@ -110,19 +110,16 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
     check(setup, {each.part for each in RUN_RULES} - {each.part for each in broken})
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("audit with one rank", "--audit 0.5 --workers 1"),
-        ("grid with allreduce other than torus or hierarchical", "--grid 1x2 --allreduce ring --workers 2"),
-        ("workers with fewer virtual_workers", "--workers 1000"),
-        ("work_stealing: true with update: sharded", "--work-stealing --update sharded --workers 2"),
-        ("--workers MIN:MAX with update: sharded", "--update sharded --workers 1:4"),
-        ("--listen with update: sharded", "--update sharded --listen 127.0.0.1:0"),
-        ("--delays with a run without late work that clocks leave out", "--delays lognormal --workers 2"),
-        ("data.decoder: nvjpeg with device: cpu", "--set data.decoder=nvjpeg"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("audit with one rank", "--audit 0.5 --workers 1"),
+    ("grid with allreduce other than torus or hierarchical", "--grid 1x2 --allreduce ring --workers 2"),
+    ("workers with fewer virtual_workers", "--workers 1000"),
+    ("work_stealing: true with update: sharded", "--work-stealing --update sharded --workers 2"),
+    ("--workers MIN:MAX with update: sharded", "--update sharded --workers 1:4"),
+    ("--listen with update: sharded", "--update sharded --listen 127.0.0.1:0"),
+    ("--delays with a run without late work that clocks leave out", "--delays lognormal --workers 2"),
+    ("data.decoder: nvjpeg with device: cpu", "--set data.decoder=nvjpeg"),
+])  # fmt: skip
 def test_train_refuses_it_before_ranks_are_started(run_cli: Run, monkeypatch, tmp_path, name: str, words: str) -> None:
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
     code, _, error = run_cli("train", "digits", "--out", tmp_path / "run", "--device", "cpu", *words.split())

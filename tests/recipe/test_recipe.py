@@ -206,7 +206,7 @@ def schedule(*overrides: str, train_images: int = TRAIN) -> Schedule:
     st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(50, 5000),
     st.lists(st.integers(1, 5), min_size=4, max_size=4),
 )  # fmt: skip
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     workers: int, images: list[int], train: int, spans: list[int]
 ) -> None:
@@ -245,7 +245,7 @@ def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> N
     assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(exact=st.booleans(), batch=st.integers(1, 90), momentum=st.floats(0.0, 0.99), lr=st.floats(0.01, 4.0))
 def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(exact, batch, momentum, lr: float) -> None:
     """Smith and Le, arXiv 1710.06451: lr (N / B - 1) / (1 - m), or lr N / B / (1 - m)."""
@@ -270,16 +270,13 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
         schedule("stages.0.momentum=noise-scale")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("stages.1.until=20ep", "stages.1.until = 20ep:"),
-        ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
-        ("rate.decay.end=1ep", "rate.decay:"),
-        ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
-        ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
-    ],
-)
+@pytest.mark.parametrize(("override", "words"), [
+    ("stages.1.until=20ep", "stages.1.until = 20ep:"),
+    ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
+    ("rate.decay.end=1ep", "rate.decay:"),
+    ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
+    ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
+])  # fmt: skip
 def test_impossible_schedules_are_one_line(override: str, words: str) -> None:
     with refused(f"a schedule: {override}", words):
         plan = schedule(override)

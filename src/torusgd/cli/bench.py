@@ -137,9 +137,8 @@ def show_profile(profile: "Profile") -> None:
 
 
 def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher.
-
-    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
+    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher. The
+    function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
     """
     import torch
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..report.mistakes import Mistakes
 
 FORMATS = {"onnx": "model.onnx", "torch": "model.pt2", "hub": "hub", "mlperf": "mlperf.log"}
-"""files or folders of each format"""
 _WORDS = "|".join(FORMATS)
 
 
@@ -56,16 +55,12 @@ def export(
     terminal = console()
     for name in wanted:
         path, found = folder / FORMATS[name], ""
-        if name == "mlperf":
-            assert record is not None
+        if name == "mlperf" and record is not None:
             write_mlperf_log(record, path, division)
-        elif name == "hub":
-            assert record is not None
-            assert trained is not None
+        elif name == "hub" and record is not None and trained is not None:
             write_hub_folder(record, trained, path, license_name)
             found = ": README.md, config.json, recipe.yaml, model.safetensors, records.jsonl"
-        else:
-            assert trained is not None
+        elif trained is not None:
             worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
             found = f": logits as the network's, within {worst:.1e} of the largest"
             if trained.recipe.precision == "portable":

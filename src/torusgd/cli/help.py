@@ -46,8 +46,6 @@ EXAMPLES = {
 
 
 class _Help:
-    """--help with an example first and the options in panels."""
-
     get_params: Any
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:

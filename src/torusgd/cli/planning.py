@@ -161,7 +161,6 @@ def show_planned(planned: Planned, wanted: Wanted) -> dict[str, Any]:
 
 
 def _priced(wanted: Wanted, plan: Forecast | AccuracyPlan) -> dict[str, Any]:
-    """A plan as plain values, with its cost if --cost gives a price."""
     return {**plan.as_dict(), **({} if wanted.cost is None else {"cost": plan.cost(wanted.cost)})}
 
 
@@ -206,7 +205,6 @@ def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> 
 
 
 def _show_accuracy(planned: Planned, program: Software, target: float, wanted: Wanted) -> dict[str, Any]:
-    """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
     accuracy.check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     title = planned.title(f"{planned.recipe.name} to {target:.1%}")

@@ -185,11 +185,7 @@ class Departure(NamedTuple):
 def cut_buckets(
     gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int, is_wide: Sequence[bool] = ()
 ) -> list[Departure]:
-    """The buckets in the order in which they leave.
-
-    Gradients are in backward's order, `ready` the seconds at which each is complete; those `is_wide` leave last, in 32
-    bits.
-    """
+    """The buckets as they leave, of gradients in backward's order, whole at `ready`; wide ones last, in 32 bits."""
     if not gradients:
         return []
     numels = [gradient.values for gradient in gradients]

@@ -156,8 +156,7 @@ class Schedule:
         recipe = self.recipe
         spans: list[Span] = []
         for number, stage in enumerate(recipe.stages):
-            before = spans[-1] if spans else None
-            first_step, start = (before.stop_step, before.stop) if before else (0, 0)
+            first_step, start = (spans[-1].stop_step, spans[-1].stop) if spans else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
             first_batch = spans[0].batch if spans else batch
             lr = recipe.rate.lr

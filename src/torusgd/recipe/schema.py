@@ -35,19 +35,10 @@ class Outer(Section):
 SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
 """forms in which workers hold weights of different ages: in virtual time only"""
 _MEANT_FOR_FORMS = {
-    "backups": ("backup",),
-    "count": ("cutoff",),
-    "threshold": ("cutoff",),
-    "warmup": ("backup", "cutoff"),
-    "delays": ("backup", "cutoff", *SIMULATED),
-    "local_steps": ("local",),
-    "outer": ("local",),
-    "sample": ("sampled",),
-    "staleness": ("sampled", "stale"),
-    "probability": ("gossip",),
-    "pull_every": ("elastic",),
-}
-"""form that gives a key a meaning"""
+    "backups": ("backup",), "count": ("cutoff",), "threshold": ("cutoff",), "warmup": ("backup", "cutoff"),
+    "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
+    "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
+}  # fmt: skip
 _NEEDED = {
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -228,14 +219,9 @@ class NoiseScale(Section):
 
 
 _MEANT_FOR_RULES = {
-    "beta2": ("adamw", "lamb"),
-    "eps": ("lars", "adamw", "lamb"),
-    "nesterov": ("sgd",),
-    "no_trust": ("lars", "lamb"),
-    "trust": ("lars",),
-    "variant": ("lars",),
-}
-"""keys of the optimizer that some update rules don't read"""
+    "beta2": ("adamw", "lamb"), "eps": ("lars", "adamw", "lamb"), "nesterov": ("sgd",), "no_trust": ("lars", "lamb"),
+    "trust": ("lars",), "variant": ("lars",),
+}  # fmt: skip
 
 
 class Optimizer(Section):

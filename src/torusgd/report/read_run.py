@@ -82,7 +82,7 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
         why = f"This run is not finished: {gone(status)}."
     summary = _expected(status.reported) if status.state == "finished" else {}
     last = summary.get("records", {}).get("sha256")
-    found = [each for check in checks if last and check["records_sha256"] == last for each in check["found"]]
+    found = (each for check in checks if last and check["records_sha256"] == last for each in check["found"])
     return RunRecord(
         folder=folder,
         recipe=recipe,
