@@ -18,7 +18,7 @@ from torusgd.plan.step_script import Action, Compute, Send, Wait, compose
 from torusgd.plan.timeline import Phase, compute_seconds, price_of, step_time, step_work, waited_seconds
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.rehearse import lab
+from torusgd.rehearse import wire
 from torusgd.rehearse.player import dump, elements
 from torusgd.rehearse.rehearsal import SHARE, Ceiling, choose_scale
 from torusgd.tensor_parallel.tail import hybrid_volume
@@ -143,7 +143,7 @@ def test_split_layers_send_what_the_balance_equations_say_and_are_updated_where_
 
 
 def test_without_a_lab_it_says_so(monkeypatch, run_cli):
-    monkeypatch.setattr(lab, "why_not", lambda: "the network lab needs root, for network namespaces")
+    monkeypatch.setattr(wire, "why_not", lambda: "the network lab needs root, for network namespaces")
     code, _, err = run_cli("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16)
     assert (code, err) == (1, "torusgd: rehearse: the network lab needs root, for network namespaces\n")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
-_COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
+_COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
@@ -36,9 +36,7 @@ _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, 
 def allreduce(
     runtime: RuntimeFlags,
     sizes: str | None = flag("Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
-    algorithms: str = flag(
-        f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=",".join(_COMPARED)
-    ),
+    algorithms: str = flag(f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=_COMPARED),
     repetitions: int = flag("Time each this many times.", OUTPUT, min=1, name="-n", default=7),
     json_file: JsonFile = None,
 ) -> None:

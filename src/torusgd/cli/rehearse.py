@@ -31,8 +31,8 @@ def rehearse(
     from ..plan.forecast import with_communication
     from ..plan.program import as_torusgd
     from ..recipe.compatibility import WORKERS, Setup, check
-    from ..rehearse.lab import why_not
     from ..rehearse.rehearsal import rehearse as play
+    from ..rehearse.wire import why_not
     from .planning import Planned
 
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)

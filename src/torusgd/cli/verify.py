@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..run.claims import Claims
 
 WHAT = "What to compute"
-# Steps of options that a run in a folder of its own writes no checkpoint by.
-_NEVER = "1e14sa"
 
 
 def verify(
@@ -111,8 +109,9 @@ def _check(
         pairs = (line.partition(": ") for line in contradictions)
         return [Checked(name, DIFFERS, text) for name, _, text in pairs], 0
     ranges, options = wanted(), runtime.over()
+    # In a folder of its own a run writes no checkpoint.
     options = options.model_copy(
-        update={"checkpoint_every": Duration.parse(_NEVER), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
+        update={"checkpoint_every": Duration(1e14, "sa"), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
     )
     data = pinned(data, RunDir(claims.folder).data_revision())
     terminal = console()

@@ -148,10 +148,10 @@ def validate(model: type[M], tree: object, where: str) -> M:
     try:
         # By way of JSON: strict models take its lists for tuples, and still no text for a number.
         return model.model_validate_json(json.dumps(tree))
-    except (TypeError, ValueError) as error:
-        if not isinstance(error, ValidationError):
-            raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
+    except ValidationError as error:
         raise UserError(f"{where}: {_first_line(error, model)}") from None
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ..errors import RunError
 from .wire import INTERFACE, die_with_parent, enter, why_not
 
-__all__ = ["MTU", "USUAL_WINDOWS", "Host", "Lab", "LabRanks", "interface_bytes", "why_not"]
-
 _PREFIX = 16  # bits of an address that all hosts have in common
 _PORT = 29_500
 _START = 60.0  # seconds in which a helper starts

@@ -202,11 +202,9 @@ def images_per_second(run: RunRecord) -> float | None:
     return sum(run.numbers("batch")) / seconds if seconds else None
 
 
-def final(run: RunRecord) -> dict[str, Any]:
+def final(run: RunRecord) -> Mapping[str, Any]:
     """The accuracy of a finished run's weights, else its last evaluation; empty if there is none."""
-    if "top1" in run.summary:
-        return dict(run.summary)
-    return dict(run.evaluations[-1]) if run.evaluations else {}
+    return run.summary if "top1" in run.summary else next(reversed(run.evaluations), {})
 
 
 def _batches(run: RunRecord) -> str:
