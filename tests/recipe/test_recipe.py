@@ -97,8 +97,7 @@ def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.L
     assert load_recipe("digits", digits).recipe.model == Model(name="fashion-net", options={"zero_gamma": False})
     assert len(caplog.messages) == 1
     caplog.clear()
-    same = load_recipe("digits", ["model.name=digits-net"]).recipe
-    assert same == load_recipe("digits").recipe
+    assert load_recipe("digits", ["model.name=digits-net"]).recipe == load_recipe("digits").recipe
     assert not caplog.messages
 
 

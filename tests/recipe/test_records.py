@@ -108,8 +108,7 @@ def test_fujitsu_is_what_its_code_does(name: str, steps_a_pass: int) -> None:
         # The rate multiplies weight decay already; a ramp of its own would count twice.
         assert (step.weight_decay_factor, step.augment) == (1.0, passed < 85)
     evaluate, optimizer = plan.recipe.evaluate, plan.recipe.optimizer
-    passes = [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)]
-    assert passes == list(range(2, 91, 4))
+    assert [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)] == list(range(2, 91, 4))
     assert (optimizer.variant, optimizer.trust, optimizer.eps) == ("fujitsu", 0.0025, 1e-9)
     assert (optimizer.momentum, optimizer.weight_decay) == (0.96, 5e-5)
 

@@ -172,8 +172,7 @@ def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: 
 @pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999, 10**400])
 @pytest.mark.parametrize("key", ["top1", "seconds", "predicted", "shares", "conditions", "lost_ranks", "world_size"])
 def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: Any) -> None:
-    other = copied(run, tmp_path / "other", None, **{key: value})
-    Tags(run_page([read_run(other)], [None]))
+    Tags(run_page([read_run(copied(run, tmp_path / "other", None, **{key: value}))], [None]))
 
 
 def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path, run_cli: Any, mistake: Any) -> None:
@@ -195,8 +194,7 @@ def test_pictures_are_what_the_network_saw() -> None:
     assert (cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB) == pixels).all()
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     normalised = (torch.from_numpy(pixels) / 255 - torch.tensor(mean)) / torch.tensor(std)
-    address = picture_of(normalised.permute(2, 0, 1), mean, std)
-    assert base64.b64decode(address.partition(",")[2]) == png(pixels)
+    assert base64.b64decode(picture_of(normalised.permute(2, 0, 1), mean, std).partition(",")[2]) == png(pixels)
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
 
 

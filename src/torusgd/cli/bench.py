@@ -124,8 +124,7 @@ def show_profile(profile: "Profile") -> None:
             terminal.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
     for each in sorted({timing.size for timing in profile.timings}):
         best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
-        algorithm = best.as_algorithm(len(profile.hosts)) or "native"
-        terminal.print(f"{byte_size(each):>8}: {algorithm}, {best.elapsed}")
+        terminal.print(f"{byte_size(each):>8}: {best.as_algorithm(len(profile.hosts)) or 'native'}, {best.elapsed}")
     if profile.crowding:
         most = profile.crowding[-1]
         terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")

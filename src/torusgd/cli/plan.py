@@ -57,8 +57,7 @@ class Wanted:
             with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
                 import matplotlib.figure  # noqa: F401 - only whether it is there
             check_writable("--plot", self.plot)
-        if self.report is not None:
-            check_writable("--report", self.report)
+        check_writable("--report", self.report)
         at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
         for name, is_given in at_its_batch.items():
             if self.to is not None and is_given:
@@ -88,5 +87,4 @@ def plan(
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
     wanted.check()
-    planned = Planned.read(recipe, overrides or [], data, machine, runtime)
-    write_json(json_file, show_planned(planned, wanted))
+    write_json(json_file, show_planned(Planned.read(recipe, overrides or [], data, machine, runtime), wanted))

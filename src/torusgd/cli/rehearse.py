@@ -45,8 +45,7 @@ def rehearse(
     if options.allreduce not in ("auto", "native"):
         parse_algorithm(options.allreduce, devices)
     program = with_communication(planned.program(options), overlap=overlap)
-    reason = why_not()
-    if reason is not None:
+    if reason := why_not():
         raise RunError(f"rehearse: {reason}")
     found = play(
         planned.workload, planned.cluster, program, devices, reduction=planned.recipe.reduction,

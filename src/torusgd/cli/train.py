@@ -107,8 +107,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
     launcher, is_mirrored = launcher_name(), mirror is not None and is_first()
     if launcher:
         deletes = job.bucket if begins and job.bucket else ""
-        setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
-        check(setup, {LISTENS, DELETES})
+        check(setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes), {LISTENS, DELETES})
     # A run in a bucket is copied to this machine first; its lease keeps a second run from the same folder.
     with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
         # A data set of a hub stays at the revision with which the run began.

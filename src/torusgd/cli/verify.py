@@ -104,8 +104,7 @@ def _check(
     from ..rundir.run_dir import RunDir
     from ..runtime import resolve_device
 
-    contradictions = claims.contradictions()
-    if contradictions:
+    if contradictions := claims.contradictions():
         pairs = (line.partition(": ") for line in contradictions)
         return [Checked(name, DIFFERS, text) for name, _, text in pairs], 0
     ranges, options = wanted(), runtime.over()
@@ -131,8 +130,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     from ..launch.verification import DIFFERS, UNKNOWN, verdict
 
     terminal, steps = console(), max(claims.states, default=0)
-    states = plural(len(claims.states), "record")
-    head = f"{plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
+    head = f"{plural(steps, 'step')}, {plural(len(claims.states), 'record')}, the last line's hash is {claims.head}"
     terminal.print(f"{claims.run}: {claims.recipe.name}, {head}")
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):

@@ -169,15 +169,13 @@ class Schedule:
                 stop_step = int(stage.until.value)
             else:
                 # The stage ends at the first step boundary at or after its end.
-                end = stage.until.value * (self.train_images if stage.until.unit == "ep" else 1)
-                stop_step = first_step + math.ceil((end - start) / batch)
+                stop_step = first_step + math.ceil((self.position(stage.until) - start) / batch)
             if stop_step <= first_step:
                 raise UserError(
                     f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
                     f"step {first_step} ({start} samples)"
                 )
-            sizes = recipe.training_sizes(stage)
-            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, sizes))
+            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, recipe.training_sizes(stage)))
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:
