@@ -116,24 +116,20 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[" * 3000, "inside one another"),
-        ("{a: " * 3000, "inside one another"),
-        ("- " * 3000, "inside one another"),
-        (ALIASES, "more than 100000 values"),
-        ("&a [*a]", "an alias inside of what it stands for"),
-        ("9" * 5000, "digits"),
-        ("1" + "0" * 30, "beyond 64 bits"),
-        ("a" * (MOST_YAML + 1), "longer than"),
-        ("!!bool word", "word"),
-        ("!!timestamp word", "not valid YAML"),
-        ("? [1]\n: 2", "a key must be a word or a number"),
-        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
-    ],
-    ids=lambda value: value[:12],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("[" * 3000, "inside one another"),
+    ("{a: " * 3000, "inside one another"),
+    ("- " * 3000, "inside one another"),
+    (ALIASES, "more than 100000 values"),
+    ("&a [*a]", "an alias inside of what it stands for"),
+    ("9" * 5000, "digits"),
+    ("1" + "0" * 30, "beyond 64 bits"),
+    ("a" * (MOST_YAML + 1), "longer than"),
+    ("!!bool word", "word"),
+    ("!!timestamp word", "not valid YAML"),
+    ("? [1]\n: 2", "a key must be a word or a number"),
+    ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+], ids=lambda value: value[:12])  # fmt: skip
 def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
     with refused(f"YAML: {reason}", "file:") as error:
         parse_yaml(text, "file")

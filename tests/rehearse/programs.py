@@ -48,9 +48,9 @@ def both_ways() -> None:
     """On two hosts: short questions and answers, then 400,000 bytes each way at once; what TCP then has sent twice."""
     dist.init_process_group("gloo")
     for size in (*[10] * 20, 400_000):
-        sending = dist.isend(bytes_of(size), 1 - RANK)
-        dist.recv(bytes_of(size), 1 - RANK)
-        sending.wait()
+        both = [dist.P2POp(way, bytes_of(size), 1 - RANK) for way in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
     lines = Path("/proc/self/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line[:4] == "Tcp:")
     found(int(values[names.index("RetransSegs")]))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.messages import refused
+from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here
 
 from torusgd.errors import UserError
@@ -77,10 +78,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     run_here(folder)
     return folder
-
-
-def summary_of(run: Path) -> Any:
-    return json.loads((run / "summary.json").read_text())
 
 
 def lines_of(run: Path) -> list[str]:
@@ -251,15 +248,11 @@ def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Pat
     assert run_cli(*words)[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
-        (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
-        pytest.param(("resnet50", "--to", "75.9%"), ("top-1 to reach", "75.90%", "epochs"), marks=pytest.mark.slow),
-    ],
-    ids=["plan", "best", "to"],
-)
+@pytest.mark.parametrize(("asked", "shown"), [
+    (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
+    (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
+    pytest.param(("resnet50", "--to", "75.9%"), ("top-1 to reach", "75.90%", "epochs"), marks=pytest.mark.slow),
+], ids=["plan", "best", "to"])  # fmt: skip
 def test_a_page_has_the_sweep(asked: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path, run_cli: Any) -> None:
     page = tmp_path / "page.html"
     code, output, errors = run_cli("plan", *asked, "--cluster", "hgx-h100", "--devices", "12", "--report", page)

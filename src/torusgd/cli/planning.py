@@ -343,9 +343,7 @@ def show_curve(console: Console, sweep: Sweep) -> None:
 
 
 def show_design(console: Console, planned: Planned, program: Software) -> dict[str, Any]:
-    """The design point of the last stage, a line for each layer, the critical one bold; what limits, what would next,
-    and the change of machine or batch that pays most; as plain values.
-    """
+    """The design point of the last stage, layer by layer; what limits now and next, what pays most; as plain values."""
     workload, cluster, devices = planned.workload, planned.cluster, planned.devices
     stage = workload.stages[-1]
     found = design(workload.cost_of(stage), cluster, program, devices, stage.batch)
