@@ -30,14 +30,11 @@ def test_it_prints_and_writes_a_plan_or_the_published_table(plan) -> None:
     assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
 
-@pytest.mark.parametrize(
-    ("record", "devices", "software", "wish"),
-    [
-        ("sony-224s", 2176, "nnl-v1", ("--allreduce", "ring")),
-        ("fujitsu-62s", 2048, "mxnet-fujitsu", ("--buckets", 1)),
-        ("fujitsu-62s", 3072, "mxnet-fujitsu", ("--buckets", 1)),
-    ],
-)
+@pytest.mark.parametrize(("record", "devices", "software", "wish"), [
+    ("sony-224s", 2176, "nnl-v1", ("--allreduce", "ring")),
+    ("fujitsu-62s", 2048, "mxnet-fujitsu", ("--buckets", 1)),
+    ("fujitsu-62s", 3072, "mxnet-fujitsu", ("--buckets", 1)),
+])  # fmt: skip
 def test_a_record_is_planned_as_its_own_software_unless_something_else_is_named(plan, record, devices, software, wish):
     """Its block describes what the profile is known to have done, and is not a user's wish."""
     command = (record, "--cluster", "abci", "--devices", devices)
@@ -72,14 +69,11 @@ def test_a_plan_is_of_torusgd_unless_another_program_is_named(plan, cluster: str
     assert (found["software"], "not torusgd" in out) == ("torusgd", False)
 
 
-@pytest.mark.parametrize(
-    ("words", "program"),
-    [
-        ("--software mxnet-v30", "NVIDIA's MXNet program of MLPerf v3.0"),
-        ("--software mxnet-v30 --to 75.9%", "NVIDIA's MXNet program of MLPerf v3.0"),
-        ("--set runtime.software=nnl-v1", "Sony's NNL program of November 2018"),
-    ],
-)
+@pytest.mark.parametrize(("words", "program"), [
+    ("--software mxnet-v30", "NVIDIA's MXNet program of MLPerf v3.0"),
+    ("--software mxnet-v30 --to 75.9%", "NVIDIA's MXNet program of MLPerf v3.0"),
+    ("--set runtime.software=nnl-v1", "Sony's NNL program of November 2018"),
+])  # fmt: skip
 def test_another_program_is_named_in_the_first_line(plan, words: str, program: str) -> None:
     out, found = plan("resnet50", "--cluster", "hgx-h100", "--devices", 8, *words.split())
     assert found["title"].endswith(f", as {program}, not torusgd")
@@ -227,8 +221,7 @@ def test_the_design_points_of_a_record_and_of_an_odd_machine(plan, tmp_path: Pat
     assert "pays most" in plan(*small, odd, "--devices", 16)[0]
     odd.write_text(ODD.replace("bandwidth: 1e3}", "bandwidth: 1e-300}"))
     mistake("plan", *small, odd, "--devices", 16, TMP=tmp_path)
-    most = plan(*small, "cori", "--devices", 2**20)[1]["design"]
-    assert "twice the devices" not in most["steps"]
+    assert "twice the devices" not in plan(*small, "cori", "--devices", 2**20)[1]["design"]["steps"]
     out, alone = plan(*small, "cori", "--devices", 1)
     assert alone["design"]["efficiency"] == 1
     assert "blocks.1.downsample.0" in out

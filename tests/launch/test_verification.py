@@ -88,7 +88,7 @@ def verify(run_cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
             return Run(job, group_of(), StopFlag(), restarts=0).run()
 
     monkeypatch.setattr(verification, "launch", here)
-    monkeypatch.setattr("torusgd.ranks.forkserver.start_forkserver", lambda: None)
+    monkeypatch.setattr("torusgd.cli.verify.start_forkserver", lambda: None)
 
     def call(*words: object, code: int = 0) -> dict[str, str]:
         report = tmp_path / "found.json"

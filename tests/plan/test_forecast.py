@@ -42,14 +42,11 @@ def test_steps_are_the_schedules_own_and_those_of_published_rows_come_in_stages_
     assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]
 
 
-@pytest.mark.parametrize(
-    ("name", "cluster", "software", "seconds", "overrides"),
-    [
-        ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
-        ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
-        ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "cluster", "software", "seconds", "overrides"), [
+    ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
+    ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
+    ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
+])  # fmt: skip
 def test_published_runs_take_about_as_long_as_published(name, cluster, software, seconds: float, overrides) -> None:
     """Records: tests/plan/test_published.py."""
     recipe, machine = load_recipe(name, overrides).recipe, load_cluster(cluster)
@@ -84,8 +81,7 @@ def test_devices_share_virtual_workers() -> None:
 
 def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_speed() -> None:
     """Compute alone: 12 virtual workers on 3 devices of which one is half as fast, 5/5/2 against 4/4/4."""
-    free = {"alpha": 0.0, "bandwidth": 1e18}
-    link = ABCI.inside.model_copy(update=free)
+    link = ABCI.inside.model_copy(update={"alpha": 0.0, "bandwidth": 1e18})
     equal = ABCI.model_copy(update={"inside": link, "between": link})
     mixed = equal.model_copy(update={"speeds": (1.0, 1.0, 0.5)})
     planned = workload("resnet50", "virtual_workers=12")
@@ -109,8 +105,7 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
 def test_the_parts_add_up_and_the_largest_limits() -> None:
     found = forecast(workload("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
     for step in found.steps:
-        parts = {k: v for k, v in vars(step).items() if k != "hidden"}
-        assert step.seconds == pytest.approx(sum(parts.values()))
+        assert step.seconds == pytest.approx(sum(v for k, v in vars(step).items() if k != "hidden"))
     assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
     assert found.images_per_second == pytest.approx(workload("sony-224s").images / found.run.training)
     planned, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
@@ -195,8 +190,7 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
     workload = Workload(ModelCost.__new__(ModelCost), (PlannedStage(10, 4, ranks * share),), 4000, 100, 0)
     run = RunTime(0.0, 10 * step.seconds, 0.0, (step,))
     rate = workload.images / run.training
-    forecast = Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
-    return workload, forecast
+    return workload, Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
 
 
 def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_the_exchange() -> None:

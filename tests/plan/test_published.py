@@ -32,7 +32,6 @@ def test_every_row_is_predicted_with_its_band_within_which_most_published_values
 
 
 def test_leave_one_out_errors_are_within_the_aims() -> None:
-    """Median at most 3 %, worst at most 11 %, of systems with two rows or more."""
     counted = [row for rows in counted_groups(ROWS).values() for row in rows]
     assert len(counted) == 25
     errors = {row.id: abs((left_out(row) or 0) / row.value - 1) for row in counted}
@@ -54,8 +53,7 @@ def test_a_records_recipe_and_its_row_are_one_run(row: Row) -> None:
     recipe, system = load_recipe(row.recipe).recipe, system_of(row)
     program = program_for(recipe, RuntimeOptions(workers=row.devices), system.cluster, system.software)
     planned = forecast(workload_of(recipe), system.cluster, program, row.devices)
-    scale = {"s": 1, "min": 60}[row.unit]
-    assert planned.run.seconds / scale == pytest.approx(predict_row(row).predicted, rel=1e-3)
+    assert planned.run.seconds / {"s": 1, "min": 60}[row.unit] == pytest.approx(predict_row(row).predicted, rel=1e-3)
     images = [stage.images for stage in workload_of(recipe).stages]
     assert (images[0], images[-1]) == (row.images[0], row.images[-1])
 

@@ -46,16 +46,13 @@ def test_each_reference_point_is_predicted_by_the_others() -> None:
     assert accuracy.leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "key"),
-    [
-        ("sony-224s", (), "data.augment"),
-        ("digits", (), "data.train_images"),
-        ("resnet50", ("model.name=resnet101",), "model"),
-        ("resnet50", ("optimizer.trust=0.01",), "optimizer.trust"),
-        ("resnet50", ("stages=[{until: 9ep, images_per_worker: 5}, {until: 37ep, images_per_worker: 9}]",), "stages"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "key"), [
+    ("sony-224s", (), "data.augment"),
+    ("digits", (), "data.train_images"),
+    ("resnet50", ("model.name=resnet101",), "model"),
+    ("resnet50", ("optimizer.trust=0.01",), "optimizer.trust"),
+    ("resnet50", ("stages=[{until: 9ep, images_per_worker: 5}, {until: 37ep, images_per_worker: 9}]",), "stages"),
+])  # fmt: skip
 def test_other_recipes_and_accuracies_are_refused_and_every_row_is_known(name, change, key: str) -> None:
     with refused(f"--to of another {key}", "--to:") as caught:
         accuracy.check_known(load_recipe(name, change).recipe, 0.759)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.messages import assert_sentence, refused
+from tests.run.runs import sets
 
 from torusgd.recipe import compatibility
 from torusgd.recipe.compatibility import RECIPE_RULES, RUN_RULES, Rule, Setup, check, fixed_ranks, obstacle
@@ -23,24 +24,13 @@ FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
 
 CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([GRAPHS], GPU)]
 BROKEN: list[list[str]] = [
-    ["loss_scale.initial=2.0"],
-    ["compile=true", BLOCKS],
-    ["compile=true", CUTOFF],
-    ["loss=binary-cross-entropy", BLOCKS],
-    [BLOCKS, INEXACT],
-    [BLOCKS, "model.freeze=[body]"],
-    [BLOCKS, "data.augment.mixup=0.2"],
-    [LOCAL, "clip_grad_norm=1.0"],
-    [LOCAL, "optimizer={name: adamw}"],
-    [CUTOFF, INEXACT],
-    [CUTOFF, BLOCKS],
-    [LOCAL, EACH],
-    [LOCAL, EXTRA],
-    [BLOCKS, EXTRA],
+    ["loss_scale.initial=2.0"], ["compile=true", BLOCKS], ["compile=true", CUTOFF],
+    *([BLOCKS, other] for other in ("loss=binary-cross-entropy", INEXACT, "model.freeze=[body]")),
+    [BLOCKS, "data.augment.mixup=0.2"], [LOCAL, "clip_grad_norm=1.0"], [LOCAL, "optimizer={name: adamw}"],
+    [CUTOFF, INEXACT], [CUTOFF, BLOCKS], [LOCAL, EACH], [LOCAL, EXTRA], [BLOCKS, EXTRA],
     *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS)),
-    ["data.pixels=portable", "data.decoder=nvjpeg"],
-    [PORTABLE, "data.resize=9"],
-]
+    ["data.pixels=portable", "data.decoder=nvjpeg"], [PORTABLE, "data.resize=9"],
+]  # fmt: skip
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [
     ([], {"ranks": 1000}),
@@ -93,8 +83,7 @@ def setup_of(overrides: list[str], fields: dict[str, Any]) -> Setup:
     ("rule", "overrides"), list(zip(RECIPE_RULES, BROKEN, strict=True)), ids=map(name_of, RECIPE_RULES)
 )
 def test_a_recipe_that_breaks_a_rule(run_cli: Run, rule: Rule, overrides: list[str]) -> None:
-    words = [word for override in overrides for word in ("--set", override)]
-    code, _, error = run_cli("train", "digits", *words)
+    code, _, error = run_cli("train", "digits", *sets(*overrides))
     assert code == 2
     assert rule.why in error
     assert_sentence(name_of(rule), f"torusgd: recipe digits: {rule.part.key}", error.rstrip("\n"))
@@ -110,19 +99,16 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
     check(setup, {each.part for each in RUN_RULES} - {each.part for each in broken})
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("audit with one rank", "--audit 0.5 --workers 1"),
-        ("grid with allreduce other than torus or hierarchical", "--grid 1x2 --allreduce ring --workers 2"),
-        ("workers with fewer virtual_workers", "--workers 1000"),
-        ("work_stealing: true with update: sharded", "--work-stealing --update sharded --workers 2"),
-        ("--workers MIN:MAX with update: sharded", "--update sharded --workers 1:4"),
-        ("--listen with update: sharded", "--update sharded --listen 127.0.0.1:0"),
-        ("--delays with a run without late work that clocks leave out", "--delays lognormal --workers 2"),
-        ("data.decoder: nvjpeg with device: cpu", "--set data.decoder=nvjpeg"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("audit with one rank", "--audit 0.5 --workers 1"),
+    ("grid with allreduce other than torus or hierarchical", "--grid 1x2 --allreduce ring --workers 2"),
+    ("workers with fewer virtual_workers", "--workers 1000"),
+    ("work_stealing: true with update: sharded", "--work-stealing --update sharded --workers 2"),
+    ("--workers MIN:MAX with update: sharded", "--update sharded --workers 1:4"),
+    ("--listen with update: sharded", "--update sharded --listen 127.0.0.1:0"),
+    ("--delays with a run without late work that clocks leave out", "--delays lognormal --workers 2"),
+    ("data.decoder: nvjpeg with device: cpu", "--set data.decoder=nvjpeg"),
+])  # fmt: skip
 def test_train_refuses_it_before_ranks_are_started(run_cli: Run, monkeypatch, tmp_path, name: str, words: str) -> None:
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
     code, _, error = run_cli("train", "digits", "--out", tmp_path / "run", "--device", "cpu", *words.split())

@@ -97,8 +97,7 @@ def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.L
     assert load_recipe("digits", digits).recipe.model == Model(name="fashion-net", options={"zero_gamma": False})
     assert len(caplog.messages) == 1
     caplog.clear()
-    same = load_recipe("digits", ["model.name=digits-net"]).recipe
-    assert same == load_recipe("digits").recipe
+    assert load_recipe("digits", ["model.name=digits-net"]).recipe == load_recipe("digits").recipe
     assert not caplog.messages
 
 
@@ -117,24 +116,20 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[" * 3000, "inside one another"),
-        ("{a: " * 3000, "inside one another"),
-        ("- " * 3000, "inside one another"),
-        (ALIASES, "more than 100000 values"),
-        ("&a [*a]", "an alias inside of what it stands for"),
-        ("9" * 5000, "digits"),
-        ("1" + "0" * 30, "beyond 64 bits"),
-        ("a" * (MOST_YAML + 1), "longer than"),
-        ("!!bool word", "word"),
-        ("!!timestamp word", "not valid YAML"),
-        ("? [1]\n: 2", "a key must be a word or a number"),
-        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
-    ],
-    ids=lambda value: value[:12],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("[" * 3000, "inside one another"),
+    ("{a: " * 3000, "inside one another"),
+    ("- " * 3000, "inside one another"),
+    (ALIASES, "more than 100000 values"),
+    ("&a [*a]", "an alias inside of what it stands for"),
+    ("9" * 5000, "digits"),
+    ("1" + "0" * 30, "beyond 64 bits"),
+    ("a" * (MOST_YAML + 1), "longer than"),
+    ("!!bool word", "word"),
+    ("!!timestamp word", "not valid YAML"),
+    ("? [1]\n: 2", "a key must be a word or a number"),
+    ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+], ids=lambda value: value[:12])  # fmt: skip
 def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
     with refused(f"YAML: {reason}", "file:") as error:
         parse_yaml(text, "file")
@@ -206,7 +201,7 @@ def schedule(*overrides: str, train_images: int = TRAIN) -> Schedule:
     st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(50, 5000),
     st.lists(st.integers(1, 5), min_size=4, max_size=4),
 )  # fmt: skip
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     workers: int, images: list[int], train: int, spans: list[int]
 ) -> None:
@@ -245,7 +240,7 @@ def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> N
     assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(exact=st.booleans(), batch=st.integers(1, 90), momentum=st.floats(0.0, 0.99), lr=st.floats(0.01, 4.0))
 def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(exact, batch, momentum, lr: float) -> None:
     """Smith and Le, arXiv 1710.06451: lr (N / B - 1) / (1 - m), or lr N / B / (1 - m)."""
@@ -270,16 +265,13 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
         schedule("stages.0.momentum=noise-scale")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("stages.1.until=20ep", "stages.1.until = 20ep:"),
-        ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
-        ("rate.decay.end=1ep", "rate.decay:"),
-        ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
-        ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
-    ],
-)
+@pytest.mark.parametrize(("override", "words"), [
+    ("stages.1.until=20ep", "stages.1.until = 20ep:"),
+    ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
+    ("rate.decay.end=1ep", "rate.decay:"),
+    ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
+    ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
+])  # fmt: skip
 def test_impossible_schedules_are_one_line(override: str, words: str) -> None:
     with refused(f"a schedule: {override}", words):
         plan = schedule(override)

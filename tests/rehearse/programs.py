@@ -2,9 +2,7 @@
 
 import json
 import os
-import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -26,53 +24,33 @@ def found(value: object) -> None:
     print("found:", json.dumps(value))
 
 
-def sockets(peers: int) -> list[socket.socket]:
-    """Plain connections between rank 0 and so many others: on rank 0 by their ranks."""
-    port = 5000
-    if RANK == 0:
-        with socket.create_server(("", port)) as server:
-            links = dict(sorted((int(link.recv(1)), link) for link, _ in (server.accept() for _ in range(peers))))
-        return [*links.values()]
-    while True:
-        try:
-            link = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=240)
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-            continue
-        link.sendall(str(RANK).encode())
-        return [link]
-
-
-def receive(link: socket.socket, size: int) -> None:
-    while size:
-        size -= len(link.recv(min(size, 1 << 16)))
+def bytes_of(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def links() -> None:
     """On hosts 0, 1 and 2: a round trip of 0 and 1, one of 0 and 2, and a megabyte from 0 to 1, in seconds."""
-    ends = sockets(2)
-    if RANK:
-        for size in (1, 1_000_000) if RANK == 1 else (1,):
-            receive(ends[0], size)
-            ends[0].sendall(b"x")
-        return
+    dist.init_process_group("gloo")
     seconds = []
-    for link, size in ((ends[0], 1), (ends[1], 1), (ends[0], 1_000_000)):
+    for peer, size in ((1, 1), (2, 1), (1, 1_000_000)):
         begin = time.perf_counter()
-        link.sendall(bytes(size))
-        receive(link, 1)
+        if RANK == 0:
+            dist.send(bytes_of(size), peer)
+            dist.recv(bytes_of(1), peer)
+        elif peer == RANK:
+            dist.recv(bytes_of(size), 0)
+            dist.send(bytes_of(1), 0)
         seconds.append(time.perf_counter() - begin)
     found(seconds)
 
 
 def both_ways() -> None:
     """On two hosts: short questions and answers, then 400,000 bytes each way at once; what TCP then has sent twice."""
-    (link,) = sockets(1)
+    dist.init_process_group("gloo")
     for size in (*[10] * 20, 400_000):
-        sender = threading.Thread(target=link.sendall, args=(bytes(size),))
-        sender.start()
-        receive(link, size)
-        sender.join()
+        both = [dist.P2POp(way, bytes_of(size), 1 - RANK) for way in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
     lines = Path("/proc/self/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line[:4] == "Tcp:")
     found(int(values[names.index("RetransSegs")]))

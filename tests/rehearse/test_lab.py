@@ -36,8 +36,7 @@ def records(hosts: list[Host], name: str, *arguments: object) -> list[Any]:
 
 @pytest.mark.slow
 def test_latency_and_bandwidth_are_at_least_as_set() -> None:
-    hosts = [Host(latency=latency, rate=50e6) for latency in (0.02, 0.02, 0.06)]
-    pings, slow, transfer = records(hosts, "links")[0]
+    pings, slow, transfer = records([Host(latency=each, rate=50e6) for each in (0.02, 0.02, 0.06)], "links")[0]
     assert pings >= 0.04
     assert slow >= 0.08
     assert transfer >= 8 * 1_000_000 / 50e6

@@ -9,7 +9,7 @@ import pytest
 
 from tests.polling import until
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import RECIPE, last_step, results, run_alone, summary
+from tests.run.processes import RECIPE, last_step, results, summary
 from torusgd.ranks.join import make_token
 from torusgd.rehearse.lab import Host, Lab
 
@@ -32,26 +32,16 @@ os.execv(sys.executable, [sys.executable, "-m", "torusgd", *json.loads(os.enviro
 """each host has a command of its own, without a launcher's variables"""
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
 def train(recipe: Path, out: Path, *flags: str) -> list[str]:
     return ["-m", "torusgd", "train", str(recipe), "--out", str(out), *flags]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "hosts", "cause"),
-    [
-        (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
-        (["--set", "model={name: 'tests.run.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
-        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "hosts", "cause"), [
+    (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
+    (["--set", "model={name: 'tests.run.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
+    ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
+])  # fmt: skip
 def test_one_slow_host_is_named_with_its_reason(
     tmp_path: Path, recipe: Path, flags: list[str], hosts: list[Host], cause: str
 ) -> None:
@@ -65,7 +55,7 @@ def test_one_slow_host_is_named_with_its_reason(
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, recipe: Path) -> None:
+def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, undisturbed) -> None:
     out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
     impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
     words = train(impatient, out, "--set", PAUSE)
@@ -86,11 +76,11 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
     with Lab([NEAR] * 2) as lab:
         lab.run(words, timeout=240, environment=ENVIRONMENT)
     assert summary(out)["resumed_from"] >= 4
-    assert results(summary(out)) == results(run_alone(tmp_path / "alone", recipe))
+    assert results(summary(out)) == undisturbed
 
 
 @pytest.mark.slow
-def test_a_machine_joins_and_is_cut_off_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_machine_joins_and_is_cut_off_and_the_run_goes_on(tmp_path: Path, undisturbed) -> None:
     recipe, out, script, token = (tmp_path / name for name in ("recipe.yaml", "out", "command.py", "token"))
     recipe.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 3, "))
     script.write_text(COMMAND)
@@ -116,4 +106,4 @@ def test_a_machine_joins_and_is_cut_off_and_the_run_goes_on(tmp_path: Path) -> N
     assert "no heartbeat for 3 s, frozen or lost" in root or "nothing was heard of it for 3 s" in root
     assert f"the run at {where} is gone: " in joined
     assert summary(out)["restarts"] == 0
-    assert results(summary(out)) == results(run_alone(tmp_path / "alone", recipe))
+    assert results(summary(out)) == undisturbed

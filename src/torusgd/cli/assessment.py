@@ -45,8 +45,7 @@ class Assessment:
         if classes > _MOST_CLASSES:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
-        device = self.world.device
-        result = self.evaluate(lambda logits, batch, _: confusion.add(logits, batch.targets.to(device)))
+        result = self.evaluate(lambda logits, batch, _: confusion.add(logits, batch.targets.to(self.world.device)))
         confusion.sum_over_ranks(NativeAllReduce(self.world))
         return result, confusion
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
-_COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
+_COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
@@ -36,9 +36,7 @@ _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, 
 def allreduce(
     runtime: RuntimeFlags,
     sizes: str | None = flag("Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
-    algorithms: str = flag(
-        f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=",".join(_COMPARED)
-    ),
+    algorithms: str = flag(f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=_COMPARED),
     repetitions: int = flag("Time each this many times.", OUTPUT, min=1, name="-n", default=7),
     json_file: JsonFile = None,
 ) -> None:
@@ -126,8 +124,7 @@ def show_profile(profile: "Profile") -> None:
             terminal.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
     for each in sorted({timing.size for timing in profile.timings}):
         best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
-        algorithm = best.as_algorithm(len(profile.hosts)) or "native"
-        terminal.print(f"{byte_size(each):>8}: {algorithm}, {best.elapsed}")
+        terminal.print(f"{byte_size(each):>8}: {best.as_algorithm(len(profile.hosts)) or 'native'}, {best.elapsed}")
     if profile.crowding:
         most = profile.crowding[-1]
         terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
@@ -137,9 +134,8 @@ def show_profile(profile: "Profile") -> None:
 
 
 def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher.
-
-    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
+    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher. The
+    function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
     """
     import torch
 

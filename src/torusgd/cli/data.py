@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument
 
+from ..errors import UserError
 from .options import flag
 from .output import check_here, console
 
@@ -84,7 +85,6 @@ def prepare(
     """Make a data set that one must download oneself ready for training, and check that it is whole."""
     from ..data.fetch import prepare_imagenet
     from ..data.tar_index import count_images
-    from ..errors import UserError
 
     if name != "imagenet":
         raise UserError(f"data prepare: no data set {name!r}; there is imagenet")

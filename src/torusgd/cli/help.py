@@ -46,17 +46,11 @@ EXAMPLES = {
 
 
 class _Help:
-    """--help with an example first and the options in panels."""
-
     get_params: Any
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        words: list[str] = []
-        outer = ctx
-        while outer.parent is not None:
-            words.insert(0, outer.info_name)
-            outer = outer.parent
-        if example := EXAMPLES.get(" ".join(words)):  # none of an earlier name
+        words = ctx.command_path.removeprefix(ctx.find_root().info_name).strip()
+        if example := EXAMPLES.get(words):  # none of an earlier name
             formatter.write(f"Example: torusgd {example}\n\n")
         super().format_usage(ctx, formatter)  # type: ignore[misc] # Typer's, of either class below
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from ..errors import UserError
+from ..errors import UserError, needs
 from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, flag
 from .output import check_writable, write_json
 
@@ -52,12 +52,12 @@ class Wanted:
         if is_alone or (self.synchrony is not None and self.delays is None):
             raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
         if self.plot is not None:
-            from .planning import check_plot
-
-            check_plot(self.plot)
+            if self.plot.suffix not in (".svg", ".png"):
+                raise UserError(f"--plot {self.plot}: write a picture as .svg or .png")
+            with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
+                import matplotlib.figure  # noqa: F401 - only whether it is there
             check_writable("--plot", self.plot)
-        if self.report is not None:
-            check_writable("--report", self.report)
+        check_writable("--report", self.report)
         at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
         for name, is_given in at_its_batch.items():
             if self.to is not None and is_given:
@@ -87,5 +87,4 @@ def plan(
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
     wanted.check()
-    planned = Planned.read(recipe, overrides or [], data, machine, runtime)
-    write_json(json_file, show_planned(planned, wanted))
+    write_json(json_file, show_planned(Planned.read(recipe, overrides or [], data, machine, runtime), wanted))

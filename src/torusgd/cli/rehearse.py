@@ -31,8 +31,8 @@ def rehearse(
     from ..plan.forecast import with_communication
     from ..plan.program import as_torusgd
     from ..recipe.compatibility import WORKERS, Setup, check
-    from ..rehearse.lab import why_not
     from ..rehearse.rehearsal import rehearse as play
+    from ..rehearse.wire import why_not
     from .planning import Planned
 
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
@@ -45,8 +45,7 @@ def rehearse(
     if options.allreduce not in ("auto", "native"):
         parse_algorithm(options.allreduce, devices)
     program = with_communication(planned.program(options), overlap=overlap)
-    reason = why_not()
-    if reason is not None:
+    if reason := why_not():
         raise RunError(f"rehearse: {reason}")
     found = play(
         planned.workload, planned.cluster, program, devices, reduction=planned.recipe.reduction,

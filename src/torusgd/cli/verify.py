@@ -11,6 +11,8 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError
+from ..hub import pinned
+from ..ranks.forkserver import start_forkserver
 from ..text import percent, plural
 from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, flag
 from .output import console, write_json
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from ..run.claims import Claims
 
 WHAT = "What to compute"
-# Steps of options that a run in a folder of its own writes no checkpoint by.
-_NEVER = "1e14sa"
 
 
 def verify(
@@ -43,8 +43,6 @@ def verify(
 
     Exit code 0: all that was asked for is equal. 1: something differs. 2: something could not be compared.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()
     from ..run.claims import read_claims
     from ..runtime import ranks_are_given
@@ -100,20 +98,19 @@ def _check(
     """What is found of a run, and how many steps were computed."""
     from rich.progress import Progress
 
-    from ..hub import pinned
     from ..launch.verification import DIFFERS, Checked, Verifier
     from ..recipe.section import Duration
     from ..run.job import Job
     from ..rundir.run_dir import RunDir
     from ..runtime import resolve_device
 
-    contradictions = claims.contradictions()
-    if contradictions:
+    if contradictions := claims.contradictions():
         pairs = (line.partition(": ") for line in contradictions)
         return [Checked(name, DIFFERS, text) for name, _, text in pairs], 0
     ranges, options = wanted(), runtime.over()
+    # In a folder of its own a run writes no checkpoint.
     options = options.model_copy(
-        update={"checkpoint_every": Duration.parse(_NEVER), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
+        update={"checkpoint_every": Duration(1e14, "sa"), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
     )
     data = pinned(data, RunDir(claims.folder).data_revision())
     terminal = console()
@@ -133,8 +130,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     from ..launch.verification import DIFFERS, UNKNOWN, verdict
 
     terminal, steps = console(), max(claims.states, default=0)
-    states = plural(len(claims.states), "record")
-    head = f"{plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
+    head = f"{plural(steps, 'step')}, {plural(len(claims.states), 'record')}, the last line's hash is {claims.head}"
     terminal.print(f"{claims.run}: {claims.recipe.name}, {head}")
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):

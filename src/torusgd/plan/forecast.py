@@ -104,9 +104,8 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 
 def staged(epochs: float, images: Sequence[int], devices: int, whole_epochs: bool = False) -> tuple[PlannedStage, ...]:
-    """The stages of a published `a>b` batch on ImageNet and `devices` workers whose switch points are not published.
-
-    With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
+    """The stages of a published `a>b` batch on ImageNet whose switch points are not published; with `whole_epochs` each
+    epoch has as many steps as show every image once, the last of them padded.
     """
     # Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
     # after 30 of 90.

@@ -125,9 +125,8 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
 
 
 def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
-    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
-
-    Its `error` reaches at least from the 5th to the 95th hundredth of those steps.
+    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker; its `error`
+    reaches at least from the 5th to the 95th hundredth of those steps.
     """
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
     with as_user_error(needed, of=(OSError, ValueError)):

@@ -55,8 +55,7 @@ class _Step:
 
     forward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
-    summed: list[Wait] = field(default_factory=list)
-    status: list[Action] = field(default_factory=list)
+    summed: list[Action] = field(default_factory=list)
     gathers: list[tuple[float, Send]] = field(default_factory=list)  # each with the seconds of forward before it
 
 
@@ -77,7 +76,7 @@ def compose(
     if step.gathers:
         size = _STATUS_VALUES * max(software.communication.wire_bits // 8, _MASTER_BYTES)
         status = Send("status", "sum", "statistics", size * len(cost.gradients))
-        step.status += [status, Wait(status.name)]
+        step.summed += [status, Wait(status.name)]
     between = (passes - 1) * (work.forward + work.backward)
     # The first forward waits for gathered weights, the last backward sends buckets: all passes between are one stretch.
     # Each rank updates its shards once all its sums are there, and then gathers first what forward needs first.
@@ -86,7 +85,6 @@ def compose(
         *([Compute(between)] if between else []),
         *_spread(step.backward, work.backward),
         *step.summed,
-        *step.status,
         Compute(update_seconds(cost, cluster, software, devices)),
         *(send for _, send in sorted(step.gathers)),
     ]
@@ -185,11 +183,7 @@ class Departure(NamedTuple):
 def cut_buckets(
     gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int, is_wide: Sequence[bool] = ()
 ) -> list[Departure]:
-    """The buckets in the order in which they leave.
-
-    Gradients are in backward's order, `ready` the seconds at which each is complete; those `is_wide` leave last, in 32
-    bits.
-    """
+    """The buckets as they leave, of gradients in backward's order, whole at `ready`; wide ones last, in 32 bits."""
     if not gradients:
         return []
     numels = [gradient.values for gradient in gradients]
@@ -229,8 +223,7 @@ def rebuilt_buckets(
     if not gradients or not profile.timings:
         return cut_buckets(gradients, ready, Buckets(), wire_bytes)
     numels = [gradient.values for gradient in gradients]
-    best = best_buckets(profile, numels, (ready - backward).tolist())
-    return _departures(best, numels, ready, wire_bytes)
+    return _departures(best_buckets(profile, numels, (ready - backward).tolist()), numels, ready, wire_bytes)
 
 
 def _departures(layout: Sequence[Bucket], numels: Sequence[int], ready: Array, wire_bytes: int) -> list[Departure]:

@@ -74,9 +74,8 @@ def phases(
     members: int | None = None,
     apart: int = 1,
 ) -> tuple[Phase, ...]:
-    """The phases of one message of `size` bytes over the first `ranks` devices, in order.
-
-    With `members`, of one in each group of so many ranks, `apart` ranks from each other, all groups at the same time.
+    """The phases of one message of `size` bytes over the first `ranks` devices, in order; with `members`, of one in
+    each group of so many ranks, `apart` ranks from each other, all groups at the same time.
     """
     if 1 in (ranks, members):
         return ()

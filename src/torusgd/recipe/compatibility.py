@@ -6,6 +6,7 @@ yet be added, such as more ranks. The rules of `RECIPE_RULES` are checked when a
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -47,9 +48,7 @@ class Setup:
         if key == "workers" or key.startswith("--"):
             found: Any = {"workers": self.ranks, "--delays": self.delays}.get(key)
         else:
-            found = self.options if key in RuntimeOptions.model_fields else self.recipe
-            for name in key.split("."):
-                found = getattr(found, name)
+            found = attrgetter(key)(self.options if key in RuntimeOptions.model_fields else self.recipe)
         if found is None or isinstance(found, BaseModel):
             return ""
         if isinstance(found, bool):

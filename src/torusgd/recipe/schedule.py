@@ -156,8 +156,7 @@ class Schedule:
         recipe = self.recipe
         spans: list[Span] = []
         for number, stage in enumerate(recipe.stages):
-            before = spans[-1] if spans else None
-            first_step, start = (before.stop_step, before.stop) if before else (0, 0)
+            first_step, start = (spans[-1].stop_step, spans[-1].stop) if spans else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
             first_batch = spans[0].batch if spans else batch
             lr = recipe.rate.lr
@@ -170,15 +169,13 @@ class Schedule:
                 stop_step = int(stage.until.value)
             else:
                 # The stage ends at the first step boundary at or after its end.
-                end = stage.until.value * (self.train_images if stage.until.unit == "ep" else 1)
-                stop_step = first_step + math.ceil((end - start) / batch)
+                stop_step = first_step + math.ceil((self.position(stage.until) - start) / batch)
             if stop_step <= first_step:
                 raise UserError(
                     f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
                     f"step {first_step} ({start} samples)"
                 )
-            sizes = recipe.training_sizes(stage)
-            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, sizes))
+            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, recipe.training_sizes(stage)))
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:

@@ -35,19 +35,10 @@ class Outer(Section):
 SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
 """forms in which workers hold weights of different ages: in virtual time only"""
 _MEANT_FOR_FORMS = {
-    "backups": ("backup",),
-    "count": ("cutoff",),
-    "threshold": ("cutoff",),
-    "warmup": ("backup", "cutoff"),
-    "delays": ("backup", "cutoff", *SIMULATED),
-    "local_steps": ("local",),
-    "outer": ("local",),
-    "sample": ("sampled",),
-    "staleness": ("sampled", "stale"),
-    "probability": ("gossip",),
-    "pull_every": ("elastic",),
-}
-"""form that gives a key a meaning"""
+    "backups": ("backup",), "count": ("cutoff",), "threshold": ("cutoff",), "warmup": ("backup", "cutoff"),
+    "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
+    "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
+}  # fmt: skip
 _NEEDED = {
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -127,7 +118,7 @@ class Synchrony(Section):
         """True if a run writes down whose gradients, or changes, entered each update."""
         return self.leaves_out or self.form == "local"
 
-    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+    def check_counts(self, virtual_workers: int, images_per_worker: list[int]) -> None:
         """ValueError if there are too few virtual workers, or a stage's images of each can't be divided."""
         # A step takes one virtual worker at least.
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
@@ -228,14 +219,9 @@ class NoiseScale(Section):
 
 
 _MEANT_FOR_RULES = {
-    "beta2": ("adamw", "lamb"),
-    "eps": ("lars", "adamw", "lamb"),
-    "nesterov": ("sgd",),
-    "no_trust": ("lars", "lamb"),
-    "trust": ("lars",),
-    "variant": ("lars",),
-}
-"""keys of the optimizer that some update rules don't read"""
+    "beta2": ("adamw", "lamb"), "eps": ("lars", "adamw", "lamb"), "nesterov": ("sgd",), "no_trust": ("lars", "lamb"),
+    "trust": ("lars",), "variant": ("lars",),
+}  # fmt: skip
 
 
 class Optimizer(Section):
@@ -397,8 +383,7 @@ class Recipe(Section):
             if resize is not None and resize < max(size):
                 raise ValueError(f"{key}.resize: must be at least its image_size, {max(size)}")
         check_recipe(self)
-        images = tuple(stage.images_per_worker for stage in self.stages)
-        self.synchrony.check_counts(self.virtual_workers, images)
+        self.synchrony.check_counts(self.virtual_workers, [stage.images_per_worker for stage in self.stages])
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ..errors import RunError
 from .wire import INTERFACE, die_with_parent, enter, why_not
 
-__all__ = ["MTU", "USUAL_WINDOWS", "Host", "Lab", "LabRanks", "interface_bytes", "why_not"]
-
 _PREFIX = 16  # bits of an address that all hosts have in common
 _PORT = 29_500
 _START = 60.0  # seconds in which a helper starts
@@ -138,8 +136,7 @@ class Lab:
         self._runs: list[LabRanks] = []
 
     def __enter__(self) -> "Lab":
-        reason = why_not()
-        if reason is not None:
+        if reason := why_not():
             raise RunError(reason)
         self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
         links = [(host.latency, host.rate / 8) for host in self.hosts]
@@ -182,8 +179,7 @@ class Lab:
             raise RunError(f"{error}; rank 0 said: {ranks.outputs()[0][-2000:]}") from None
         finally:
             ranks.end()
-        bad = [rank for rank, code in enumerate(codes) if code]
-        if bad:
+        if bad := [rank for rank, code in enumerate(codes) if code]:
             text = ranks.outputs()[bad[0]][-4000:]
             raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
         return ranks.outputs()

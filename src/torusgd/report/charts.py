@@ -4,7 +4,7 @@ Coordinates are those of the SVG's view box, y downwards.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -234,33 +234,33 @@ def log_charts(logs: Sequence[Log]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _series(runs: Sequence[RunRecord], points: Sequence[Sequence[tuple[float, float]]], dots: bool) -> list[Series]:
+def _series(runs: Sequence[RunRecord], points: Callable[[RunRecord], list[Point]], dots: bool = False) -> list[Series]:
     return [
-        Series(run.name, each, place % COLOURS, dots=dots, dashed=place >= COLOURS)
-        for place, (run, each) in enumerate(zip(runs, points, strict=True))
+        Series(run.name, points(run), place % COLOURS, dots=dots, dashed=place >= COLOURS)
+        for place, run in enumerate(runs)
     ]
 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Series]:
-    points = [[(s["epoch"], s[key]) for s in run.steps if is_number(s.get(key))] for run in runs]
-    return _series(runs, points, dots=False)
+    return _series(runs, lambda run: [(s["epoch"], s[key]) for s in run.steps if is_number(s.get(key))])
 
 
 def _dots(runs: Sequence[RunRecord], key: str, joined: bool = False) -> list[Series]:
     """Evaluations of the weights in training, without the polished ones: the table of results has those."""
-    points = []
-    for run in runs:
+
+    def points(run: RunRecord) -> list[Point]:
         events = [e for e in run.evaluations if e["event"] == "evaluation" and is_number(e.get(key))]
-        points.append([(run.epochs[event["step"]], event[key]) for event in events if event["step"] in run.epochs])
+        return [(run.epochs[event["step"]], event[key]) for event in events if event["step"] in run.epochs]
+
     return _series(runs, points, dots=not joined)
 
 
 def _a_second(runs: Sequence[RunRecord], key: str) -> list[Series]:
-    points = []
-    for run in runs:
+    def points(run: RunRecord) -> list[Point]:
         # Of some steps together: single steps jump by what else the machine does.
         size = max(1, min(_SMOOTH, len(run.steps) // 10))
         groups = [run.steps[start : start + size] for start in range(0, len(run.steps) - size + 1, size)]
         sums = [(g[-1]["epoch"], sum(s[key] for s in g), sum(s["step_seconds"] for s in g)) for g in groups]
-        points.append([(epoch, above / seconds) for epoch, above, seconds in sums if seconds > 0])
-    return _series(runs, points, dots=False)
+        return [(epoch, above / seconds) for epoch, above, seconds in sums if seconds > 0]
+
+    return _series(runs, points)

@@ -48,10 +48,7 @@ class Mistakes(NamedTuple):
 
 
 def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: Sequence[str]) -> Mistakes:
-    """What is wrong of all that `classify` observes, such as `step.evaluate.evaluate`.
-
-    `names` are those of the classes; further outputs of the network are called by their number.
-    """
+    """What is wrong of all that `classify` observes; outputs beyond the classes' `names` are called by their number."""
     classes = recipe.data.classes or len(names)
     names = [*names, *map(str, range(len(names), classes))]
     confusion = Confusion(classes, torch.device("cpu"))

@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plan.timeline import PARTS
-from ..recipe.schema import Recipe
 from ..text import NONE, count, duration, is_number, listed, milliseconds, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, log_charts, run_charts, stacked_bar, sweep_charts
 from .read_run import Log, RunRecord
@@ -49,7 +48,7 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
         ("training images", lambda run: count(run.summary.get("train_images"))),
         ("image size", lambda run: str(run.recipe.data.image_size)),
         ("virtual workers", lambda run: count(run.recipe.virtual_workers)),
-        ("batch by stage", lambda run: batches(run.recipe)),
+        ("batch by stage", _batches),
         ("stages end at", lambda run: " > ".join(str(stage.until) for stage in run.recipe.stages)),
         ("batch up to which more images would pay", _noise_scales),
         ("optimiser", lambda run: f"{run.recipe.optimizer.name}, rate {run.recipe.rate.lr:g}"),
@@ -136,7 +135,7 @@ def plan_table(runs: Sequence[RunRecord]) -> Table | None:
 
 
 def conditions_table(runs: Sequence[RunRecord]) -> Table:
-    names = dict.fromkeys(name for run in runs for name in _conditions(run))
+    names = dict.fromkeys(name for run in runs for name in run.summary.get("conditions", {}))
     rows: list[Fact] = [
         ("weights (SHA-256)", lambda run: str(run.summary.get("weights_sha256") or NONE)),
         ("recipe (SHA-256)", lambda run: run.recipe.sha256()),
@@ -145,7 +144,7 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
         ("last record (SHA-256)", lambda run: records_sha256(run) or NONE),
         ("records", lambda run: run.records or NONE),
         ("computed anew by torusgd verify", _verified),
-        *((name, lambda run, name=name: str(_conditions(run).get(name) or NONE)) for name in names),
+        *((name, lambda run, name=name: str(run.summary.get("conditions", {}).get(name) or NONE)) for name in names),
         ("changes of conditions on resuming", lambda run: str(len(run.summary.get("other_conditions") or []))),
         ("ranks under other conditions", lambda run: str(len(run.summary.get("mixed_conditions") or []))),
     ]
@@ -203,15 +202,13 @@ def images_per_second(run: RunRecord) -> float | None:
     return sum(run.numbers("batch")) / seconds if seconds else None
 
 
-def final(run: RunRecord) -> dict[str, Any]:
+def final(run: RunRecord) -> Mapping[str, Any]:
     """The accuracy of a finished run's weights, else its last evaluation; empty if there is none."""
-    if "top1" in run.summary:
-        return dict(run.summary)
-    return dict(run.evaluations[-1]) if run.evaluations else {}
+    return run.summary if "top1" in run.summary else next(reversed(run.evaluations), {})
 
 
-def batches(recipe: Recipe) -> str:
-    return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
+def _batches(run: RunRecord) -> str:
+    return " > ".join(f"{run.recipe.virtual_workers * stage.images_per_worker:,}" for stage in run.recipe.stages)
 
 
 def records_sha256(run: RunRecord) -> str:
@@ -284,15 +281,8 @@ def _stragglers(run: RunRecord) -> str:
     return "; ".join(lines) or "none"
 
 
-def _conditions(run: RunRecord) -> dict[str, Any]:
-    return run.summary.get("conditions", {})
-
-
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
-    """One or more runs as a page of HTML, with the mistakes of those whose weights were looked at.
-
-    The same runs give the same bytes.
-    """
+    """Runs as a page of HTML, with the mistakes of those whose weights were looked at; equal runs give equal bytes."""
     sections = (result_table, training_table, plan_table, ranks_table)
     shares = [{part: share for part, (_, share) in time_shares(run).items()} for run in runs]
     return _rendered(

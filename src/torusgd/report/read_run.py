@@ -29,7 +29,7 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("shares", "conditions", "predicted", "runtime", "records"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
-_STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
+_STEP_KEYS = ("step", "epoch", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
 _STEPS = ("step", "global_step", "steps")  # of other trainers
 
 
@@ -82,7 +82,7 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
         why = f"This run is not finished: {gone(status)}."
     summary = _expected(status.reported) if status.state == "finished" else {}
     last = summary.get("records", {}).get("sha256")
-    found = [each for check in checks if last and check["records_sha256"] == last for each in check["found"]]
+    found = (each for check in checks if last and check["records_sha256"] == last for each in check["found"])
     return RunRecord(
         folder=folder,
         recipe=recipe,
@@ -143,10 +143,8 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _is_whole(event: Mapping[str, Any]) -> bool:
     if event.get("event") in ("evaluation", "polished"):
         needed: tuple[str, ...] = ("step", "top1", "top5")
-    elif "event" in event:
-        needed = ("step",)
     else:
-        needed = tuple(key for key in _STEP_KEYS if key != "loss")  # a diverged run writes null
+        needed = ("step",) if "event" in event else _STEP_KEYS  # the loss of a diverged run is null
     return all(is_number(event.get(key)) for key in needed)
 
 
