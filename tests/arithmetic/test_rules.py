@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "tanh": (torch.tanh, [draws(4000) * 2]),
     "power": (lambda x: x.abs().pow(1.5) + x**3, [draws(4000)]),
     "variance": (lambda x: x.var((0, 2)) + x.std((0, 2)), [draws(3, 4, 5)]),
-    "mean and sum": (lambda x: x.mean(1) + x.sum(1) / 7, [draws(3, 4, 5)]),
+    "mean and sum": (lambda x: x.mean(1) + x.sum(1) / 7 + x[0, 1, 2].sum(), [draws(3, 4, 5)]),
     "norm": (lambda x: x / x.norm(dim=1, keepdim=True), [draws(6, 8)]),
     "weight normalised": (lambda x: F.normalize(x, dim=1), [draws(6, 8)]),
     "cumsum": (lambda x: x.cumsum(1), [draws(3, 20)]),
