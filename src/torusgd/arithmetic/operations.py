@@ -1,7 +1,6 @@
 """Rules for elementwise operators that are no single IEEE operation, for lists of tensors, and for draws."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,21 +95,14 @@ def _powers_of(base: float, exponent: Tensor) -> Tensor:
 # Arithmetic with a factor, or with a Python number
 
 
-def _plus(x: Any, y: Any, sign: Callable[..., Any], alpha: float) -> Any:
-    return sign(x, y if alpha == 1 else y * alpha)
+def _with_alpha(plain: Rule) -> Rule:
+    """A product with alpha, rounded, and then a sum or difference."""
+    return lambda x, y, alpha=1: plain(x, y if alpha == 1 else y * alpha)
 
 
-def _with_alpha(name: str, plain: Rule, plain_in_place: Rule) -> None:
-    """add and sub: a product with alpha, rounded, and then a sum."""
-    for overload in ("Tensor", "Scalar"):
-        out = getattr(getattr(aten, name), overload)
-        inside = getattr(getattr(aten, name + "_"), overload)
-        RULES[out] = lambda x, y, *args, alpha=1: _plus(x, y, plain, args[0] if args else alpha)
-        RULES[inside] = lambda x, y, *args, alpha=1: _plus(x, y, plain_in_place, args[0] if args else alpha)
-
-
-_with_alpha("add", torch.add, Tensor.add_)
-_with_alpha("sub", torch.sub, Tensor.sub_)
+_SUMS: dict[Any, Rule] = {aten.add: torch.add, aten.add_: Tensor.add_, aten.sub: torch.sub, aten.sub_: Tensor.sub_}
+for _packet, _add in _SUMS.items():
+    RULES[_packet.Tensor] = RULES[_packet.Scalar] = _with_alpha(_add)
 
 
 @RULES.of(aten.rsub.Scalar, aten.rsub.Tensor)
@@ -120,19 +112,20 @@ def _subtracted_from(x: Tensor, y: Any, alpha: float = 1) -> Tensor:
 
 def _quotient(x: Tensor, y: Any) -> Tensor:
     x = x if x.is_floating_point() else x.float()
-    return torch.div(x, y) if isinstance(y, Tensor) and y.dim() else over(x, float(y)) if not isinstance(
-        y, Tensor) else torch.div(x, y.to(x.device, x.dtype if y.is_floating_point() else None))  # fmt: skip
+    if not isinstance(y, Tensor):
+        return over(x, float(y))
+    return torch.div(x, y if y.dim() else y.to(x.device, x.dtype if y.is_floating_point() else None))
 
 
 def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
     return x + (end - x) * weight
 
 
-def _plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+def _plus_product(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
     return x + scaled(a * b, value)
 
 
-def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
     return x + scaled(torch.div(a, b), value)
 
 
@@ -160,20 +153,15 @@ _LISTED: dict[str, tuple[Rule, Rule]] = {
     "add": (RULES[aten.add.Tensor], RULES[aten.add_.Tensor]),
     "sub": (RULES[aten.sub.Tensor], RULES[aten.sub_.Tensor]),
     "mul": (torch.mul, Tensor.mul_),
-    "div": (_quotient, in_place(_quotient)),
-    "sqrt": (square_root, in_place(square_root)),
     "neg": (torch.neg, Tensor.neg_),
-    "reciprocal": (_reciprocal, in_place(_reciprocal)),
-    "lerp": (_between, in_place(_between)),
-    "maximum": (torch.maximum, in_place(torch.maximum)),
-    "norm": (vector_norm, in_place(vector_norm)),
     "zero": (torch.zeros_like, Tensor.zero_),
     "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
-    "addcmul": (lambda x, a, b, value=1: _plus_product(x, a, b, value=value),
-                in_place(lambda x, a, b, value=1: _plus_product(x, a, b, value=value))),
-    "addcdiv": (lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value),
-                in_place(lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value))),
-}  # fmt: skip
+}
+for _name, _rule in {
+    "div": _quotient, "sqrt": square_root, "reciprocal": _reciprocal, "lerp": _between, "maximum": torch.maximum,
+    "norm": vector_norm, "addcmul": _plus_product, "addcdiv": _plus_quotient,
+}.items():  # fmt: skip
+    _LISTED[_name] = (_rule, in_place(_rule))
 for _name, _forms in _LISTED.items():
     for _suffix, _form in zip(("", "_"), _forms, strict=True):
         _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)

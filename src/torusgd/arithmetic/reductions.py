@@ -146,8 +146,3 @@ def variance(x: Tensor, dims: tuple[int, ...], correction: float = 1, keepdim: b
     total = grid_sum(distance.mul_(distance), dims, keepdim)
     found = quotient(total, max(count_of(x, dims) - correction, 0))
     return found, middle if keepdim else middle.view(found.shape)
-
-
-def cumulative_sum(x: Tensor, dim: int) -> Tensor:
-    """Running sums along a dimension, on the grid of its whole: float32."""
-    return on_grid(x, (dim,)).cumsum_(dim).float()
