@@ -83,8 +83,6 @@ def beta(alpha: float, *words: int) -> float:
 
 
 def _log_gamma_draw(alpha: float, number: int, words: tuple[int, ...]) -> float:
-    """The logarithm of a draw of Gamma(alpha)."""
-
     def draw(*more: int) -> float:
         return (int(keyed_hash(_DRAW, *words, number, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
 

@@ -78,9 +78,9 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     if half not in (0, 0.5) or whole > 64:
         raise UserError(f"portable arithmetic: a power of {exponent}; there are multiples of 1/2 up to 64")
     result = square_root(x) if half else torch.ones_like(x)
-    for number in range(whole):
-        result = x if number == 0 and not half else result * x
-    return result.clone() if result is x else result
+    for _ in range(whole):
+        result = result * x
+    return result
 
 
 RULES.both("pow", _power, "Tensor_Scalar")
