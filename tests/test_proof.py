@@ -109,8 +109,9 @@ def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, mo
     assert known.chosen(claim.off) == fast
     assert known.core_hours() == 1.0
     assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
-    looks = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
-    (files / "looks.jsonl").write_text(lines(*((*place, {"top1": top1}) for *place, top1 in looks)))
+    looked = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
+    looks = [(arm, seed, machine, {"top1": top1}) for arm, seed, machine, top1 in looked]
+    (files / "looks.jsonl").write_text(lines(*looks))
     assert proof.Known().pairs(TINY, fast) == {(("a", "t"), 0): (90.0, 88.0)}
     (row,) = proof.rows(proof.Known())
     assert row.endswith("| +2.00 |  | at least +0.5 | 1 | a | not resolved: 1 of 2 pairs |")

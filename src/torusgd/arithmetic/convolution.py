@@ -75,7 +75,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
         return result
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
-    by_group = [each.unflatten(0, (shape.groups, -1)) for each in (weight, weights)]
+    by_group = weight.unflatten(0, (shape.groups, -1)), weights.unflatten(0, (shape.groups, -1))
     count(lambda: counts(x, x * scale, (0, 2, 3)), lambda: counts(*by_group, (1, 3, 4)))
     if weight.shape[:2] == (shape.groups, 1):
         padded = pad(x.mul(scale).round_(), shape.around).double()
@@ -105,7 +105,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
     count(
-        lambda: counts(gradient, gradient * scale, (0, 2, 3)), lambda: counts(weight, weights.flatten(0, 1), (1, 2, 3))
+        lambda: counts(gradient, gradient * scale, (0, 2, 3)),
+        lambda: counts(weight, weights.view_as(weight), (1, 2, 3)),
     )
     if weight.shape[:2] == (groups, 1):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
@@ -115,9 +116,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
             shape.at(padded, tap, output).addcmul_(whole, kernels[:, :, number, None])
         scaled = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
         return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
-    ways = [
-        _phases(*each) for each in zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
-    ]
+    sizes = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
+    ways = [_phases(*each) for each in sizes]
     (before, after), (left, right) = (_reach(phases, n) for phases, n in zip(ways, output, strict=True))
     last, parts = result.permute(0, 2, 3, 1), []
     for row in ways[0]:

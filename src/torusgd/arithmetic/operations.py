@@ -157,11 +157,11 @@ _LISTED: dict[str, tuple[Rule, Rule]] = {
     "zero": (torch.zeros_like, Tensor.zero_),
     "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
 }
-for _name, _rule in {
+_WRITTEN: dict[str, Rule] = {
     "div": _quotient, "sqrt": square_root, "reciprocal": _reciprocal, "lerp": _between, "maximum": torch.maximum,
     "norm": vector_norm, "addcmul": _plus_product, "addcdiv": _plus_quotient,
-}.items():  # fmt: skip
-    _LISTED[_name] = (_rule, in_place(_rule))
+}  # fmt: skip
+_LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
 for _name, _forms in _LISTED.items():
     for _suffix, _form in zip(("", "_"), _forms, strict=True):
         _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)
