@@ -126,7 +126,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
             if not (row.taps and column.taps):
                 pixels.zero_()
                 continue
-            kernels = weights[:, :, :, row.taps][..., column.taps].permute(0, 2, 3, 4, 1).flatten(2).mT
+            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 2, 3, 4, 1).flatten(2).mT
             windows = Windows(
                 (len(row.taps), len(column.taps)), (1, 1), (row.apart, column.apart), (row.count, column.count),
                 (row.first + before, column.first + left),
@@ -147,6 +147,10 @@ class Phase:
     taps: list[int]  # elements of the kernel, the last first, so that the pixels of the output that they meet go up
     first: int  # pixel of the output that the first tap meets for the first pixel; negative before the image
     apart: int  # pixels of the output between two taps
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.taps[-1], self.taps[0] + 1, self.taps[0] - self.taps[1] if len(self.taps) > 1 else 1)
 
 
 def _phases(kernel: int, stride: int, padding: int, dilation: int, size: int) -> list[Phase]:
