@@ -225,6 +225,10 @@ RULES |= {
 
 RULES |= {
     aten._softmax.default: lambda x, dim, half_to_float: activations.softmax(x, dim),
+    # Zeros where all are masked.
+    aten._safe_softmax.default: lambda x, dim, dtype=None: activations.softmax(x, dim).masked_fill_(
+        (x == -math.inf).all(dim, keepdim=True), 0.0
+    ),
     aten._softmax_backward_data.default: lambda g, y, dim, dtype: activations.softmax_gradient(g, y, dim),
     aten._log_softmax.default: lambda x, dim, half_to_float: activations.log_softmax(x, dim),
     aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: activations.log_softmax_gradient(g, y, dim),
@@ -232,12 +236,6 @@ RULES |= {
     aten.nll_loss_backward.default: activations.nll_loss_gradient,
     aten.binary_cross_entropy_with_logits.default: activations.binary_cross_entropy,
 }
-
-
-@RULES.of(aten._safe_softmax.default)
-def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Zeros where all are masked."""
-    return activations.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
 
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.

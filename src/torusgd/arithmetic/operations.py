@@ -24,23 +24,6 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.div(torch.ones_like(x), x)
 
 
-_FUNCTIONS: dict[str, Rule] = {
-    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
-    "softplus": activations.softplus, "elu": activations.elu, "gelu": activations.gelu,
-    "silu": lambda x: elementwise(lambda v: sigmoid64(v).mul_(v), x),
-    "hardsigmoid": lambda x: over((x + 3.0).clamp_(0.0, 6.0), 6.0),
-    "hardswish": lambda x: over((x + 3.0).clamp_(0.0, 6.0).mul_(x), 6.0),
-    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
-    "reciprocal": _reciprocal,
-    "rsqrt": lambda x: _reciprocal(square_root(x)),
-    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
-    "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
-    "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
-}  # fmt: skip
-for _name, _function in _FUNCTIONS.items():
-    RULES.both(_name, _function)
-
-
 def _inverse_erf(x: Tensor) -> Tensor:
     """Of draws between bounds that timm has by Python's `math.erf`, the machine's: two deviations, or far off."""
     if math.erf(2.0 / math.sqrt(2.0)) != _ERF_OF_TWO_DEVIATIONS:
@@ -51,7 +34,21 @@ def _inverse_erf(x: Tensor) -> Tensor:
     return draws.inverse_erf64(x.double().cpu()).to(x)
 
 
-RULES.both("erfinv", _inverse_erf)
+_FUNCTIONS: dict[str, Rule] = {
+    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
+    "softplus": activations.softplus, "elu": activations.elu, "gelu": activations.gelu,
+    "silu": lambda x: elementwise(lambda v: sigmoid64(v).mul_(v), x),
+    "hardsigmoid": lambda x: over((x + 3.0).clamp_(0.0, 6.0), 6.0),
+    "hardswish": lambda x: over((x + 3.0).clamp_(0.0, 6.0).mul_(x), 6.0),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+    "reciprocal": _reciprocal, "erfinv": _inverse_erf,
+    "rsqrt": lambda x: _reciprocal(square_root(x)),
+    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
+    "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
+    "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
+}  # fmt: skip
+for _name, _function in _FUNCTIONS.items():
+    RULES.both(_name, _function)
 
 
 RULES |= {
@@ -105,9 +102,7 @@ for _packet, _add in _SUMS.items():
     RULES[_packet.Tensor] = RULES[_packet.Scalar] = _with_alpha(_add)
 
 
-@RULES.of(aten.rsub.Scalar, aten.rsub.Tensor)
-def _subtracted_from(x: Tensor, y: Any, alpha: float = 1) -> Tensor:
-    return y - (x if alpha == 1 else x * alpha)
+RULES[aten.rsub.Scalar] = RULES[aten.rsub.Tensor] = lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)
 
 
 def _quotient(x: Tensor, y: Any) -> Tensor:
@@ -214,16 +209,12 @@ def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tenso
     return over(kept, 1 - share).mul_(x), kept.bool()
 
 
-@RULES.of(aten.native_dropout_backward.default)
-def _dropout_gradient(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
-    return over(kept.float(), 1 / scale).mul_(gradient)
-
-
 def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -> Tensor:
     return fill(torch.empty(size, **options), generator=generator)
 
 
 RULES |= {
+    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / scale).mul_(g),
     aten.normal_.default: draws.normal_,
     aten.uniform_.default: draws.uniform_,
     aten.bernoulli_.float: draws.bernoulli_,
