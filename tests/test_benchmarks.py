@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -42,11 +43,6 @@ def test_a_benchmark_can_be_started(
         monkeypatch.setenv(name, os.environ.get(name, "0" if name == "PYTHONHASHSEED" else ""))
     main([*command.split(), "--help"])
     assert "usage:" in capsys.readouterr().out.lower(), "it runs"
-
-
-def test_a_group_is_listed_by_either_name(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["slow_ranks", "--help"])
-    assert "slow-ranks shares" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -123,17 +119,14 @@ def test_tables_of_the_docs_are_those_of_the_results() -> None:
     assert all(written(text) == text for text in pages.values())
 
 
-def test_the_table_of_all_reduces_has_auto_beside_the_best_single_algorithm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduces_by_auto_beside_the_best_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     case = "far, plain, 4096 bytes, 1 streams"
     times = {"native": 90.0, "auto": 10.0, "ring": 20.0, "direct": 9.0}
     samples = {f"{case}, {name}, ms": [each] * 7 for name, each in times.items()}
     samples |= {f"{case}, {name}, skew and error of clocks, ms": [1.0] for name in times}
-    (tmp_path / "allreduce-allreduce.json").write_text(
-        json.dumps([{"command": "c", "load": [0.1, 2.0], "samples": samples}])
-    )
+    found = [{"command": "c", "load": [0.1, 2.0], "samples": samples}]
+    (tmp_path / "allreduce-allreduce.json").write_text(json.dumps(found))
     row = tables.all_reduces().splitlines()[2]
     assert row == "| far, plain | 4,096 | 10.0 (10.0 to 10.0) | direct, 9.0 | 0.90 | 9.00 | 8 | 1.0 * | 7 | 0 to 2 |"
 
@@ -160,15 +153,10 @@ def test_the_section_that_the_gpu_benchmark_writes() -> None:
     """From raw figures: what a part measured, and what failed."""
     script = run_module("benchmarks.gpu.gpu_section")
     result = {
-        "date": "2026-11-22",
-        "command": "python -m benchmarks gpu gpu",
-        "device": "cuda",
+        "date": "2026-11-22", "command": "python -m benchmarks gpu gpu", "device": "cuda",
         "machine": {"gpu": "NVIDIA H200", "torch": "2.15.0", "copy_gb_per_s": [4000.0, 4300.0, 4200.0]},
-        "hashes": {
-            "steps": 20,
-            "digits": {"a run on 1 rank": "a", "the same on 2 ranks": "a"},
-            "resnet50": {"a run on 1 rank": "a", "the same on 2 ranks": "b"},
-        },
+        "hashes": {"steps": 20, "digits": {"a run on 1 rank": "a", "the same on 2 ranks": "a"},
+                   "resnet50": {"a run on 1 rank": "a", "the same on 2 ranks": "b"}},
         "speed": {
             "precision": "bfloat16", "network": "resnet50", "pixels": 224,
             "seconds": {"64": {
@@ -198,10 +186,7 @@ def test_the_section_that_the_gpu_benchmark_writes() -> None:
     assert script["put_section"]("", text).startswith(script["BEGIN"]), "a page that is not there yet"
     once = script["put_section"]("# Benchmarks\n", text)
     again = script["put_section"](once + "\n## More\n", text.replace("4200", "4100"))
-    assert again.startswith("# Benchmarks\n")
-    assert again.endswith("## More\n")
-    assert "4100 GB/s" in again
-    assert "4200 GB/s" not in again
+    assert re.fullmatch(r"# Benchmarks\n(?!.*4200 GB/s).*4100 GB/s.*## More\n", again, re.DOTALL)
 
 
 def test_the_gpu_benchmark_on_the_cpu() -> None:
@@ -269,18 +254,14 @@ def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypat
     assert compiled == [{"options": {"deterministic": False}}], "Inductor may time its kernels"
 
 
-def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gpu_benchmark_first_asks_for_repeatable_products_and_keeps_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch decides at a process' first product whether any may follow under deterministic algorithms."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     script = run_module("benchmarks.gpu.gpu")
     script["PARTS"].clear()
-    script["PARTS"] |= {
-        "machine": lambda args: {"config": os.environ.get("CUBLAS_WORKSPACE_CONFIG")},
-        "hashes": lambda args: {"hash": 1},
-    }
+    script["PARTS"]["machine"] = lambda args: {"config": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
+    script["PARTS"]["hashes"] = lambda args: {"hash": 1}
     kept: list[str] = []
     script["run"](script["parse"](["--device", "cpu"]), lambda result: kept.append(json.dumps(result)))
     assert kept == [
@@ -291,8 +272,9 @@ def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_par
 
 @pytest.mark.parametrize(
     ("words", "listed", "code"),
-    [("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("elastic --help", 3, 0), ("nope", 20, 2), ("step nope", 3, 2)],
-)
+    [("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("slow_ranks --help", 3, 0), ("nope", 20, 2),
+     ("step nope", 3, 2)],
+)  # fmt: skip
 def test_the_list_of_benchmarks(words: str, listed: int, code: int) -> None:
     done = ran([sys.executable, "-m", "benchmarks", *words.split()], cwd=ROOT, code=code)
     assert len(done.stdout.splitlines()) >= listed

@@ -36,13 +36,8 @@ def test_every_look_at_the_held_out_images_is_of_a_result_and_the_only_one_of_it
         assert line["date"] >= result["date"]
     known = proof.Known()
     needed = {(arm.sha256, seed) for _, arm, seed, is_final in proof.needed(known) if is_final}
-    counted = {
-        (arm.sha256, seed)
-        for claim in CLAIMS
-        for arm in (known.chosen(claim.on), known.chosen(claim.off))
-        if arm is not None
-        for seed in range(claim.seeds)
-    }
+    chosen = [(known.chosen(side), claim.seeds) for claim in CLAIMS for side in (claim.on, claim.off)]
+    counted = {(arm.sha256, seed) for arm, seeds in chosen if arm is not None for seed in range(seeds)}
     assert {(line["recipe"], line["seed"]) for line in looks} <= needed | counted, "not of a trial that was not taken"
 
 
@@ -53,10 +48,8 @@ def test_what_a_claim_compares_differs_and_leaves_the_held_out_images_alone() ->
         for arm in arms:
             data = load_recipe(arm.recipe, arm.changes).recipe.data
             assert data.train_images is None, "full size"
-            if data.source == "mnist":
-                assert data.validation_images == 5000
-            else:
-                assert data.options.get("of", "validation") == "validation"
+            of_training = data.validation_images == 5000
+            assert of_training if data.source == "mnist" else data.options.get("of", "validation") == "validation"
 
 
 def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() -> None:
@@ -108,9 +101,7 @@ def lines(*entries: tuple[Arm, int, str, dict[str, Any]]) -> str:
     return "".join(json.dumps(each) + "\n" for each in told)
 
 
-def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_validation_images(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = rates(TINY, 0.5, 1.0)
     claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(0.5), "nobody", seeds=2)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
@@ -121,24 +112,16 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
     assert known.chosen(claim.off) == fast
     assert known.core_hours() == 1.0
     assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
-    (files / "looks.jsonl").write_text(
-        lines(
-            (TINY, 0, "a", {"top1": 0.9}),
-            (fast, 0, "a", {"top1": 0.88}),
-            (TINY, 1, "a", {"top1": 0.9}),
-            (fast, 1, "b", {"top1": 0.5}),
-        )
-    )
-    pairs = proof.Known().pairs(TINY, fast)
-    assert pairs == {(("a", "t"), 0): (90.0, 88.0)}
+    looked = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
+    looks = [(arm, seed, machine, {"top1": top1}) for arm, seed, machine, top1 in looked]
+    (files / "looks.jsonl").write_text(lines(*looks))
+    assert proof.Known().pairs(TINY, fast) == {(("a", "t"), 0): (90.0, 88.0)}
     (row,) = proof.rows(proof.Known())
     assert row.endswith("| +2.00 |  | at least +0.5 | 1 | a | not resolved: 1 of 2 pairs |")
     assert "| off | 1 | 90.00 | taken |" in proof.choices()
 
 
-def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smallest_batchs_noise_scale_predicts_images_of_all(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other, large = TINY.but("rate.lr=0.5"), TINY.but("rate.lr=0.7")
     claims = [
         Claim("x", Side("LARS", (on,)), Side("SGD", (other,)), Criterion(), "nobody", batch=batch)
@@ -148,15 +131,11 @@ def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others
     told = [(arm, 0, "a", {"validation": 0.9, "core_seconds": 1.0, "noise_scale": 200.0}) for arm in (TINY, large)]
     (files / "runs.jsonl").write_text(lines(*told))
     (files / "looks.jsonl").write_text(lines((TINY, 0, "a", {"top1": 0.9}), (large, 0, "a", {"top1": 0.8})))
-    assert proof.noise().splitlines()[2:] == [
-        "| 100 | 90.00 | 200 | 1.50 |  |  |  |",
-        "| 400 | 80.00 | 200 | 3.00 |  |  |  |",
-    ]
+    expected = ["| 100 | 90.00 | 200 | 1.50 |  |  |  |", "| 400 | 80.00 | 200 | 3.00 |  |  |  |"]
+    assert proof.noise().splitlines()[2:] == expected
 
 
-def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_take_different_trainings_and_wait_for_a_choice(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = rates(TINY, 0.5, 1.0)
     claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(), "nobody", seeds=2)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
@@ -164,11 +143,8 @@ def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
     while task := proof.next_task(proof.Known(), at):
         at.add(task[1:3])
     assert at == {(slow, 0), (fast, 0), (TINY, 0), (TINY, 1)}, "not yet the other seed of a choice"
-    machine = TINY.key(0)[2:]
-    told = [
-        {**dict(zip(KEY, (arm.sha256, 0, *machine), strict=True)), "validation": top1, "core_seconds": 1.0}
-        for arm, top1 in ((slow, 0.8), (fast, 0.9))
-    ]
+    told = [{"validation": top1, "core_seconds": 1.0} | dict(zip(KEY, arm.key(0), strict=True))
+            for arm, top1 in ((slow, 0.8), (fast, 0.9))]  # fmt: skip
     (files / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
     assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1)}) == (claim, fast, 0, True)
     assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == (claim, fast, 1, True)

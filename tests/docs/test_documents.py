@@ -245,9 +245,8 @@ def test_the_made_pages_have_every_key_command_and_sentence_and_cards_name_only_
     assert not [each for each in keys if each[3] not in sections[each[1]].model_fields]
 
 
-LINES = (DOCS / "papers.md").read_text().splitlines()
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
-ROWS = [row for row in ROWS if row[0] != "mechanism or figure"]
+LINES = re.findall(r"^\| (?!mechanism or figure).*$", (DOCS / "papers.md").read_text(), re.MULTILINE)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 PAPERS_COMMANDS = sorted({code for row in ROWS for code in re.findall(r"`((?:torusgd|python) [^`]+)`", row[1])})
 PAPERS_TESTS = sorted({code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])})
 

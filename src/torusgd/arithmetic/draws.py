@@ -83,8 +83,6 @@ def beta(alpha: float, *words: int) -> float:
 
 
 def _log_gamma_draw(alpha: float, number: int, words: tuple[int, ...]) -> float:
-    """The logarithm of a draw of Gamma(alpha)."""
-
     def draw(*more: int) -> float:
         return (int(keyed_hash(_DRAW, *words, number, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
 
@@ -98,9 +96,7 @@ def _log_gamma_draw(alpha: float, number: int, words: tuple[int, ...]) -> float:
         root = 1 + c * z
         v = root * root * root
         if v > 0 and _scalar(log64, draw(attempt, 1)) < 0.5 * z * z + d - d * v + d * _scalar(log64, v):
-            break
-    value = _scalar(log64, d * v)
-    return value if alpha >= 1 else value + _scalar(log64, draw(0, 2)) / alpha
+            return _scalar(log64, d * v) + (0.0 if alpha >= 1 else _scalar(log64, draw(0, 2)) / alpha)
 
 
 def _scalar(function: Callable[[Tensor], Tensor], x: float) -> float:

@@ -97,8 +97,7 @@ def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: b
         return torch.full((), float(divisor), dtype=torch.float64, device=x.device)
     spans = []
     for n, size, k, s, p in zip(output, x.shape[2:], shape.kernel, shape.stride, shape.padding, strict=True):
-        begins = [number * s - p for number in range(n)]
-        edges = [(begin, min(begin + k, size + p)) for begin in begins]
+        edges = [(begin, min(begin + k, size + p)) for begin in range(-p, n * s - p, s)]
         inside = [stop - begin if with_padding else min(stop, size) - max(begin, 0) for begin, stop in edges]
         spans.append(torch.tensor(inside, dtype=torch.float64, device=x.device))
     return spans[0].unsqueeze(1) * spans[1]

@@ -102,14 +102,14 @@ def count(left: Callable[[], tuple[Tensor, Tensor]], right: Callable[[], tuple[T
     if pairs is None:
         return
     (a, a_kept), (b, b_kept) = left(), right()
-    whole, kept = int((a * b).sum()), int((a_kept * b_kept).sum())
+    whole, kept = (int((x.flatten() * y.flatten()).sum()) for x, y in ((a, b), (a_kept, b_kept)))
     pairs.lost += whole - kept
     pairs.all += whole
 
 
-def counts(x: Tensor, scale: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def counts(x: Tensor, scaled: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The numbers other than 0 over `dims`, all but the shared index, and those whose integer is not 0: int64.
 
-    `x` is float32, and `scale` 2**s, of length 1 or of that of `x` in each dimension.
+    `scaled` is x * 2**s, float32, rounded or not.
     """
-    return (x != 0).sum(dims), ((x * scale).abs() > 0.5).sum(dims)
+    return (x != 0).sum(dims), (scaled.abs() > 0.5).sum(dims)
