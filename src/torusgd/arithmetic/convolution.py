@@ -104,16 +104,14 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
         return result.zero_()
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
-    count(
-        lambda: counts(gradient, gradient * scale, (0, 2, 3)),
-        lambda: counts(weight, weights.view_as(weight), (1, 2, 3)),
-    )
+    whole = weights.flatten(0, 1)
+    count(lambda: counts(gradient, gradient * scale, (0, 2, 3)), lambda: counts(weight, whole, (1, 2, 3)))
     if weight.shape[:2] == (groups, 1):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
         padded = torch.zeros(len(gradient), inputs, height, width, dtype=torch.float64, device=gradient.device)
-        whole, kernels = gradient.mul(scale).round_().double(), weights.double().flatten(0, 1).flatten(2)
+        integers, kernels = gradient.mul(scale).round_().double(), whole.double().flatten(2)
         for number, tap in enumerate(shape.taps()):
-            shape.at(padded, tap, output).addcmul_(whole, kernels[:, :, number, None])
+            shape.at(padded, tap, output).addcmul_(integers, kernels[:, :, number, None])
         scaled = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
         return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
     sizes = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
