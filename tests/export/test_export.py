@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from tests.commands import ran
-from tests.report.test_page import copied, summary_of
+from tests.report.test_page import copied
+from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here, sets, train
 
 from torusgd.errors import RunError
