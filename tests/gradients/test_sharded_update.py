@@ -90,8 +90,7 @@ def sharded(name: str, **how: object) -> tuple[list[torch.Tensor], dict, int]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"allreduce": "native"}, {"allreduce": "ring", "bucket_mib": 0.05}, {"allreduce": "torus", "wire": "exact"}],
+    "how", [{"allreduce": "native"}, {"allreduce": "ring", "bucket_mib": 0.05}, {"allreduce": "torus", "wire": "exact"}]
 )
 @on_ranks(3)
 def test_it_trains_as_ddp_does_and_shards_the_state(how: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ A step's life:
 
     1. `backward` runs the passes of this rank's virtual workers. Each gradient that becomes ready is added to its slot
        (`add`). During the last virtual worker, buckets leave in their order as soon as they are full (`_send_full`).
-    2. `_finish` waits for the messages and finds the status, the same on every rank.
+    2. `reduce` waits for the messages and finds the status, the same on every rank.
     3. A sum out of range is redone: the largest elements are measured over all ranks, and the passes run again.
        Nothing outside the reducer changes until a step is accepted.
     4. `apply_mean` writes the mean into the `grad` of this rank's tensors.
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.allreduce import ShardCollectives
 from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
-from ..comm.monitor import DeviceClock, Mark
+from ..comm.monitor import DeviceClock
 from ..comm.tuning.profile import Profile
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -90,29 +90,22 @@ class Reducer:
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
         self.clock = DeviceClock(self._device)  # of the two marks; to be set between two steps
-        self.first_ready = self.last_ready = self.clock.mark()
-        """when this rank's first and last bucket of the step were ready to leave"""
+        self.first_ready = self.last_ready = self.clock.mark()  # when this rank's buckets were ready to leave
         self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
-        self.is_measuring = False
-        """whether passes look for each gradient's largest element only, before a first sum or a redo"""
+        self.is_measuring = False  # whether passes only look for the largest elements, before a first sum or a redo
         self._is_last = self._is_begun = self._is_hashing_only = False
         self._hash: IntegerHash | None = None
-        self._observe: Callable[[int, Tensor], object] | None = None
+        self.observe: Callable[[int, Tensor], object] | None = None  # of the virtual worker that has begun
         self.use_layout(lay_out_slots(slots, rule))
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody looks at each gradient of the virtual worker that has begun."""
-        return self._observe is not None
 
     def use_layout(self, layout: ParameterLayout) -> None:
         """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
         state = self.sum.state() if hasattr(self, "sum") and not self.sum.needs_measure else None
         self.layout = layout
+        # When each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was launched.
         self.ready = [0.0] * len(layout.held)
-        """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was launched"""
         self.sum: GradientSum = self._make_sum(layout)
         if state is not None:
             self.sum.load_state(state)
@@ -123,8 +116,7 @@ class Reducer:
         """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
         if self.spans is not None:
             self.owned = runs_of([slot.tensor.detach().view(-1) for slot in layout.held], self.spans)
-        self.means = [torch.zeros_like(tensor) for tensor in self.owned]
-        """of each tensor of `owned`, where `apply_mean` writes it"""
+        self.means = [torch.zeros_like(tensor) for tensor in self.owned]  # where `apply_mean` writes them
 
     def _usual_sum(self, layout: ParameterLayout) -> GradientSum:
         if self._reduction == "exact":
@@ -159,7 +151,9 @@ class Reducer:
             if not self._is_begun:
                 self.begin()
             result = backward()
-            report = self._finish()
+            # Gradient 7: all messages have arrived, and with them the same status on every rank.
+            self.wait()
+            report = self.sum.finish(self._trailers).read(self._to_host)
             check(result)
             if report.nonfinite or not report.overflow:
                 return Reduced(result, report, overflowed, redone)
@@ -179,7 +173,7 @@ class Reducer:
         self, last: bool, hash_into: IntegerHash | None = None, observe: Callable[[int, Tensor], object] | None = None
     ) -> None:
         """Begins a virtual worker's passes; `hash_into` takes its integers too, `observe` its gradients."""
-        self._hash, self._observe = hash_into, observe
+        self._hash, self.observe = hash_into, observe
         self._is_last = last and not self.is_measuring
         # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
         buckets = zip(self.layout.buckets, self.layout.parallel, strict=True)
@@ -197,8 +191,8 @@ class Reducer:
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
             return
         bucket, now = self.layout.bucket_of[slot], time.perf_counter()
-        if self._observe is not None and not self._is_hashing_only:
-            self._observe(slot, gradient)
+        if self.observe is not None and not self._is_hashing_only:
+            self.observe(slot, gradient)
         if self._hash is None:
             self.sum.add(bucket, slot, gradient)
         else:
@@ -246,10 +240,6 @@ class Reducer:
         self.sum.mean(self.means, addends, self.spans)
         self.show_means()
 
-    def ready_at(self, mark: Mark) -> None:
-        """This rank's own work was done at a mark, before it helped others."""
-        self.last_ready = mark
-
     def show_means(self) -> None:
         """Puts `means` into the `grad` of each tensor of `owned`."""
         for tensor, mean in zip(self.owned, self.means, strict=True):
@@ -278,11 +268,6 @@ class Reducer:
         self._is_begun = False
         for work in self._works:
             work.wait()
-
-    def _finish(self) -> SumReport:
-        # Gradient 7: all messages have arrived, and with them the same status on every rank.
-        self.wait()
-        return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self, after: Callable[[int], AbstractContextManager[object]] = nullcontext) -> None:
         # Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes.

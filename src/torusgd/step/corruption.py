@@ -144,11 +144,7 @@ def steps_between(images: int) -> int:
 
 
 def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
-    """Who differs from the majority, and whether there is one; without one, all that could be wrong.
-
-    >>> differing({0: 7, 1: 7, 2: 8}), differing({0: 7, 1: 8})
-    (({2}, True), ({0, 1}, False))
-    """
+    """Who differs from the majority, and whether there is one; without one, all that could be wrong."""
     ((usual, count),) = Counter(fingerprints.values()).most_common(1)
     if 2 * count > len(fingerprints):
         return {index for index, value in fingerprints.items() if value != usual}, True

@@ -92,8 +92,7 @@ class Expected:
     """What steps that are computed anew, for `torusgd verify`, are compared with; the run ends at a difference."""
 
     states: Mapping[int, StateLine]
-    checkpoints: Mapping[int, Mapping[str, str]]
-    """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
+    checkpoints: Mapping[int, Mapping[str, str]]  # digests of their tensors by step; at a difference the state is saved
     evaluations: frozenset[int]  # steps after which the weights are evaluated
     is_final: bool  # whether polish and result follow the last step
 

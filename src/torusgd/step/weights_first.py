@@ -33,12 +33,6 @@ class WeightsFirst(TorchFunctionMode):
 
     Calls stay as they are if there is no order to choose, since one of the two gradients is not needed, or if torch
     takes another kernel: an input of more or less dimensions, padding by a word.
-
-    >>> from torch import nn
-    >>> layer = nn.Linear(2, 3)
-    >>> with WeightsFirst():
-    ...     print(type(layer(torch.ones(1, 2, requires_grad=True)).grad_fn).__name__)
-    _WeightNodeBackward
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

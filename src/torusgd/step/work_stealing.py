@@ -237,11 +237,6 @@ class TakenOver:
 
         Of each rank: virtual workers lost, those taken, and the microseconds until its last forward pass had ended and
         of its quickest own virtual worker.
-
-        >>> from torch import tensor
-        >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
-        >>> TakenOver.read(reports, [0, 1])
-        TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
         """
         if not reports.numel() or not (rows := reports.view(-1, _FIELDS))[:, 0].any():
             return None

@@ -44,11 +44,7 @@ class Barrier(NamedTuple):
 
 
 def barrier(text: str) -> Barrier:
-    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't.
-
-    >>> barrier("pssp:10x4")
-    Barrier(staleness=4.0, sample=10.0)
-    """
+    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't."""
     if text in ("bsp", "asp"):
         return Barrier(0 if text == "bsp" else math.inf)
     match = re.fullmatch(r"ssp:(?P<s>\d+)|pbsp:(?P<b>\d+)|pssp:(?P<both>\d+)x(?P<stale>\d+)", text)

@@ -139,14 +139,9 @@ class DelayModel:
 
 
 _MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
-    "constant": (_constant,),
-    "exponential": (_exponential,),
-    "shifted-exponential": (_constant, _exponential),
-    "gamma": (_gamma,),
-    "lognormal": (_lognormal,),
-    "pause": (_pause,),
-    "slow": (_slow,),
-}
+    "constant": (_constant,), "exponential": (_exponential,), "shifted-exponential": (_constant, _exponential),
+    "gamma": (_gamma,), "lognormal": (_lognormal,), "pause": (_pause,), "slow": (_slow,),
+}  # fmt: skip
 _PROBABILITIES = ("probability", "fraction")
 
 
