@@ -29,14 +29,10 @@ def network_of(trainer: Trainer) -> GraphedNetwork:
     return trainer.step.forward_backward
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (SGD, "model.options={dropout: 0.3}"),
-        (SGD, "data.augment={mixup: 0.2}"),
-        (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    (SGD, "model.options={dropout: 0.3}"), (SGD, "data.augment={mixup: 0.2}"),
+    (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
+])  # fmt: skip
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
     gpu = FakeGpu()
     with gpu.streams():

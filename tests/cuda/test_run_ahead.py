@@ -202,10 +202,9 @@ def test_updates_that_cannot_be_captured_go_on_without() -> None:
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "triton"),
-    [("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None)],
-)
+@pytest.mark.parametrize(("name", "capability", "triton"), [
+    ("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None),
+])  # fmt: skip
 def test_a_gpu_without_the_kernels_is_refused(
     name: str, capability: tuple[int, int], triton: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,13 +139,10 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
     return [given.going, given.bounds, given.scales, given.factors, given.running, given.report]
 
 
-@pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [
-        *((fault, torch.int32) for fault in ("", "earlier", "out of range", "not finite", "statistics", "counts")),
-        ("", torch.int64),
-    ],
-)
+@pytest.mark.parametrize(("fault", "dtype"), [
+    *((fault, torch.int32) for fault in ("", "earlier", "out of range", "not finite", "statistics", "counts")),
+    ("", torch.int64),
+])  # fmt: skip
 def test_the_verdict_and_what_follows_are_the_same(fault: str, dtype: torch.dtype) -> None:
     ours, theirs = (decided(kernels, dtype, fault) for kernels in (triton_kernels, sums))
     assert all(map(torch.equal, ours, theirs))

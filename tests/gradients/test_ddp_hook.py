@@ -59,23 +59,16 @@ def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: boo
 
 
 CASES = [
-    ({}, True, False),
-    ({"gradient_as_bucket_view": True}, True, False),
-    ({"static_graph": True}, True, False),
+    ({}, True, False), ({"gradient_as_bucket_view": True}, True, False), ({"static_graph": True}, True, False),
     ({"find_unused_parameters": True}, False, False),
-    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True),
-    ({}, True, True),
-]
+    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True), ({}, True, True),
+]  # fmt: skip
 
 
 HOOKS = [
-    ({}, 1e-6),
-    ({"algorithm": "torus:halving/ring"}, 1e-6),
-    ({"algorithm": "native"}, 1e-6),
-    ({"wire": "exact"}, 1e-6),
-    ({"algorithm": "ring", "wire": "float16"}, 3e-3),
-    ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
-]
+    ({}, 1e-6), ({"algorithm": "torus:halving/ring"}, 1e-6), ({"algorithm": "native"}, 1e-6), ({"wire": "exact"}, 1e-6),
+    ({"algorithm": "ring", "wire": "float16"}, 3e-3), ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
+]  # fmt: skip
 """The hook's arguments, and how far from plain DDP's the gradients may be, relative to the largest."""
 
 
@@ -109,17 +102,10 @@ MICRO_BATCHES = 12
 ALGORITHMS = {2: "doubling", 3: "ring", 4: "torus", 5: "halving-doubling"}  # by the number of ranks; else the backend's
 
 SPREAD: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-    "autocast": {},
-    "bfloat16": {},
-    "loss-scale": {},
-    "given-up": {},
-    "zeroed": {"gradient_as_bucket_view": True},
-    "divided": {},
-}
+    "plain": {}, "views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True},
+    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "autocast": {}, "bfloat16": {},
+    "loss-scale": {}, "given-up": {}, "zeroed": {"gradient_as_bucket_view": True}, "divided": {},
+}  # fmt: skip
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
 
 

@@ -375,15 +375,12 @@ def check(ranks: Ranks, rank: int, members: set[int] | None = None) -> None:
     watch.compare(10, Sent(summed), members)
 
 
-@pytest.mark.parametrize(
-    ("what", "about", "size", "parallel", "flipped", "members"),
-    [
-        ("one of two ranks", "rank 0 on host0, rank 3 on host3 hold", 4, 1, 3, {0, 3}),
-        ("a column block", "rank N on hostN holds", 6, 2, 3, None),
-        ("a column block", "rank N on hostN holds", 6, 2, 4, None),
-        ("one of two column blocks", "rank 1 on host1, rank 3 on host3", 4, 2, 1, None),
-    ],
-)
+@pytest.mark.parametrize(("what", "about", "size", "parallel", "flipped", "members"), [
+    ("one of two ranks", "rank 0 on host0, rank 3 on host3 hold", 4, 1, 3, {0, 3}),
+    ("a column block", "rank N on hostN holds", 6, 2, 3, None),
+    ("a column block", "rank N on hostN holds", 6, 2, 4, None),
+    ("one of two column blocks", "rank 1 on host1, rank 3 on host3", 4, 2, 1, None),
+])  # fmt: skip
 def test_the_ranks_that_should_hold_the_same_are_compared(
     what: str, about: str, size: int, parallel: int, flipped: int, members: set[int] | None
 ) -> None:

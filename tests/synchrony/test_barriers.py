@@ -14,10 +14,9 @@ from torusgd.synchrony.delays import DelayModel, delay_model
 EXPONENTIAL = delay_model("exponential", seed=0)
 
 
-@pytest.mark.parametrize(
-    ("text", "median", "spread"),
-    [("bsp", 30, 1), ("pbsp:10", 70, 6), ("ssp:4", 79, 5), ("pssp:10x4", 98, 20), ("asp", 100, 40)],
-)
+@pytest.mark.parametrize(("text", "median", "spread"), [
+    ("bsp", 30, 1), ("pbsp:10", 70, 6), ("ssp:4", 79, 5), ("pssp:10x4", 98, 20), ("asp", 100, 40),
+])  # fmt: skip
 def test_progress_of_200_workers_by_200_seconds(text: str, median: float, spread: int) -> None:
     """The setting of the paper's first figure; over ten seeds SSP's median is 78 to 87, by the luck of the slowest."""
     steps = steps_begun(200, barrier(text), delay_model("exponential", seed=3), compute=1.0, seed=3, until=200.0)
@@ -30,13 +29,10 @@ PROGRESS |= {f"pbsp:{2**k}": steps for k, steps in enumerate((402, 388, 344, 281
 """mean steps of P = 1,000 workers by t = 400, steps of Exp(1) s, as read off the paper's figures"""
 
 
-@pytest.mark.parametrize(
-    ("text", "until"),
-    [
-        *((text, 80.0) for text in ("bsp", "pbsp:10", "pbsp:64", "asp")),
-        *(pytest.param(text, 400.0, marks=pytest.mark.slow) for text in PROGRESS),
-    ],
-)
+@pytest.mark.parametrize(("text", "until"), [
+    *((text, 80.0) for text in ("bsp", "pbsp:10", "pbsp:64", "asp")),
+    *(pytest.param(text, 400.0, marks=pytest.mark.slow) for text in PROGRESS),
+])  # fmt: skip
 def test_progress_of_the_papers_figure(text: str, until: float) -> None:
     """By a fifth of its time, a fifth of its steps; the paper's staleness of 4 counts the step that has been begun."""
     steps = steps_begun(1000, barrier(text), EXPONENTIAL, compute=0.0, seed=0, until=until)

@@ -102,15 +102,10 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     assert rule.next(4) == rule.next(3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "taken"),
-    [
-        ({"count": 2}, VirtualStep((0, 1), 1.0)),
-        ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
-        ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)),
-        ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
-    ],
-)
+@pytest.mark.parametrize(("settings", "taken"), [
+    ({"count": 2}, VirtualStep((0, 1), 1.0)), ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
+    ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)), ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
+])  # fmt: skip
 def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
     late_third: Any = SimpleNamespace(table=lambda workers, step, parts: np.array([[0.0], [0.0], [3.0]]))
