@@ -187,11 +187,10 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
     plain, _ = run_here(tmp_path / "plain", *change)
     ahead, _ = run_here(tmp_path / "ahead", *change, options=RuntimeOptions(cuda_graphs=True))
     assert ahead["weights_sha256"] == plain["weights_sha256"]
-    of_plain, of_ahead = (
-        [(event.get("step"), event.get("loss"), event.get("top1")) for event in events(tmp_path / name)]
-        for name in ("plain", "ahead")
-    )
-    assert of_plain == of_ahead
+    found = [
+        [[e.get(key) for key in ("step", "loss", "top1")] for e in events(tmp_path / n)] for n in ("plain", "ahead")
+    ]
+    assert found[0] == found[1]
 
 
 def test_updates_that_cannot_be_captured_go_on_without() -> None:
@@ -217,7 +216,6 @@ def test_a_gpu_without_the_kernels_is_refused(
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])
 def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other memory a copy makes the host wait, which no operator shows."""
-
     allocate_pinned = Mock(side_effect=allocate_by_torch)
     monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
     data = open_data(replace(job_of(change), device="cuda"), torch.device("cuda", 0), Liveness())

@@ -123,18 +123,13 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
         trailers=[message[sum(each) :] for message, each in zip(found, SLOTS, strict=True)],
         control=control_of(add_statistics, float("inf") if fault == "statistics" else 1.0),
         ordinary=torch.tensor([4, 1, 8 if fault == "counts" else 9]),
-        addends=3,
-        shift=8.0,
-        limit=LIMITS[dtype],
-        elements=1508,
+        addends=3, shift=8.0, limit=LIMITS[dtype], elements=1508,
         going=torch.tensor([0.0 if fault == "earlier" else 1.0]),
         bounds=torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64),
-        scales=torch.tensor([2.0**9, 2.0**12, 2.0**10]),
-        factors=torch.zeros(3),
-        running=torch.randn(WIDTH - 1, generator=seeded(2)),
-        momenta=torch.full((WIDTH - 1,), 0.1),
+        scales=torch.tensor([2.0**9, 2.0**12, 2.0**10]), factors=torch.zeros(3),
+        running=torch.randn(WIDTH - 1, generator=seeded(2)), momenta=torch.full((WIDTH - 1,), 0.1),
         report=torch.zeros(sums.REPORT, dtype=torch.float64),
-    )
+    )  # fmt: skip
     kernels.verdict(given)
     return [given.going, given.bounds, given.scales, given.factors, given.running, given.report]
 

@@ -259,9 +259,7 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
 
 @pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
-def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
-    wire: torch.dtype | None, trouble: str | None
-) -> None:
+def test_shards_with_trailers_say_what_whole_messages_say(wire: torch.dtype | None, trouble: str | None) -> None:
     grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
     one, *ranks = (
         measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), grads) for _ in range(3)

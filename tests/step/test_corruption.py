@@ -44,8 +44,6 @@ CPU = torch.device("cpu")
 LONG = ("stages=[{until: 50st, images_per_worker: 3}]", "rate={lr: 0.1}")
 CULPRIT = 1
 TAKE_OUT = "; take the machine out and give the same command again: the last checkpoint is good"
-
-
 FAULTS = (in_gradient, in_weights, in_images)
 
 

@@ -48,9 +48,7 @@ def evaluated(settings: Evaluate, stop: bool = False) -> tuple[Evaluation | None
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
-def test_every_image_is_counted_once_by_the_mean_of_it_and_its_mirror_image_unless_stopped(
-    chunk: int, flip: bool
-) -> None:
+def test_every_image_is_counted_once_by_the_mean_of_it_and_its_mirror_unless_stopped(chunk: int, flip: bool) -> None:
     assert evaluated(Evaluate(images_per_chunk=chunk, flip=flip), stop=True)[0] is None
     result, model, batch = evaluated(Evaluate(images_per_chunk=chunk, flip=flip))
     assert result is not None

@@ -141,13 +141,9 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    images=st.integers(1, 5),
-    classes=st.integers(2, 40),
-    blocks=st.integers(1, 8),
-    smoothing=st.sampled_from([0.0, 0.1, 0.5]),
-    size=st.sampled_from([0.1, 10.0, 1e4]),
-    seed=st.integers(0, 9),
-)
+    images=st.integers(1, 5), classes=st.integers(2, 40), blocks=st.integers(1, 8), seed=st.integers(0, 9),
+    smoothing=st.sampled_from([0.0, 0.1, 0.5]), size=st.sampled_from([0.1, 10.0, 1e4]),
+)  # fmt: skip
 def test_loss_and_gradient_are_those_of_the_whole(
     images: int, classes: int, blocks: int, smoothing: float, size: float, seed: int
 ) -> None:

@@ -72,9 +72,7 @@ def test_a_network_without_a_tail_is_refused(name: str, network: nn.Module, bloc
 
 @settings(deadline=None, max_examples=100)
 @given(blocks=st.integers(1, 48), seed=st.integers(0, 99), data=st.data())
-def test_the_sum_has_the_same_bits_for_every_allowed_number_of_parts(
-    blocks: int, seed: int, data: st.DataObject
-) -> None:
+def test_the_sum_has_the_same_bits_for_any_allowed_number_of_parts(blocks: int, seed: int, data: st.DataObject) -> None:
     addends = torch.randn(blocks, 5, generator=torch.Generator().manual_seed(seed))
     ranks = blocks * data.draw(st.integers(1, 3))
     want = sum_in_tree(addends)
@@ -107,12 +105,9 @@ def test_optimal_groups_of_the_paper(nodes: int, batch: int, ofm: int, none: flo
 
 @settings(deadline=None, max_examples=60)
 @given(
-    ifm=st.integers(16, 30_000),
-    ofm=st.integers(16, 10_000),
-    nodes=st.integers(2, 256),
-    batch=st.integers(16, 4096),
+    ifm=st.integers(16, 30_000), ofm=st.integers(16, 10_000), nodes=st.integers(2, 256), batch=st.integers(16, 4096),
     overlap=st.floats(0, 1),
-)
+)  # fmt: skip
 def test_the_formula_is_the_minimum_of_the_volume(ifm: int, ofm: int, nodes: int, batch: int, overlap: float) -> None:
     layer = (ifm, ifm * ofm)
 
