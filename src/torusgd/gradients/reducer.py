@@ -38,6 +38,7 @@ from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
 MAX_ATTEMPTS = 3
+REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used; step 0 warms up
 
 T = TypeVar("T")
 MakeSum = Callable[[ParameterLayout], GradientSum]
@@ -164,10 +165,15 @@ class Reducer:
             "defect of torusgd, please report it"
         )
 
-    def begin(self) -> None:
+    def begin(self, measuring: bool = False) -> None:
         """Begins a step before `reduce`, for gradients that arrive earlier; `reduce` then goes on with them."""
-        self._begin(measuring=False)
-        self._is_begun = True
+        self.is_measuring, self._is_begun = measuring, not measuring
+        self._works, self._trailers = [], None
+        if measuring:
+            self._maxima.zero_()
+        self.sum.clear()
+        for tensor in self.owned:
+            tensor.grad = None  # the mean of the step before, to which autograd would add
 
     def begin_worker(
         self, last: bool, hash_into: IntegerHash | None = None, observe: Callable[[int, Tensor], object] | None = None
@@ -245,19 +251,9 @@ class Reducer:
         for tensor, mean in zip(self.owned, self.means, strict=True):
             tensor.grad = mean
 
-    def _begin(self, measuring: bool) -> None:
-        self.is_measuring = measuring
-        self._works, self._trailers = [], None
-        if measuring:
-            self._maxima.zero_()
-        self.sum.clear()
-        for tensor in self.owned:
-            tensor.grad = None  # the mean of the step before, to which autograd would add
-
     def _measure(self, backward: Callable[[], T], check: Callable[[T], object]) -> None:
         # Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks.
-        self._is_begun = False
-        self._begin(measuring=True)
+        self.begin(measuring=True)
         result = backward()
         self._maximum_over_ranks(self._maxima)
         check(result)
@@ -318,9 +314,6 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
         for number, (slot, leaf) in enumerate(zip(held, leaves or [slot.tensor for slot in held], strict=True))
         if slot.layer is None
     ]
-
-
-REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used; step 0 warms up
 
 
 class BucketRebuild:

@@ -72,13 +72,12 @@ class Update:
             self.optimizer = over_tensors(optimizer, owned, self._norms)
 
     @torch.no_grad()
-    def clip(self, most: float) -> float:
-        """Scales the mean gradient down to a norm of at most `most`; gives the norm before. Every rank calls it."""
+    def clip(self, most: float) -> None:
+        """Scales the mean gradient down to a norm of at most `most`. Every rank calls it."""
         norm = self.gradient_norm()
         if norm > most:
             for grad in self._reducer.means:
                 grad.mul_(most / norm)
-        return norm
 
     @torch.no_grad()
     def gradient_norm(self) -> float:

@@ -35,6 +35,8 @@ _MOST_NAMED = 8
 # After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.
 _IMAGES = 15_000
 _OF_UPDATE = 100
+_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
+_SHIFT, _TURN, _KEY = range(3)
 
 
 class DriftWatch(StepWatch):
@@ -149,10 +151,6 @@ def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
     if 2 * count > len(fingerprints):
         return {index for index, value in fingerprints.items() if value != usual}, True
     return set(fingerprints), False
-
-
-_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
-_SHIFT, _TURN, _KEY = range(3)
 
 
 class Audit(StepWatch):

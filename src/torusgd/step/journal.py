@@ -32,6 +32,7 @@ _MOST_BYTES = 1 << 30
 # Hexadecimal digits of each digest that are written; the chain goes on from the whole one.
 _CHECK = 8
 _LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*) (?P<check>[0-9a-f]{8})")
+Head = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,6 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
     if path is not None:
         journal.open(path)
     return journal
-
-
-Head = Mapping[str, Any] | None
 
 
 def read_journal(

@@ -38,8 +38,6 @@ from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 _LOSS, _STATISTICS = -1, -2
 # Sections of the control vector that the step itself sends.
 _FINISHED, _TAKEN_OVER = "finished", "taken over"
-
-
 T = TypeVar("T")
 
 

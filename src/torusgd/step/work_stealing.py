@@ -31,6 +31,12 @@ _OTHERS = 1 << 32
 # Rounds whose numbers are in the store: the one that is on, the one before, and the next, which is set to 0.
 _ROUNDS = 3
 _PART = 4
+# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
+# compute one more.
+_LATE = 2
+_FIELDS = 4
+# Seconds: reports travel as integers.
+_UNIT = 1e-6
 
 T = TypeVar("T")
 
@@ -131,14 +137,6 @@ class Claims:
 def _unclaimed(pieces: int) -> int:
     """Pieces at the front of a row that its owner computes without a claim."""
     return max(1, pieces // _PART)
-
-
-# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
-# compute one more.
-_LATE = 2
-_FIELDS = 4
-# Seconds: reports travel as integers.
-_UNIT = 1e-6
 
 
 class OwnShare:

@@ -41,7 +41,6 @@ Key = tuple[int, int, int]
 # virtual time is the same in whatever order its delays are added.
 _GRID = 2.0**30
 
-
 Delay = Callable[[Key, Ints, Ints, Ints], F64]
 """a distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
 broadcast, to whose shape the result does; the parameters of the text follow, in its order"""
@@ -142,7 +141,6 @@ _MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
     "constant": (_constant,), "exponential": (_exponential,), "shifted-exponential": (_constant, _exponential),
     "gamma": (_gamma,), "lognormal": (_lognormal,), "pause": (_pause,), "slow": (_slow,),
 }  # fmt: skip
-_PROBABILITIES = ("probability", "fraction")
 
 
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
@@ -173,7 +171,7 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
     values = dict(zip(allowed, given, strict=False))
     for key, value in values.items():
-        if key in _PROBABILITIES and value > 1:
+        if key in ("probability", "fraction") and value > 1:
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             needed = "above 0" if key == "shape" else "1 or more"

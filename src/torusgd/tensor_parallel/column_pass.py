@@ -20,6 +20,8 @@ from .exchange import OWN, ActivationBlock, ActivationBlocks, Exchange, Transfer
 from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
+Sink = Callable[[int, int, Tensor, Tensor | None], None]
+"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 class Joined(NamedTuple):
@@ -73,10 +75,6 @@ def block_gradient(
     columns, is_here = _target_columns(logits, low, targets)
     gradient.scatter_add_(1, columns[:, None], torch.where(is_here, smoothing - 1.0, 0.0)[:, None])
     return gradient.mul_(scale / len(targets))
-
-
-Sink = Callable[[int, int, Tensor, Tensor | None], None]
-"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 class _Saved(NamedTuple):

@@ -34,6 +34,7 @@ ELEMENTWISE = (
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
 """modules of a tail beside nn.Linear: without parameters or state, and computed an element at a time"""
+ModelParallel = int | Literal["auto"]
 
 
 @runtime_checkable
@@ -200,9 +201,6 @@ class ParallelTail:
 
     def close(self) -> None:
         self.groups.close()
-
-
-ModelParallel = int | Literal["auto"]
 
 
 def hybrid_volume(
