@@ -40,6 +40,9 @@ from torusgd.step.watch import Requests
 MOMENTA = "stages=[{until: 4st, images_per_worker: 3}, {until: 10st, images_per_worker: 3, momentum: 0.5}]"
 SCALED = ("precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}")
 GROWING = (*SCALED, "stages=[{until: 10st, images_per_worker: 3}]")
+CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+# Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.
+LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
 
 
 def grow_once(trainer: Trainer, by: float) -> None:
@@ -62,10 +65,6 @@ def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
         take_step(now)
         counts.append(ahead._launch.call_count)
     return [after - before for before, after in pairwise(counts)]
-
-
-# Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.
-LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
 
 
 def captured(*changes: str, capture: Callable[..., Any] = Recorded) -> Trainer:
@@ -336,9 +335,6 @@ def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
     assert isinstance(passes, GraphedNetwork)
     assert len(passes._passes) == 2 * streams
     assert all(each is not None and each.graphs for each in passes._passes.values()), "all stages, on all streams"
-
-
-CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 @pytest.mark.gpu

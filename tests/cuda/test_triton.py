@@ -39,6 +39,11 @@ def seeded(seed: int) -> torch.Generator:
 SHAPES = [(5,), (4, 3, 3, 3), (7, 300), (1,)]
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 LENGTH = sum(NUMELS)
+SLOTS = [[5, 1500], [3]]
+"""elements of those of two buckets"""
+WIDTH = 1027
+TENSORS = [(BLOCK + 77,), (9, 5), (3,), (1,)]
+RATES, DECAYS, PEAK = [0.3, 0.1], [1e-2, 0.0], 3.0
 
 
 def added(kernels: ModuleType, dtype: torch.dtype, bad: float | None = None) -> tuple[Tensor, Tensor]:
@@ -80,11 +85,6 @@ def test_a_gradient_in_another_layout_is_taken_in_logical_order() -> None:
         kernels.add_gradients([gradient], sizes, scales, message, torch.zeros(2, dtype=torch.int32))
     assert messages[1].any()
     assert torch.equal(*messages)
-
-
-SLOTS = [[5, 1500], [3]]
-"""elements of those of two buckets"""
-WIDTH = 1027
 
 
 def messages(dtype: torch.dtype) -> list[Tensor]:
@@ -152,10 +152,6 @@ def test_the_mean_is_the_same(dtype: torch.dtype) -> None:
     for kernels, out in zip((triton_kernels, sums), means, strict=True):
         kernels.mean(payloads, torch.tensor(sizes), torch.tensor([0.3, 1e-9, 7.0]), 2.0**-16, out)
     assert all(map(torch.equal, *means))
-
-
-TENSORS = [(BLOCK + 77,), (9, 5), (3,), (1,)]
-RATES, DECAYS, PEAK = [0.3, 0.1], [1e-2, 0.0], 3.0
 
 
 def drawn(seed: int) -> list[Tensor]:

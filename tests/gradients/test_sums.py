@@ -22,6 +22,9 @@ from torusgd.models import MODELS
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
+NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
+ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
+"""relative L2 error of the mean, by virtual workers"""
 
 
 def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
@@ -320,11 +323,6 @@ def measured_maxima(workers: list[int]) -> torch.Tensor:
 
     reducer.reduce(backward)
     return seen[0]
-
-
-NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
-ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
-"""relative L2 error of the mean, by virtual workers"""
 
 
 def error_of_step(total: IntegerGradientSum, gradients: torch.Tensor, workers: int) -> float:

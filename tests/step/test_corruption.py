@@ -45,6 +45,9 @@ LONG = ("stages=[{until: 50st, images_per_worker: 3}]", "rate={lr: 0.1}")
 CULPRIT = 1
 TAKE_OUT = "; take the machine out and give the same command again: the last checkpoint is good"
 FAULTS = (in_gradient, in_weights, in_images)
+Ranks = list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]
+STEPS, FLIPPED_AFTER = 5, 3
+STAGES = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
 
 
 def steps_until_found(world: Group, given: Job, fault: Fault, first: int, steps: int) -> tuple[str, int, bool]:
@@ -212,10 +215,6 @@ def test_a_gradient_that_is_only_hashed_has_the_hash_of_one_that_is_added() -> N
         assert first.value() == second.value() == alone.value() != 0
 
 
-STEPS, FLIPPED_AFTER = 5, 3
-STAGES = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
-
-
 def flip(tensor: torch.Tensor, bit: int = 0) -> None:
     """Flips one bit of one element, by default the lowest."""
     bits = tensor.detach().view(-1).view(torch.int32)
@@ -334,9 +333,6 @@ class Lonely(Group):
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         return f"host{source}"
-
-
-Ranks = list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]
 
 
 def watches(size: int, parallel: int) -> Ranks:

@@ -15,6 +15,8 @@ from torusgd.comm.monitor import DeviceClock, Monitor
 from torusgd.step.rank_times import EVERY, LinkProbe, Stragglers, slowest
 from torusgd.step.stats import StepClock
 
+EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
+
 
 def reducer() -> Any:
     return SimpleNamespace(first_ready=lambda: 0.0, last_ready=lambda: 0.0, clock=DeviceClock(torch.device("cpu")))
@@ -32,9 +34,6 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
             lateness.before_accept(view(0), NOTHING_SENT)
         total += lateness.before_send(view(EVERY))
     return slowest(total, range(len(ranks)))
-
-
-EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
 
 
 @pytest.mark.parametrize(("ranks", "links", "rank", "cause", "behind"), [

@@ -13,6 +13,9 @@ from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.limits import LEARN, Limit, Limits, VirtualStep, VirtualSteps, choose_threshold, threshold_at
 from torusgd.synchrony.state_space import StateSpaceModel, fit
 
+MICRO_BATCHES = 12
+LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
+
 
 def limits(workers: int, **settings: Any) -> Limits:
     given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | settings
@@ -112,10 +115,6 @@ def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[s
     steps = VirtualSteps(limits(3, **settings), 3, late_third, compute=1.0)
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
-
-
-MICRO_BATCHES = 12
-LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
 
 
 def times(ranks: int, first: int, stop: int) -> np.ndarray:
