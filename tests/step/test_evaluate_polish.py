@@ -96,8 +96,7 @@ def test_eval_prints_few_classes_as_they_are_named_and_writes_all(tmp_path: Path
     assert sum(row[:1] == [str(n)] and row[1][-1] in "%-" for row in rows for n in range(4)) == 4, "no 0 0"
     assert "top-1" in out
     assert "top-5" not in out, "of four classes it is always 100 %"
-    table = confusion_table(["[red]x"], [None], [[0]])
-    assert str(next(iter(table.columns[0].cells))) == "0 [red]x"
+    assert str(next(iter(confusion_table(["[red]x"], [None], [[0]]).columns[0].cells))) == "0 [red]x"
 
 
 def small_net() -> nn.Sequential:

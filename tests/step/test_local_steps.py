@@ -30,8 +30,7 @@ def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momen
     other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
     # 4e-6: four updates of 1e-6 each.
     for ours, theirs, tolerance in ((one, other, 1e-5), (trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)):
-        states = dict(ours.state_dict()), dict(theirs.state_dict())
-        torch.testing.assert_close(*states, rtol=0, atol=tolerance)
+        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=tolerance)
 
 
 def test_local_steps_are_those_of_a_plain_loop() -> None:

@@ -40,8 +40,7 @@ def test_front_and_tail_are_the_network(name: str, options: dict, pixels: int, l
 
 def test_alexnet_has_a_tail() -> None:
     with torch.device("meta"):
-        network = MODELS["alexnet-bn"](classes=7, channels=1)
-        tail = column_tail(network, 4)
+        tail = column_tail(MODELS["alexnet-bn"](classes=7, channels=1), 4)
         assert tail.front(torch.empty(3, 1, 67, 67)).shape == (3, tail.layers[0].inputs)
     assert [layer.name for layer in tail.layers] == ["fc6", "fc7", "fc8"]
 

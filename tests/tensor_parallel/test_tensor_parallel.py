@@ -128,8 +128,7 @@ def test_column_blocks_train_what_the_whole_layers_train(tmp_path: Path) -> None
 
 
 def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
-    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
-    tail = column_tail(model, 8)
+    tail = column_tail(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8)), 8)
     # G* = sqrt(N batch / outputs): 0.7 groups for the first layer, and 16 for the second, of 8 ranks and 256 images.
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=8) == [8, 1]
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=5) == [1, 1]

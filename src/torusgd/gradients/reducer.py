@@ -282,8 +282,7 @@ class Reducer:
 
     def _send(self, index: int) -> Work:
         if self.is_sharded:
-            bucket = self.layout.buckets[index]
-            return self.shards(index).start_reduce_scatter(self.sum.payload(index), bucket.cuts)
+            return self.shards(index).start_reduce_scatter(self.sum.payload(index), self.layout.buckets[index].cuts)
         allreduce = self._channels[self.layout.parallel[index]].allreduce
         return allreduce.start(self.sum.message(index) if self.layout.is_whole else self.sum.payload(index))
 
@@ -354,8 +353,7 @@ class BucketRebuild:
         # Rank 0's decision counts: ranks could differ in the last bit of a time, and then in the messages they expect.
         best = best_buckets(profile, numels, times) if self._world.rank == 0 else before
         late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
-        decided = [b.stop - b.first for b in best], late, early
-        counts, late, early = self._world.broadcast_json(decided)
+        counts, late, early = self._world.broadcast_json(([b.stop - b.first for b in best], late, early))
         buckets = group(counts, numels)
         self._reducer.use_layout(ParameterLayout(layout.slots, (*columns, *(b.moved(offset) for b in buckets))))
         return (

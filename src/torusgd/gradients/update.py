@@ -132,8 +132,7 @@ class Update:
     def expected_state(self) -> dict[str, Tensor]:
         """Tensors shaped like those of `state` once there was an update."""
         updated = {slot.parameter for slot in self._reducer.layout.slots}
-        keys = _element_state(self.optimizer)
-        found = {f"{key}/{name}": self._parameters[name] for key in keys for name in updated}
+        found = {f"{key}/{name}": self._parameters[name] for key in _element_state(self.optimizer) for name in updated}
         return found | ({f"{STEP}/": torch.zeros(())} if isinstance(self.optimizer, AdamW) else {})
 
     def _whole(self, own: list[Tensor], keep: bool) -> dict[str, Tensor]:
@@ -261,8 +260,7 @@ class WeightGather:
     def _gather(self, index: int, shards: Sequence[Tensor]) -> Work:
         bucket, spans = self._layout.buckets[index], self._reducer.spans
         assert spans is not None
-        own = range(bucket.first, bucket.stop)
-        for slot, (_, run) in zip(own, self._runs(index), strict=True):
+        for slot, (_, run) in enumerate(self._runs(index), bucket.first):
             low, high = spans[slot]
             run[low:high].copy_(shards[slot])
         return self._reducer.shards(index).start_all_gather(self._reducer.sum.scratch(index), bucket.cuts)

@@ -284,8 +284,7 @@ class PassThread:
                     self._done.put(error)
 
     def _pass(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> Passed:
-        delay = self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0
-        if self._unwanted.wait(delay):
+        if self._unwanted.wait(self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0):
             raise _Unwanted
         batch = take()
         self._check()

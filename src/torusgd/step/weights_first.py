@@ -53,8 +53,7 @@ def _convolution(
         return F.conv2d(x, weight, bias, *how, groups)
     stride, padding, dilation = ([each, each] if isinstance(each, int) else list(each) for each in how)
     layer = partial(F.conv2d, stride=stride, padding=padding, dilation=dilation, groups=groups)
-    gradients = partial(_gradients_of_convolution, (stride, padding, dilation), groups)
-    return _two_nodes(layer, gradients, x, weight, bias)
+    return _two_nodes(layer, partial(_gradients_of_convolution, (stride, padding, dilation), groups), x, weight, bias)
 
 
 def _has_two_gradients(x: Tensor, weight: Tensor) -> bool:

@@ -176,8 +176,7 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             needed = "above 0" if key == "shape" else "1 or more"
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is {needed}")
-    scale = unit if seconds is None else _number(seconds, term)
-    return [(partial(kind, **values), scale) for kind in kinds]
+    return [(partial(kind, **values), unit if seconds is None else _number(seconds, term)) for kind in kinds]
 
 
 def _number(word: str, term: str) -> float:

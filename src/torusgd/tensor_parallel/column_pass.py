@@ -98,8 +98,7 @@ class ColumnPass:
     def __init__(self, tail: ParallelTail, precision: Precision, smoothing: float, seed: int, sink: Sink) -> None:
         self._layers, self._layouts, self._rank = tail.tail.layers, tail.layouts, tail.groups.world.rank
         self._precision, self._smoothing, self._seed, self._sink = precision, smoothing, seed, sink
-        pairs = pairwise([OWN, *tail.layouts])
-        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairs]
+        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairwise([OWN, *tail.layouts])]
         self._to_targets = Exchange(OWN, tail.layouts[-1], tail.groups)
         self._to_numbers = Exchange(tail.layouts[-1], tail.layouts[-1], tail.groups)
 
