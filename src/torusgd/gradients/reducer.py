@@ -1,9 +1,8 @@
 """Gradients leave in buckets while backward still runs: a static order, the wait at the end, and the redo of a step.
 
-One reducer serves every way to spread the work. It sums *slots* (`layout.Slot`): a parameter that all ranks
-hold is summed over all ranks; a column block that some ranks hold is summed over those. With shards each rank gets
-back the sums of one shard of each bucket only. The three combine: a column block's shards lie on the ranks that
-hold the block.
+One reducer serves every way to spread the work. It sums *slots* (`layout.Slot`): a parameter that all ranks hold over
+all ranks, a column block over those that hold it. With shards each rank gets back the sums of one shard of each bucket
+only. The three combine: a column block's shards lie on the ranks that hold the block.
 
 A step's life:
 
@@ -318,8 +317,7 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
 class BucketRebuild:
     """Rebuilds a reducer's buckets after its first steps, if there is a profile; those of column blocks stay.
 
-    DistributedDataParallel takes the order in which gradients arrived, this the sizes with which the last is summed
-    earliest.
+    DistributedDataParallel takes the order in which gradients arrived, this the sizes whose last sum ends earliest.
     """
 
     # Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the

@@ -1,8 +1,7 @@
 """A layer's weight gradient before its input gradient, so that it leaves for the other ranks at once.
 
 Nothing but the layer below waits for an input gradient, while a weight gradient has a network to cross: Das et al.
-(arXiv 1602.06709) compute it first. Each gradient comes from the kernel that torch takes, with the same operands: the
-bits are the same.
+(arXiv 1602.06709) compute it first. Each gradient comes from the kernel that torch takes, with the same bits.
 """
 
 from collections.abc import Callable

@@ -144,10 +144,9 @@ _MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
 
 
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
-    """The model that a text describes; the module's docstring has the language.
+    """The model that a text describes in the module's language; UserError if it is none.
 
-    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`. UserError if the
-    text is no model.
+    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`.
 
     >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
     >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)

@@ -229,8 +229,7 @@ def best_groups(
 ) -> int:
     """The G with the least exact volume; the larger of two equals, which sends fewer messages.
 
-    `batch` are the images of a step over all nodes; `among` are the numbers of groups to choose from (None: all
-    divisors of N).
+    `batch` are the images of a step over all nodes, `among` the numbers of groups to choose from (None: N's divisors).
 
     >>> best_groups(4096, 4096 * 4096, nodes=64, batch=256)
     2
