@@ -21,6 +21,8 @@ from torusgd.cuda.run_ahead import GraphedUpdate
 
 CPU = torch.device("cpu")
 refuse = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
+Memory = tuple[int, int]
+"""a storage, and the number of a part of it"""
 
 
 def again(work: Callable[[], None], *memory: Any) -> Any:
@@ -112,10 +114,6 @@ class FakeGpu:
             patch.setattr(form, "GraphedUpdate", lambda run, flat, capture: GraphedUpdate(run, flat, self._update))
             patch.setattr(form, "ready_events", ReadyEvents if overlaps else lambda device, buckets: None)
             yield self
-
-
-Memory = tuple[int, int]
-"""a storage, and the number of a part of it"""
 
 
 class Races(TorchDispatchMode):

@@ -29,14 +29,10 @@ def network_of(trainer: Trainer) -> GraphedNetwork:
     return trainer.step.forward_backward
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (SGD, "model.options={dropout: 0.3}"),
-        (SGD, "data.augment={mixup: 0.2}"),
-        (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    (SGD, "model.options={dropout: 0.3}"), (SGD, "data.augment={mixup: 0.2}"),
+    (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
+])  # fmt: skip
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
     gpu = FakeGpu()
     with gpu.streams():
@@ -177,9 +173,7 @@ def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatc
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_events_are_used_if_a_trial_shows_that_they_are_waited_for(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_used_if_a_trial_shows_them_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready_events(CPU, 3) is None, "without a GPU there are no such events"
     under_way = list[Callable[[], None]]()
 
@@ -192,9 +186,8 @@ def test_events_are_used_if_a_trial_shows_that_they_are_waited_for(
         monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: wait(other), raising=False)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         # A graph that is done when something waits for it, or never.
-        monkeypatch.setattr(
-            graphs, "CudaGraph", lambda work, _: SimpleNamespace(replay=partial(under_way.append, work))
-        )
+        capture = Mock(side_effect=lambda work, _: SimpleNamespace(replay=partial(under_way.append, work)))
+        monkeypatch.setattr(graphs, "CudaGraph", capture)
         assert (ready_events(CPU, 3) is not None) == waits
 
 
@@ -203,7 +196,6 @@ def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
     kind: type[MainStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch refuses a capture in a pool whose graphs have all ended, as when a process builds one run after another."""
-
     with FakeGpu().streams():
         monkeypatch.setattr(graphs, "_memories", WeakValueDictionary())
         monkeypatch.setattr(graphs, "CudaGraph", lambda work, memory, stream: SimpleNamespace(memory=memory))
@@ -219,9 +211,7 @@ def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("streams", [1, 2])
-def test_on_a_gpu_events_within_graphs_are_waited_for_and_bits_stay(
-    streams: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_events_in_graphs_are_waited_for_and_bits_stay(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form.GpuForm, "_overlaps", property(lambda self: True))
     with on_gpu() as gpu:
         assert ready_events(gpu.device, 1) is not None

@@ -40,6 +40,9 @@ from torusgd.step.watch import Requests
 MOMENTA = "stages=[{until: 4st, images_per_worker: 3}, {until: 10st, images_per_worker: 3, momentum: 0.5}]"
 SCALED = ("precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}")
 GROWING = (*SCALED, "stages=[{until: 10st, images_per_worker: 3}]")
+CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+# Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.
+LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
 
 
 def grow_once(trainer: Trainer, by: float) -> None:
@@ -62,10 +65,6 @@ def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
         take_step(now)
         counts.append(ahead._launch.call_count)
     return [after - before for before, after in pairwise(counts)]
-
-
-# Of several virtual workers steps 1, 3 and 4: 0 is measured, and in 2, 5 and 6 the noise scale is due.
-LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
 
 
 def captured(*changes: str, capture: Callable[..., Any] = Recorded) -> Trainer:
@@ -103,8 +102,7 @@ def test_steps_in_advance_are_those_one_by_one(changes: tuple[str, ...], graphs:
 @pytest.mark.parametrize("change", ["precision=float32", "precision=bfloat16"])
 def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits(change: str) -> None:
     """The refused step, and those launched after it, have changed nothing."""
-    trainers = in_all_forms(SGD, change, by=2.0**12)
-    assert [step["redone"] for step in steps_of_all(trainers)][:5] == [0, 0, 0, 0, 1]
+    assert [step["redone"] for step in steps_of_all(in_all_forms(SGD, change, by=2.0**12))][:5] == [0, 0, 0, 0, 1]
 
 
 def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
@@ -187,11 +185,10 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
     plain, _ = run_here(tmp_path / "plain", *change)
     ahead, _ = run_here(tmp_path / "ahead", *change, options=RuntimeOptions(cuda_graphs=True))
     assert ahead["weights_sha256"] == plain["weights_sha256"]
-    of_plain, of_ahead = (
-        [(event.get("step"), event.get("loss"), event.get("top1")) for event in events(tmp_path / name)]
-        for name in ("plain", "ahead")
-    )
-    assert of_plain == of_ahead
+    found = [
+        [[e.get(key) for key in ("step", "loss", "top1")] for e in events(tmp_path / n)] for n in ("plain", "ahead")
+    ]
+    assert found[0] == found[1]
 
 
 def test_updates_that_cannot_be_captured_go_on_without() -> None:
@@ -202,10 +199,9 @@ def test_updates_that_cannot_be_captured_go_on_without() -> None:
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "triton"),
-    [("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None)],
-)
+@pytest.mark.parametrize(("name", "capability", "triton"), [
+    ("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None),
+])  # fmt: skip
 def test_a_gpu_without_the_kernels_is_refused(
     name: str, capability: tuple[int, int], triton: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +214,6 @@ def test_a_gpu_without_the_kernels_is_refused(
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])
 def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other memory a copy makes the host wait, which no operator shows."""
-
     allocate_pinned = Mock(side_effect=allocate_by_torch)
     monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
     data = open_data(replace(job_of(change), device="cuda"), torch.device("cuda", 0), Liveness())
@@ -339,9 +334,6 @@ def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
     assert isinstance(passes, GraphedNetwork)
     assert len(passes._passes) == 2 * streams
     assert all(each is not None and each.graphs for each in passes._passes.values()), "all stages, on all streams"
-
-
-CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 @pytest.mark.gpu

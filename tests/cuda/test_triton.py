@@ -39,6 +39,11 @@ def seeded(seed: int) -> torch.Generator:
 SHAPES = [(5,), (4, 3, 3, 3), (7, 300), (1,)]
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 LENGTH = sum(NUMELS)
+SLOTS = [[5, 1500], [3]]
+"""elements of those of two buckets"""
+WIDTH = 1027
+TENSORS = [(BLOCK + 77,), (9, 5), (3,), (1,)]
+RATES, DECAYS, PEAK = [0.3, 0.1], [1e-2, 0.0], 3.0
 
 
 def added(kernels: ModuleType, dtype: torch.dtype, bad: float | None = None) -> tuple[Tensor, Tensor]:
@@ -82,11 +87,6 @@ def test_a_gradient_in_another_layout_is_taken_in_logical_order() -> None:
     assert torch.equal(*messages)
 
 
-SLOTS = [[5, 1500], [3]]
-"""elements of those of two buckets"""
-WIDTH = 1027
-
-
 def messages(dtype: torch.dtype) -> list[Tensor]:
     """Of two buckets, in one piece of memory: sums, bounds, counts of what is not finite, elements lost."""
     lengths = [sum(each) + 2 * len(each) + 2 for each in SLOTS]
@@ -123,29 +123,21 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
         trailers=[message[sum(each) :] for message, each in zip(found, SLOTS, strict=True)],
         control=control_of(add_statistics, float("inf") if fault == "statistics" else 1.0),
         ordinary=torch.tensor([4, 1, 8 if fault == "counts" else 9]),
-        addends=3,
-        shift=8.0,
-        limit=LIMITS[dtype],
-        elements=1508,
+        addends=3, shift=8.0, limit=LIMITS[dtype], elements=1508,
         going=torch.tensor([0.0 if fault == "earlier" else 1.0]),
         bounds=torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64),
-        scales=torch.tensor([2.0**9, 2.0**12, 2.0**10]),
-        factors=torch.zeros(3),
-        running=torch.randn(WIDTH - 1, generator=seeded(2)),
-        momenta=torch.full((WIDTH - 1,), 0.1),
+        scales=torch.tensor([2.0**9, 2.0**12, 2.0**10]), factors=torch.zeros(3),
+        running=torch.randn(WIDTH - 1, generator=seeded(2)), momenta=torch.full((WIDTH - 1,), 0.1),
         report=torch.zeros(sums.REPORT, dtype=torch.float64),
-    )
+    )  # fmt: skip
     kernels.verdict(given)
     return [given.going, given.bounds, given.scales, given.factors, given.running, given.report]
 
 
-@pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [
-        *((fault, torch.int32) for fault in ("", "earlier", "out of range", "not finite", "statistics", "counts")),
-        ("", torch.int64),
-    ],
-)
+@pytest.mark.parametrize(("fault", "dtype"), [
+    *((fault, torch.int32) for fault in ("", "earlier", "out of range", "not finite", "statistics", "counts")),
+    ("", torch.int64),
+])  # fmt: skip
 def test_the_verdict_and_what_follows_are_the_same(fault: str, dtype: torch.dtype) -> None:
     ours, theirs = (decided(kernels, dtype, fault) for kernels in (triton_kernels, sums))
     assert all(map(torch.equal, ours, theirs))
@@ -160,10 +152,6 @@ def test_the_mean_is_the_same(dtype: torch.dtype) -> None:
     for kernels, out in zip((triton_kernels, sums), means, strict=True):
         kernels.mean(payloads, torch.tensor(sizes), torch.tensor([0.3, 1e-9, 7.0]), 2.0**-16, out)
     assert all(map(torch.equal, *means))
-
-
-TENSORS = [(BLOCK + 77,), (9, 5), (3,), (1,)]
-RATES, DECAYS, PEAK = [0.3, 0.1], [1e-2, 0.0], 3.0
 
 
 def drawn(seed: int) -> list[Tensor]:

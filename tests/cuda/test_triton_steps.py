@@ -55,10 +55,9 @@ def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.
     assert weights_after(2, SGD)[0] == plain
 
 
-@pytest.mark.parametrize(
-    ("change", "update"),
-    [(SGD, {"_momentum": 1}), ("optimizer.name=lars", {"_block_norms": 1, "_rates": 1, "_momentum": 1})],
-)
+@pytest.mark.parametrize(("change", "update"), [
+    (SGD, {"_momentum": 1}), ("optimizer.name=lars", {"_block_norms": 1, "_rates": 1, "_momentum": 1}),
+])  # fmt: skip
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     precision: str, change: str, update: dict[str, int], library: torch.library.Library, monkeypatch: pytest.MonkeyPatch

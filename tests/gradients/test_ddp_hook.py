@@ -59,23 +59,16 @@ def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: boo
 
 
 CASES = [
-    ({}, True, False),
-    ({"gradient_as_bucket_view": True}, True, False),
-    ({"static_graph": True}, True, False),
+    ({}, True, False), ({"gradient_as_bucket_view": True}, True, False), ({"static_graph": True}, True, False),
     ({"find_unused_parameters": True}, False, False),
-    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True),
-    ({}, True, True),
-]
+    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True), ({}, True, True),
+]  # fmt: skip
 
 
 HOOKS = [
-    ({}, 1e-6),
-    ({"algorithm": "torus:halving/ring"}, 1e-6),
-    ({"algorithm": "native"}, 1e-6),
-    ({"wire": "exact"}, 1e-6),
-    ({"algorithm": "ring", "wire": "float16"}, 3e-3),
-    ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
-]
+    ({}, 1e-6), ({"algorithm": "torus:halving/ring"}, 1e-6), ({"algorithm": "native"}, 1e-6), ({"wire": "exact"}, 1e-6),
+    ({"algorithm": "ring", "wire": "float16"}, 3e-3), ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
+]  # fmt: skip
 """The hook's arguments, and how far from plain DDP's the gradients may be, relative to the largest."""
 
 
@@ -109,17 +102,10 @@ MICRO_BATCHES = 12
 ALGORITHMS = {2: "doubling", 3: "ring", 4: "torus", 5: "halving-doubling"}  # by the number of ranks; else the backend's
 
 SPREAD: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-    "autocast": {},
-    "bfloat16": {},
-    "loss-scale": {},
-    "given-up": {},
-    "zeroed": {"gradient_as_bucket_view": True},
-    "divided": {},
-}
+    "plain": {}, "views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True},
+    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "autocast": {}, "bfloat16": {},
+    "loss-scale": {}, "given-up": {}, "zeroed": {"gradient_as_bucket_view": True}, "divided": {},
+}  # fmt: skip
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
 
 
@@ -188,8 +174,7 @@ def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
     seen = []
     for size in (1.0, 1.0, 2000.0, float("inf"), 1.0, 60000.0, 60000.0):
         model.zero_grad()
-        scale = size if dist.get_rank() == 1 or size < 1e30 else 1.0
-        (model(torch.ones(1, 3)).sum() * scale).backward()
+        (model(torch.ones(1, 3)).sum() * (size if dist.get_rank() == 1 or size < 1e30 else 1.0)).backward()
         seen.append(model.module.weight.grad.flatten().tolist())
     assert seen[0] == seen[1] == seen[4] == pytest.approx([1.0] * 6, rel=1e-2)
     assert seen[2] == pytest.approx([2000.0] * 6, rel=1e-2)
@@ -236,30 +221,26 @@ def backward(model: Any, factor: float = 1.0) -> None:
 
 @on_ranks(2)
 def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("wire int8", {"wire": "int8"}), ("allreduce tree", {"algorithm": "tree"}),
-        ("micro_batches", {"micro_batches": 4}), ("micro_batches", {"micro_batches": 0, "wire": "exact"}),
-    ]  # fmt: skip
-    for about, options in wrong:
-        with pytest.raises(UserError, match=f"^{about}:"):
-            ddp_hook(DistributedDataParallel(nn.Linear(2, 2)), **options)
-    with pytest.raises(UserError, match=r"^wire exact:"):
-        hooked(nn.Linear(2, 2).double())
+    def refuses(match: str, call: Callable[..., object], *given: Any, **options: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            call(*given, **options)
+
+    model: Any = DistributedDataParallel(nn.Linear(2, 2))
+    refuses("^wire int8:", ddp_hook, model, wire="int8")
+    refuses("^allreduce tree:", ddp_hook, model, "tree")
+    refuses("^micro_batches:", ddp_hook, model, micro_batches=4)
+    refuses("^micro_batches:", ddp_hook, model, micro_batches=0, wire="exact")
+    refuses("^wire exact:", hooked, nn.Linear(2, 2).double())
     # Each thing that hands DDP gradients past it.
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it
-        with pytest.raises(UserError, match="mixed_precision"):
-            hooked(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    with pytest.raises(UserError, match="sparse"):
-        hooked(nn.Embedding(5, 2, sparse=True))
-    model = hooked(nn.Linear(2, 2), static_graph=True)
-    with pytest.raises(UserError, match="static_graph=True: "), model.no_sync():
-        backward(model)
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(UserError, match="of 1 parameters"):
-        ddp_hook(model, "ring", "exact").load_state_dict({"bounds": [1.0]})
+        refuses("mixed_precision", hooked, nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    refuses("sparse", hooked, nn.Embedding(5, 2, sparse=True))
+    static = hooked(nn.Linear(2, 2), static_graph=True)
+    with static.no_sync():
+        refuses("static_graph=True: ", backward, static)
+    refuses("of 1 parameters", ddp_hook(model, "ring", "exact").load_state_dict, {"bounds": [1.0]})
     backward(model)
-    with pytest.raises(UserError, match=r"all passes of a step but the last under no_sync\(\)"):
-        backward(model)
+    refuses(r"all passes of a step but the last under no_sync\(\)", backward, model)
 
     def passes(change: Callable[[], object]) -> None:
         model.zero_grad()
@@ -268,20 +249,15 @@ def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
             change()
             backward(model)
 
-    for change in (
-        lambda: model.zero_grad(set_to_none=False),
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    ):
-        with pytest.raises(UserError, match=r"\.grad was changed between two passes of a step"):
-            passes(change)
+    changed = r"\.grad was changed between two passes of a step"
+    refuses(changed, passes, lambda: model.zero_grad(set_to_none=False))
+    refuses(changed, passes, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     model.zero_grad()
     with pytest.raises(RuntimeError, match="the gradient of weight is a million times"):
         backward(model, 1e9)  # beyond what the sum has bits for, though a float has them
     model = hooked(nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"got Linear$"):
-        ddp_hook(model.module, "ring")
-    with pytest.raises(UserError, match="create_graph"):
-        model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+    refuses(r"got Linear$", ddp_hook, model.module, "ring")
+    refuses("create_graph", model(torch.ones(1, 2)).square().sum().backward, create_graph=True)
 
 
 @on_ranks(2)

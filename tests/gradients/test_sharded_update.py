@@ -77,8 +77,7 @@ def plain(name: str) -> tuple[list[torch.Tensor], Optimizer]:
 def sharded(name: str, **how: object) -> tuple[list[torch.Tensor], dict, int]:
     """Weights, whole state, and elements of state on this rank."""
     network = model(seed=dist.get_rank())  # rank 0's weights are taken
-    optimizer = OPTIMIZERS[name](network)
-    update = ShardedUpdate(network, optimizer, **how)
+    update = ShardedUpdate(network, OPTIMIZERS[name](network), **how)
     for step in range(STEPS):
         loss(network, step).backward()
         assert update.step() == []
@@ -90,8 +89,7 @@ def sharded(name: str, **how: object) -> tuple[list[torch.Tensor], dict, int]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"allreduce": "native"}, {"allreduce": "ring", "bucket_mib": 0.05}, {"allreduce": "torus", "wire": "exact"}],
+    "how", [{"allreduce": "native"}, {"allreduce": "ring", "bucket_mib": 0.05}, {"allreduce": "torus", "wire": "exact"}]
 )
 @on_ranks(3)
 def test_it_trains_as_ddp_does_and_shards_the_state(how: dict[str, object]) -> None:

@@ -22,6 +22,9 @@ from torusgd.models import MODELS
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
+NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
+ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
+"""relative L2 error of the mean, by virtual workers"""
 
 
 def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
@@ -259,9 +262,7 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
 
 @pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
-def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
-    wire: torch.dtype | None, trouble: str | None
-) -> None:
+def test_shards_with_trailers_say_what_whole_messages_say(wire: torch.dtype | None, trouble: str | None) -> None:
     grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
     one, *ranks = (
         measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), grads) for _ in range(3)
@@ -322,11 +323,6 @@ def measured_maxima(workers: list[int]) -> torch.Tensor:
 
     reducer.reduce(backward)
     return seen[0]
-
-
-NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
-ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
-"""relative L2 error of the mean, by virtual workers"""
 
 
 def error_of_step(total: IntegerGradientSum, gradients: torch.Tensor, workers: int) -> float:

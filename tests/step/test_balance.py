@@ -22,6 +22,9 @@ from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
 from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
 
+STAGES = "stages=[{until: 42st, images_per_worker: 2}]"
+LONG = (STAGES, "virtual_workers=6", "evaluate.every=42st", "memory_format=contiguous")
+
 
 @pytest.mark.parametrize(
     ("workers", "seconds", "counts"),
@@ -100,10 +103,6 @@ def test_any_split_in_any_step_gives_the_same_weights() -> None:
     parts = world.partition([[0, 1], [2]])
     (found,) = {hash_of_shuffled_steps(*each) for each in ((parts, plain), (world, plain), (world, sharded))}
     assert world.broadcast_text(found) == found
-
-
-STAGES = "stages=[{until: 42st, images_per_worker: 2}]"
-LONG = (STAGES, "virtual_workers=6", "evaluate.every=42st", "memory_format=contiguous")
 
 
 def train_at_other_speeds(out: str) -> dict[str, Any]:

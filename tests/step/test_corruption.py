@@ -44,9 +44,10 @@ CPU = torch.device("cpu")
 LONG = ("stages=[{until: 50st, images_per_worker: 3}]", "rate={lr: 0.1}")
 CULPRIT = 1
 TAKE_OUT = "; take the machine out and give the same command again: the last checkpoint is good"
-
-
 FAULTS = (in_gradient, in_weights, in_images)
+Ranks = list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]
+STEPS, FLIPPED_AFTER = 5, 3
+STAGES = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
 
 
 def steps_until_found(world: Group, given: Job, fault: Fault, first: int, steps: int) -> tuple[str, int, bool]:
@@ -214,10 +215,6 @@ def test_a_gradient_that_is_only_hashed_has_the_hash_of_one_that_is_added() -> N
         assert first.value() == second.value() == alone.value() != 0
 
 
-STEPS, FLIPPED_AFTER = 5, 3
-STAGES = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
-
-
 def flip(tensor: torch.Tensor, bit: int = 0) -> None:
     """Flips one bit of one element, by default the lowest."""
     bits = tensor.detach().view(-1).view(torch.int32)
@@ -338,9 +335,6 @@ class Lonely(Group):
         return f"host{source}"
 
 
-Ranks = list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]
-
-
 def watches(size: int, parallel: int) -> Ranks:
     """Of each rank the watch, a tensor that all hold, and a column block; `parallel` ranks share the layer."""
     found = []
@@ -375,15 +369,12 @@ def check(ranks: Ranks, rank: int, members: set[int] | None = None) -> None:
     watch.compare(10, Sent(summed), members)
 
 
-@pytest.mark.parametrize(
-    ("what", "about", "size", "parallel", "flipped", "members"),
-    [
-        ("one of two ranks", "rank 0 on host0, rank 3 on host3 hold", 4, 1, 3, {0, 3}),
-        ("a column block", "rank N on hostN holds", 6, 2, 3, None),
-        ("a column block", "rank N on hostN holds", 6, 2, 4, None),
-        ("one of two column blocks", "rank 1 on host1, rank 3 on host3", 4, 2, 1, None),
-    ],
-)
+@pytest.mark.parametrize(("what", "about", "size", "parallel", "flipped", "members"), [
+    ("one of two ranks", "rank 0 on host0, rank 3 on host3 hold", 4, 1, 3, {0, 3}),
+    ("a column block", "rank N on hostN holds", 6, 2, 3, None),
+    ("a column block", "rank N on hostN holds", 6, 2, 4, None),
+    ("one of two column blocks", "rank 1 on host1, rank 3 on host3", 4, 2, 1, None),
+])  # fmt: skip
 def test_the_ranks_that_should_hold_the_same_are_compared(
     what: str, about: str, size: int, parallel: int, flipped: int, members: set[int] | None
 ) -> None:

@@ -48,9 +48,7 @@ def evaluated(settings: Evaluate, stop: bool = False) -> tuple[Evaluation | None
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
-def test_every_image_is_counted_once_by_the_mean_of_it_and_its_mirror_image_unless_stopped(
-    chunk: int, flip: bool
-) -> None:
+def test_every_image_is_counted_once_by_the_mean_of_it_and_its_mirror_unless_stopped(chunk: int, flip: bool) -> None:
     assert evaluated(Evaluate(images_per_chunk=chunk, flip=flip), stop=True)[0] is None
     result, model, batch = evaluated(Evaluate(images_per_chunk=chunk, flip=flip))
     assert result is not None
@@ -98,8 +96,7 @@ def test_eval_prints_few_classes_as_they_are_named_and_writes_all(tmp_path: Path
     assert sum(row[:1] == [str(n)] and row[1][-1] in "%-" for row in rows for n in range(4)) == 4, "no 0 0"
     assert "top-1" in out
     assert "top-5" not in out, "of four classes it is always 100 %"
-    table = confusion_table(["[red]x"], [None], [[0]])
-    assert str(next(iter(table.columns[0].cells))) == "0 [red]x"
+    assert str(next(iter(confusion_table(["[red]x"], [None], [[0]]).columns[0].cells))) == "0 [red]x"
 
 
 def small_net() -> nn.Sequential:

@@ -52,13 +52,11 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "without a line": lambda text: lines_of(text, 0, 1, 3, 4, 5),
     "two lines swapped": lambda text: lines_of(text, 0, 1, 3, 2, 4, 5),
     "a line twice": lambda text: lines_of(text, 0, 1, 2, 2, 3, 4, 5),
-    "other ends of lines": lambda text: text.replace("\n", "\r"),
-    "cut in a line": lambda text: text[:-5],
+    "other ends of lines": lambda text: text.replace("\n", "\r"), "cut in a line": lambda text: text[:-5],
     "cut between lines": lambda text: lines_of(text, 0, 1, 2, 3, 4),
     "all left out": lambda text: text.replace("1 1-4 ", "1 0-5 "),
-    "another recipe": lambda text: text.replace("ab", "cd", 1),
-    "garbage": lambda text: text[:90] + "\x00" * 20,
-}
+    "another recipe": lambda text: text.replace("ab", "cd", 1), "garbage": lambda text: text[:90] + "\x00" * 20,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -22,22 +22,16 @@ from torusgd.step.deadlines import PassThread, deadlines_of
 from torusgd.step.journal import JournalEntry, entry_of, read_journal, synchronous
 
 BASE = (
-    "virtual_workers=8",
-    "stages=[{until: 8st, images_per_worker: 3}]",
-    "rate={lr: 4.0, warmup: {length: 2st}}",
-    "data.eval_images=70",
-    "evaluate={every: 4st, images_per_chunk: 50}",
-    "polish={images: 250, images_per_batch: 100}",
-)
+    "virtual_workers=8", "stages=[{until: 8st, images_per_worker: 3}]", "rate={lr: 4.0, warmup: {length: 2st}}",
+    "data.eval_images=70", "evaluate={every: 4st, images_per_chunk: 50}", "polish={images: 250, images_per_batch: 100}",
+)  # fmt: skip
 SYNCHRONOUS = "{form: synchronous}"
 IDLE = {"all": "{form: cutoff, count: 8, warmup: 2}", "forever": "{form: cutoff, threshold: 1.0e+9, warmup: 2}"}
 LIVE = {
-    "count": "{form: cutoff, count: 5, warmup: 2}",
-    "predicted": "{form: cutoff, count: predicted, warmup: 3}",
+    "count": "{form: cutoff, count: 5, warmup: 2}", "predicted": "{form: cutoff, count: predicted, warmup: 3}",
     "threshold": "{form: cutoff, threshold: 0.02, warmup: 2}",
-    "measured": "{form: cutoff, threshold: measured, warmup: 3}",
-    "backup": "{form: backup, backups: 3, warmup: 2}",
-}
+    "measured": "{form: cutoff, threshold: measured, warmup: 3}", "backup": "{form: backup, backups: 3, warmup: 2}",
+}  # fmt: skip
 VIRTUAL = "{form: cutoff, count: predicted, warmup: 2, delays: 'lognormal+slow:0.3x4'}"
 DELAYS = "exponential@0.01"
 COMPARED = ("weights_sha256", "top1", "loss", "train_loss", "left_out_workers", "samples", "journal")
@@ -219,17 +213,14 @@ def test_a_block_that_makes_no_sense_is_refused_in_one_line(words: str) -> None:
         load_recipe("digits", [*BASE, block + end, *more.split()])
 
 
-@pytest.mark.parametrize(
-    ("name", "synchrony", "job"),
-    [
-        ("a cutoff with an audit", LIVE["count"], {"options": RuntimeOptions(audit=0.5)}),
-        ("delays that are none", LIVE["count"], {"delays": "sometimes"}),
-        ("gossip on ranks", "{form: gossip, probability: 1.0}", {}),
-        ("synchronous steps with delays", SYNCHRONOUS, {"delays": DELAYS}),
-        ("a recipe with delays that are none", "{form: cutoff, count: 4, delays: never}", {}),
-        ("local steps with delays", "{form: local, local_steps: 3}", {"delays": DELAYS}),
-    ],
-)
+@pytest.mark.parametrize(("name", "synchrony", "job"), [
+    ("a cutoff with an audit", LIVE["count"], {"options": RuntimeOptions(audit=0.5)}),
+    ("delays that are none", LIVE["count"], {"delays": "sometimes"}),
+    ("gossip on ranks", "{form: gossip, probability: 1.0}", {}),
+    ("synchronous steps with delays", SYNCHRONOUS, {"delays": DELAYS}),
+    ("a recipe with delays that are none", "{form: cutoff, count: 4, delays: never}", {}),
+    ("local steps with delays", "{form: local, local_steps: 3}", {"delays": DELAYS}),
+])  # fmt: skip
 def test_what_a_run_cannot_do_is_refused(name: str, synchrony: str, job: dict[str, Any], tmp_path: Path) -> None:
     with refused(name):
         train(tmp_path / "run", synchrony, **job)

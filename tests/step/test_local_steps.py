@@ -14,15 +14,13 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 SGD = ("optimizer={name: sgd, momentum: 0.0, weight_decay: 1.0e-3}", "stages=[{until: 4st, images_per_worker: 6}]")
 PLAIN_SUM = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.0, nesterov: false}}"
 DILOCO = "{form: local, local_steps: 3}"
+FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
 
 
 def trained(*overrides: str) -> nn.Module:
     trainer = trainer_of(job_of(*SGD, "rate.lr=0.2", *overrides))
     trainer.step.state.write_to_model(len(take_all(trainer)))
     return trainer.step.state.model
-
-
-FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
 
 
 def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momentum_by_outer_momentum() -> None:
@@ -32,8 +30,7 @@ def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momen
     other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
     # 4e-6: four updates of 1e-6 each.
     for ours, theirs, tolerance in ((one, other, 1e-5), (trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)):
-        states = dict(ours.state_dict()), dict(theirs.state_dict())
-        torch.testing.assert_close(*states, rtol=0, atol=tolerance)
+        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=tolerance)
 
 
 def test_local_steps_are_those_of_a_plain_loop() -> None:

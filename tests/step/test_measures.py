@@ -78,8 +78,7 @@ def test_it_is_part_of_the_state_and_of_the_report_of_a_run(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("change", ["virtual_workers=1", "column_blocks=2"])
 def test_there_is_none_with_one_virtual_worker_or_shared_gradients(change: str) -> None:
-    trainer = long_trainer(None, change)
-    assert not any(isinstance(watcher, NoiseWatch) for watcher in trainer.step.watchers)
+    assert not any(isinstance(watcher, NoiseWatch) for watcher in long_trainer(None, change).step.watchers)
 
 
 def test_there_is_none_in_a_step_that_was_redone() -> None:

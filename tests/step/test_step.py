@@ -66,8 +66,7 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
 @pytest.mark.parametrize("each", [False, True])
 def test_running_averages_take_extra_passes_and_all_workers_or_the_first(each: bool) -> None:
     """Against passes of a plain network over the same images, with dropout off where they are un-augmented."""
-    workers = "each" if each else "all"
-    trainer = trainer_of(job_of("stages.1.extra_pass=true", f"model.batch_norm_workers={workers}"))
+    trainer = trainer_of(job_of("stages.1.extra_pass=true", f"model.batch_norm_workers={'each' if each else 'all'}"))
     recipe, batch_norm, order = trainer.step.recipe, trainer.step.state.batch_norm, StreamOrder(96, 0)
     plain = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     layers = [m for m in plain.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

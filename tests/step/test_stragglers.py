@@ -15,6 +15,8 @@ from torusgd.comm.monitor import DeviceClock, Monitor
 from torusgd.step.rank_times import EVERY, LinkProbe, Stragglers, slowest
 from torusgd.step.stats import StepClock
 
+EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
+
 
 def reducer() -> Any:
     return SimpleNamespace(first_ready=lambda: 0.0, last_ready=lambda: 0.0, clock=DeviceClock(torch.device("cpu")))
@@ -34,19 +36,11 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
     return slowest(total, range(len(ranks)))
 
 
-EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "links", "rank", "cause", "behind"),
-    [
-        ([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)], None, 2, "data", 2.8),
-        ([(0.1, 3.0, 0.1), *[(0.1, 1.0, 2.1)] * 3], None, 0, "compute", 2.0),
-        (EVEN, None, None, "network", 0.0),
-        (EVEN, LINKS, 2, "network", 0.29),
-        ([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], LINKS, 0, "data", 3.0),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "links", "rank", "cause", "behind"), [
+    ([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)], None, 2, "data", 2.8),
+    ([(0.1, 3.0, 0.1), *[(0.1, 1.0, 2.1)] * 3], None, 0, "compute", 2.0), (EVEN, None, None, "network", 0.0),
+    (EVEN, LINKS, 2, "network", 0.29), ([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], LINKS, 0, "data", 3.0),
+])  # fmt: skip
 def test_the_slowest_rank_is_named_with_the_cause(
     ranks: list[tuple[float, float, float]], links: list[float] | None, rank: int | None, cause: str, behind: float
 ) -> None:

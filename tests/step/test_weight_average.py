@@ -21,10 +21,9 @@ def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tens
     return MovingAverage(WeightAverage(half_life=Duration.parse(half_life), every=every), 96, model, running)
 
 
-@pytest.mark.parametrize(
-    ("half_life", "every", "fraction"),
-    [("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5)],
-)
+@pytest.mark.parametrize(("half_life", "every", "fraction"), [
+    ("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5),
+])  # fmt: skip
 def test_a_half_life_halves(half_life: str, every: int, fraction: float) -> None:
     found = average_of(half_life, every, nn.Linear(2, 2), torch.zeros(0))
     assert SCHEDULE[0].batch == 12

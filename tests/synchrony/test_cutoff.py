@@ -35,8 +35,7 @@ def node_times(steps: int, seed: int) -> np.ndarray:
     """20 workers on 4 nodes, of which one or other is three times as slow for spells of 20 steps; noise of 5 %."""
     rng = np.random.default_rng(seed)
     slow = rng.random((steps // 20, 4)) < 0.25
-    factors = np.repeat(np.repeat(1 + 2 * slow, 20, axis=0), 5, axis=1)
-    return factors * np.exp(0.05 * rng.normal(size=(steps, 20)))
+    return np.repeat(np.repeat(1 + 2 * slow, 20, axis=0), 5, axis=1) * np.exp(0.05 * rng.normal(size=(steps, 20)))
 
 
 def test_a_moving_average_learns_who_is_slow_from_what_arrived() -> None:

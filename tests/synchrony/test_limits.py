@@ -13,6 +13,9 @@ from torusgd.synchrony.delays import delay_model
 from torusgd.synchrony.limits import LEARN, Limit, Limits, VirtualStep, VirtualSteps, choose_threshold, threshold_at
 from torusgd.synchrony.state_space import StateSpaceModel, fit
 
+MICRO_BATCHES = 12
+LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
+
 
 def limits(workers: int, **settings: Any) -> Limits:
     given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | settings
@@ -102,25 +105,16 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     assert rule.next(4) == rule.next(3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "taken"),
-    [
-        ({"count": 2}, VirtualStep((0, 1), 1.0)),
-        ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
-        ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)),
-        ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
-    ],
-)
+@pytest.mark.parametrize(("settings", "taken"), [
+    ({"count": 2}, VirtualStep((0, 1), 1.0)), ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
+    ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)), ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
+])  # fmt: skip
 def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
     late_third: Any = SimpleNamespace(table=lambda workers, step, parts: np.array([[0.0], [0.0], [3.0]]))
     steps = VirtualSteps(limits(3, **settings), 3, late_third, compute=1.0)
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
-
-
-MICRO_BATCHES = 12
-LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
 
 
 def times(ranks: int, first: int, stop: int) -> np.ndarray:

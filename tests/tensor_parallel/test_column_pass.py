@@ -132,8 +132,7 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
         one = Recorded(model, precision("float32"))
         x, targets = images(0)
         one.passing.begin(targets)
-        loss = one.passing.forward(one.tail.front(x), step=3, workers={0: worker}.__getitem__)
-        losses.add(loss.item())
+        losses.add(one.passing.forward(one.tail.front(x), step=3, workers={0: worker}.__getitem__).item())
         dropped = [(output == 0).tolist() for output in one.passing._saved[0].outputs.values()]
         assert any(mask != dropped[0] for mask in dropped)
     assert len(losses) == 2
@@ -141,13 +140,9 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    images=st.integers(1, 5),
-    classes=st.integers(2, 40),
-    blocks=st.integers(1, 8),
-    smoothing=st.sampled_from([0.0, 0.1, 0.5]),
-    size=st.sampled_from([0.1, 10.0, 1e4]),
-    seed=st.integers(0, 9),
-)
+    images=st.integers(1, 5), classes=st.integers(2, 40), blocks=st.integers(1, 8), seed=st.integers(0, 9),
+    smoothing=st.sampled_from([0.0, 0.1, 0.5]), size=st.sampled_from([0.1, 10.0, 1e4]),
+)  # fmt: skip
 def test_loss_and_gradient_are_those_of_the_whole(
     images: int, classes: int, blocks: int, smoothing: float, size: float, seed: int
 ) -> None:
@@ -174,6 +169,4 @@ def test_loss_and_gradient_are_those_of_the_whole(
 
 def test_a_logit_that_is_not_finite_shows_in_the_loss() -> None:
     logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
-    targets = torch.tensor([0, 1])
-    joined = join(block_numbers(logits, 0, targets)[None], 2, 0.0)
-    assert joined.loss.isnan()
+    assert join(block_numbers(logits, 0, torch.tensor([0, 1]))[None], 2, 0.0).loss.isnan()

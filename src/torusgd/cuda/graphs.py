@@ -262,7 +262,7 @@ class GraphedNetwork(ForwardBackward):
         shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
         ready = self._ready if worker == membership.mine[-1] else None
         # A graph hands no gradient to anybody but the sums.
-        is_plain = reducer.is_measuring or reducer.is_observed
+        is_plain = reducer.is_measuring or reducer.observe is not None
         captured = None if is_plain else self._captured(shape, ready)
         self.is_added = captured is not None
         if captured is not None:

@@ -211,8 +211,7 @@ class _NarrowHook(Hook):
 class _ExactHook(Hook):
     """Takes each pass's gradient out of `.grad` as soon as autograd has it, and adds it to integers.
 
-    So autograd never adds two passes as floats, whose bits would depend on who shares a rank. DDP's own buckets say
-    only when a sum may leave.
+    So autograd adds no two passes as floats, with bits by who shares a rank. DDP's buckets say when a sum may leave.
     """
 
     def __init__(self, model: DistributedDataParallel, ranks: Group, divisor: int) -> None:

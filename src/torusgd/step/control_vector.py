@@ -57,8 +57,7 @@ class ControlMessage:
         self._to_host, self._rows, self._length = to_host, (NARROW.rows, width + 1), NARROW.rows * (width + 1)
         # The sums of the passes, then what `send` puts behind them.
         self._memory = torch.zeros(self._length + len(fields(Counts)), dtype=torch.int64, device=device)
-        self.message = self._memory
-        """int64, what was sent, then summed: limbs of statistics and loss, counts, sections"""
+        self.message = self._memory  # int64, what was sent, then summed: limbs (statistics, loss), counts, sections
         # Of the message that was sent last, the length of each section.
         self._words: dict[str, int] = {}
         self.counts = Counts()  # anew for each step's passes, also when they are repeated

@@ -35,6 +35,8 @@ _MOST_NAMED = 8
 # After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.
 _IMAGES = 15_000
 _OF_UPDATE = 100
+_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
+_SHIFT, _TURN, _KEY = range(3)
 
 
 class DriftWatch(StepWatch):
@@ -144,19 +146,11 @@ def steps_between(images: int) -> int:
 
 
 def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
-    """Who differs from the majority, and whether there is one; without one, all that could be wrong.
-
-    >>> differing({0: 7, 1: 7, 2: 8}), differing({0: 7, 1: 8})
-    (({2}, True), ({0, 1}, False))
-    """
+    """Who differs from the majority, and whether there is one; without one, all that could be wrong."""
     ((usual, count),) = Counter(fingerprints.values()).most_common(1)
     if 2 * count > len(fingerprints):
         return {index for index, value in fingerprints.items() if value != usual}, True
     return set(fingerprints), False
-
-
-_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
-_SHIFT, _TURN, _KEY = range(3)
 
 
 class Audit(StepWatch):

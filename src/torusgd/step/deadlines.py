@@ -1,11 +1,8 @@
 """Steps that leave out late work: whose gradients they take, their deadlines, and passes in a thread of their own.
 
-A step takes the gradients of all, of a journal, or of whoever meets its deadline:
-
-    count        the first so many virtual workers to finish, on whichever ranks
-    seconds      what each rank has finished so long after its own beginning of the step
-
-With a model of delays in the recipe no clock is read: a virtual worker takes a second of virtual time and its delay.
+A step takes the gradients of all, of a journal, or of whoever meets its deadline: the first so many virtual workers to
+finish, on whichever ranks, or what each rank has finished so many seconds after its own beginning of the step. With a
+model of delays in the recipe no clock is read: a virtual worker takes a second of virtual time and its delay.
 
 So that a rank whose passes are late still takes part in every step, they run in a thread (`PassThread`). The step's own
 thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages at the deadline.
@@ -46,6 +43,14 @@ from .work_stealing import GroupStore
 # Virtual seconds of a virtual worker without its delay.
 PASS = 1.0
 _MICRO = 1_000_000
+# Seconds that `close` waits for a pass that is under way.
+END_SECONDS = 10.0
+# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
+DELAY_UNIT = 0.05
+# Seconds after which a rank queries the store again.
+POLL = 2e-3
+# Steps whose counters stay in the store: ranks are at most one step apart.
+_STEPS_IN_STORE = 2
 
 
 @dataclass(frozen=True)
@@ -118,16 +123,6 @@ def as_seconds(microseconds: Sequence[int]) -> F64:
     """Times that have travelled: float64, nan for 0, that of a virtual worker that was left out."""
     times = np.array(microseconds, dtype=np.float64)
     return np.where(times > 0, times / _MICRO, np.nan)
-
-
-# Seconds that `close` waits for a pass that is under way.
-END_SECONDS = 10.0
-# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
-DELAY_UNIT = 0.05
-# Seconds after which a rank queries the store again.
-POLL = 2e-3
-# Steps whose counters stay in the store: ranks are at most one step apart.
-_STEPS_IN_STORE = 2
 
 
 class StepWindow:
@@ -289,8 +284,7 @@ class PassThread:
                     self._done.put(error)
 
     def _pass(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> Passed:
-        delay = self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0
-        if self._unwanted.wait(delay):
+        if self._unwanted.wait(self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0):
             raise _Unwanted
         batch = take()
         self._check()

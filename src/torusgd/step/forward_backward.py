@@ -41,10 +41,8 @@ class ForwardBackward(Protocol):
     """How a virtual worker goes through a network and back."""
 
     in_step: bool = False  # whether the ranks of a group work in step: one without images goes on with blank ones
-    control_follows: bool = False
-    """whether the gradients may leave in `forward`, so that the control vector leaves after them; alike on all ranks"""
-    is_added: bool = False
-    """whether the last `forward` has added its statistics and its loss to the control vector itself"""
+    control_follows: bool = False  # whether gradients may leave in `forward`, before the control vector; on all ranks
+    is_added: bool = False  # whether the last `forward` has added its statistics and loss to the control vector itself
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""

@@ -32,6 +32,7 @@ _MOST_BYTES = 1 << 30
 # Hexadecimal digits of each digest that are written; the chain goes on from the whole one.
 _CHECK = 8
 _LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*) (?P<check>[0-9a-f]{8})")
+Head = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,7 @@ class JournalEntry:
 
 
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:
-    """Every virtual worker once.
-
-    >>> synchronous(step=7, virtual_workers=2)
-    JournalEntry(step=7, workers=range(0, 2))
-    """
+    """Every virtual worker once."""
     return JournalEntry(step, range(virtual_workers))
 
 
@@ -69,13 +66,7 @@ class JournalHead:
 
 
 class Journal:
-    """A journal as it grows: every rank has its head, up to where the run has come, and rank 0 writes the file.
-
-    >>> journal = Journal("ab" * 32, virtual_workers=4)
-    >>> journal.add(entry_of(0, [0, 3]))
-    >>> journal.head.last[:6]
-    '0 1-2 '
-    """
+    """A journal as it grows: every rank has its head, up to where the run has come, and rank 0 writes the file."""
 
     def __init__(self, recipe_sha256: str, virtual_workers: int, head: JournalHead | None = None) -> None:
         self._recipe_sha256, self._workers = recipe_sha256, virtual_workers
@@ -135,9 +126,6 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
     return journal
 
 
-Head = Mapping[str, Any] | None
-
-
 def read_journal(
     path: Path, recipe_sha256: str, virtual_workers: int, head: Head = None, reached: Head = None
 ) -> Journaled:
@@ -194,22 +182,14 @@ def _digest(before: str, line: str) -> str:
 
 
 def _text(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text.
-
-    >>> _text([2, 8, 9, 10]), _text([])
-    ('2,8-10', '-')
-    """
+    """Ascending numbers as text, such as "2,8-10"; "-" for none."""
     # Neighbours have the same distance to their place among all.
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "-"
 
 
 def _runs(text: str, workers: int) -> tuple[range, ...] | None:
-    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None: it has not.
-
-    >>> _runs("2,8-10", workers=16)
-    (range(2, 3), range(8, 11))
-    """
+    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None: it has not."""
     if text == "-":
         return ()
     ends = [[int(word) for word in run.split("-")] for run in text.split(",")]

@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -92,8 +91,7 @@ class Expected:
     """What steps that are computed anew, for `torusgd verify`, are compared with; the run ends at a difference."""
 
     states: Mapping[int, StateLine]
-    checkpoints: Mapping[int, Mapping[str, str]]
-    """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
+    checkpoints: Mapping[int, Mapping[str, str]]  # digests of their tensors by step; at a difference the state is saved
     evaluations: frozenset[int]  # steps after which the weights are evaluated
     is_final: bool  # whether polish and result follow the last step
 
@@ -133,10 +131,14 @@ class RecordFile:
         except OSError as error:
             remedy = "mend the disk, and give the same command again"
             raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
-        stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
-        kept = text.split("\n")[: len(stays)]
+
+        def stays(line: Line) -> bool:
+            reached = min(step, evaluated) if isinstance(line, EvaluationLine) else step
+            return line.step <= reached and not isinstance(line, ResultLine)
+
+        self.lines = list(takewhile(stays, parse_records(text)[0]))
+        kept = text.split("\n")[: len(self.lines)]
         self._file = LineFile(path, sum(len(each.encode()) + 1 for each in kept))
-        self.lines = stays
         self.head = line_sha256(kept[-1]) if kept else ""
 
     def add(self, line: Line) -> None:
@@ -148,12 +150,6 @@ class RecordFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _stays(line: Line, step: int, evaluated: int) -> bool:
-    if isinstance(line, ResultLine):
-        return False
-    return line.step <= (min(step, evaluated) if isinstance(line, EvaluationLine) else step)
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, Figure]:

@@ -38,8 +38,6 @@ from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 _LOSS, _STATISTICS = -1, -2
 # Sections of the control vector that the step itself sends.
 _FINISHED, _TAKEN_OVER = "finished", "taken over"
-
-
 T = TypeVar("T")
 
 
@@ -174,10 +172,8 @@ class TrainStep:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
         self.control.counts = Counts()
-        if self.stealing is not None:
-            work: OwnShare | StealingShare = self.stealing(view.membership)
-        else:
-            work = OwnShare([worker for worker in view.membership.mine if worker in entry.workers])
+        own = [worker for worker in view.membership.mine if worker in entry.workers]
+        work: OwnShare | StealingShare = OwnShare(own) if self.stealing is None else self.stealing(view.membership)
         own_done = sent = None
         self.clock.begin_work(self.reducer.clock.mark())
         while sent is None:
@@ -193,7 +189,7 @@ class TrainStep:
                 own_done = self.reducer.clock.mark()
             sent = self._pass(view, work, worker)
         if own_done is not None:  # ranks are compared by what they take for their own shares
-            self.reducer.ready_at(own_done)
+            self.reducer.last_ready = own_done
         self.clock.end_work(own_done or self.reducer.clock.mark(), max(1, work.own))
         if not self.reducer.is_measuring:
             seen = replace(view, is_stopping=self.requests.is_stopping)

@@ -39,8 +39,7 @@ class StepView:
 
     step: Step
     membership: Membership
-    recompute: Callable[[int], IntegerHash]
-    """computes a virtual worker once more, for its integers' hash; OSError or RunError if its images can't be read"""
+    recompute: Callable[[int], IntegerHash]  # a virtual worker's hash anew; OSError or RunError if it can't be read
     is_stopping: bool = False  # whether this rank was requested to stop, so that no rank will use what the step finds
     is_redone: bool = False  # whether the passes were repeated, since a sum had left its range
     is_skipped: bool = False  # whether a gradient is not finite, so that the weights stay (float16)

@@ -31,6 +31,12 @@ _OTHERS = 1 << 32
 # Rounds whose numbers are in the store: the one that is on, the one before, and the next, which is set to 0.
 _ROUNDS = 3
 _PART = 4
+# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
+# compute one more.
+_LATE = 2
+_FIELDS = 4
+# Seconds: reports travel as integers.
+_UNIT = 1e-6
 
 T = TypeVar("T")
 
@@ -133,14 +139,6 @@ def _unclaimed(pieces: int) -> int:
     return max(1, pieces // _PART)
 
 
-# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
-# compute one more.
-_LATE = 2
-_FIELDS = 4
-# Seconds: reports travel as integers.
-_UNIT = 1e-6
-
-
 class OwnShare:
     """The virtual workers of a rank's share, one after the other; `own` counts those that were begun."""
 
@@ -237,11 +235,6 @@ class TakenOver:
 
         Of each rank: virtual workers lost, those taken, and the microseconds until its last forward pass had ended and
         of its quickest own virtual worker.
-
-        >>> from torch import tensor
-        >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
-        >>> TakenOver.read(reports, [0, 1])
-        TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
         """
         if not reports.numel() or not (rows := reports.view(-1, _FIELDS))[:, 0].any():
             return None

@@ -44,11 +44,7 @@ class Barrier(NamedTuple):
 
 
 def barrier(text: str) -> Barrier:
-    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't.
-
-    >>> barrier("pssp:10x4")
-    Barrier(staleness=4.0, sample=10.0)
-    """
+    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't."""
     if text in ("bsp", "asp"):
         return Barrier(0 if text == "bsp" else math.inf)
     match = re.fullmatch(r"ssp:(?P<s>\d+)|pbsp:(?P<b>\d+)|pssp:(?P<both>\d+)x(?P<stale>\d+)", text)
@@ -127,17 +123,11 @@ def steps_begun(workers: int, rule: Barrier, delays: DelayModel, compute: float,
     return steps
 
 
-class LagBounds(NamedTuple):
-    """Of the updates that a worker under PSP has not seen yet."""
-
-    mean: float
-    second_moment: float
-
-
-def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagBounds:
+def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> tuple[float, float]:
     """The two bounds of Probabilistic Synchronous Parallel (arXiv 1709.07772) on the average lag over a run.
 
-    With a = F(r)^beta and S = (1 - a) / (F(r) (1 - a) + a - a^(T - r + 1)):
+    A lag is the number of updates that a worker has not seen yet. With a = F(r)^beta and
+    S = (1 - a) / (F(r) (1 - a) + a - a^(T - r + 1)):
 
         (1/T) sum E(lag)    <= S (r (r + 1) / 2 + a (r + 2) / (1 - a)^2)
         (1/T) sum E(lag^2)  <  S (r (r + 1) (2 r + 1) / 6 + a (r^2 + 4) / (1 - a)^3)
@@ -150,5 +140,4 @@ def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagB
     a, r = within**sample, staleness
     scale = (1 - a) / (within * (1 - a) + a - a ** (updates - r + 1))
     mean = scale * (r * (r + 1) / 2 + a * (r + 2) / (1 - a) ** 2)
-    second = scale * (r * (r + 1) * (2 * r + 1) / 6 + a * (r**2 + 4) / (1 - a) ** 3)
-    return LagBounds(mean, second)
+    return mean, scale * (r * (r + 1) * (2 * r + 1) / 6 + a * (r**2 + 4) / (1 - a) ** 3)

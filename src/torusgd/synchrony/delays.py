@@ -41,7 +41,6 @@ Key = tuple[int, int, int]
 # virtual time is the same in whatever order its delays are added.
 _GRID = 2.0**30
 
-
 Delay = Callable[[Key, Ints, Ints, Ints], F64]
 """a distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
 broadcast, to whose shape the result does; the parameters of the text follow, in its order"""
@@ -139,22 +138,15 @@ class DelayModel:
 
 
 _MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
-    "constant": (_constant,),
-    "exponential": (_exponential,),
-    "shifted-exponential": (_constant, _exponential),
-    "gamma": (_gamma,),
-    "lognormal": (_lognormal,),
-    "pause": (_pause,),
-    "slow": (_slow,),
-}
-_PROBABILITIES = ("probability", "fraction")
+    "constant": (_constant,), "exponential": (_exponential,), "shifted-exponential": (_constant, _exponential),
+    "gamma": (_gamma,), "lognormal": (_lognormal,), "pause": (_pause,), "slow": (_slow,),
+}  # fmt: skip
 
 
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
-    """The model that a text describes; the module's docstring has the language.
+    """The model that a text describes in the module's language; UserError if it is none.
 
-    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`. UserError if the
-    text is no model.
+    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`.
 
     >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
     >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)
@@ -178,13 +170,12 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
     values = dict(zip(allowed, given, strict=False))
     for key, value in values.items():
-        if key in _PROBABILITIES and value > 1:
+        if key in ("probability", "fraction") and value > 1:
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             needed = "above 0" if key == "shape" else "1 or more"
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is {needed}")
-    scale = unit if seconds is None else _number(seconds, term)
-    return [(partial(kind, **values), scale) for kind in kinds]
+    return [(partial(kind, **values), unit if seconds is None else _number(seconds, term)) for kind in kinds]
 
 
 def _number(word: str, term: str) -> float:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 CANDIDATES = 200
 # The lowest candidate is the shortest time in which a rank has computed so many micro-batches.
 FIRST_CANDIDATE = 6
+# Draws of the coming step's times.
+DRAWS = 64
+# Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
+# else a worker that was slow once would never be seen again.
+LOOK = 32
+# Iterations of a model's training that a step waits for.
+LEARN = 50
+# Fewest seconds of a step beside its passes.
+_LEAST = 1e-6
 
 
 class Threshold(NamedTuple):
@@ -62,17 +71,6 @@ def threshold_at(tau: float, ends: F64, overhead: float = 0.0) -> Threshold:
     # micro-batch will not end in time; it finds the same thresholds.
     gains = finished * (longest + overhead) / (np.minimum(tau, longest) + overhead) - 1
     return Threshold(tau, float(1 - finished.mean()), float(gains.mean()))
-
-
-# Draws of the coming step's times.
-DRAWS = 64
-# Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
-# else a worker that was slow once would never be seen again.
-LOOK = 32
-# Iterations of a model's training that a step waits for.
-LEARN = 50
-# Fewest seconds of a step beside its passes.
-_LEAST = 1e-6
 
 
 @dataclass(frozen=True)

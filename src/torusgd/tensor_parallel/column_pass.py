@@ -20,6 +20,8 @@ from .exchange import OWN, ActivationBlock, ActivationBlocks, Exchange, Transfer
 from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
+Sink = Callable[[int, int, Tensor, Tensor | None], None]
+"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 class Joined(NamedTuple):
@@ -75,10 +77,6 @@ def block_gradient(
     return gradient.mul_(scale / len(targets))
 
 
-Sink = Callable[[int, int, Tensor, Tensor | None], None]
-"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
-
-
 class _Saved(NamedTuple):
     """The tensors of a layer's forward pass that its backward pass needs."""
 
@@ -100,8 +98,7 @@ class ColumnPass:
     def __init__(self, tail: ParallelTail, precision: Precision, smoothing: float, seed: int, sink: Sink) -> None:
         self._layers, self._layouts, self._rank = tail.tail.layers, tail.layouts, tail.groups.world.rank
         self._precision, self._smoothing, self._seed, self._sink = precision, smoothing, seed, sink
-        pairs = pairwise([OWN, *tail.layouts])
-        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairs]
+        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairwise([OWN, *tail.layouts])]
         self._to_targets = Exchange(OWN, tail.layouts[-1], tail.groups)
         self._to_numbers = Exchange(tail.layouts[-1], tail.layouts[-1], tail.groups)
 

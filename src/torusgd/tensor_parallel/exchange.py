@@ -128,8 +128,10 @@ class Exchange:
         self._groups, self._group = groups, groups.model_parallel(span)
         first = rank // span * span
         self._peers = range(first, first + span)
-        self._sent = [(peer, block) for peer in self._peers for block in _needed(source, target, rank, peer)]
-        self._received = [(peer, block) for peer in self._peers for block in _needed(source, target, peer, rank)]
+        # The blocks that the one rank holds in `source` and the other needs in `target`.
+        held, owners = source.activations, target.owners
+        self._sent = [(peer, each) for peer in self._peers for each in held(rank) if each.owner in owners(peer)]
+        self._received = [(peer, each) for peer in self._peers for each in held(peer) if each.owner in owners(rank)]
 
     def forward(self, activations: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
         """Sends the activations that this rank holds in `source`: (images, widths[block]), of one dtype."""
@@ -161,12 +163,6 @@ class Exchange:
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
         return Transfer(self._groups.watch(work), received, blocks, shapes)
-
-
-def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:
-    # The blocks that `rank` holds in `source` and `peer` needs in `target`.
-    owners = target.owners(peer)
-    return [block for block in source.activations(rank) if block.owner in owners]
 
 
 def join_columns(arrived: Sequence[tuple[ActivationBlock, Tensor]]) -> dict[int, Tensor]:

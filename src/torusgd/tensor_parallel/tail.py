@@ -34,6 +34,7 @@ ELEMENTWISE = (
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
 """modules of a tail beside nn.Linear: without parameters or state, and computed an element at a time"""
+ModelParallel = int | Literal["auto"]
 
 
 @runtime_checkable
@@ -86,10 +87,6 @@ def column_tail(model: nn.Module, blocks: int) -> ColumnTail:
     """Cuts each linear layer of a network's tail into column blocks (the recipe's `column_blocks`).
 
     UserError if the network has no tail, or a layer has fewer outputs than there are blocks.
-
-    >>> tail = column_tail(nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), blocks=2)
-    >>> [(layer.name, [tuple(block.weight.shape) for block in layer.blocks]) for layer in tail.layers]
-    [('1', [(3, 4), (3, 4)]), ('3', [(1, 6), (2, 6)])]
     """
     front, modules = _split(model, blocks)
     names = {module: name for name, module in model.named_modules()}
@@ -157,13 +154,10 @@ class ParallelTail:
         self.tail, self.parallel = tail, list(parallel)
         self.layouts = [Layout(m, len(layer.blocks)) for m, layer in zip(parallel, tail.layers, strict=True)]
         self.groups = ParallelGroups(parallel, world, watch)
-        self.slots = list[Slot]()
-        """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
+        self.slots = list[Slot]()  # column blocks as their gradients are ready: the last layer first, block by block
         self._order: list[tuple[int, int]] = []  # the layer and the block of each slot
-        self.held: dict[str, list[Tensor]] = {}
-        """the column blocks that this rank updates, by parameter"""
-        self.held_slots: dict[tuple[int, int, bool], int] = {}
-        """the index among this rank's slots by (layer, block, whether it is the bias)"""
+        self.held: dict[str, list[Tensor]] = {}  # the column blocks that this rank updates, by parameter
+        self.held_slots: dict[tuple[int, int, bool], int] = {}  # indices there by (layer, block, is the bias)
         for number, layer in reversed([*enumerate(tail.layers)]):
             for index, block in enumerate(layer.blocks):
                 for is_bias, tensor in ((True, block.bias), (False, block.weight)):
@@ -209,9 +203,6 @@ class ParallelTail:
         self.groups.close()
 
 
-ModelParallel = int | Literal["auto"]
-
-
 def hybrid_volume(
     inputs: int, weights: int, nodes: int, batch: int, groups: float, overlap: float = 0.0, size: int = 4
 ) -> tuple[float, float]:
@@ -238,8 +229,7 @@ def best_groups(
 ) -> int:
     """The G with the least exact volume; the larger of two equals, which sends fewer messages.
 
-    `batch` are the images of a step over all nodes; `among` are the numbers of groups to choose from (None: all
-    divisors of N).
+    `batch` are the images of a step over all nodes, `among` the numbers of groups to choose from (None: N's divisors).
 
     >>> best_groups(4096, 4096 * 4096, nodes=64, batch=256)
     2
