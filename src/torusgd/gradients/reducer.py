@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.allreduce import ShardCollectives
 from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
-from ..comm.monitor import DeviceClock
+from ..comm.monitor import DeviceClock, Mark
 from ..comm.tuning.profile import Profile
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -257,6 +257,10 @@ class Reducer:
         self._maximum_over_ranks(self._maxima)
         check(result)
         self.sum.set_maxima(self._maxima)
+
+    def ready_at(self, mark: Mark) -> None:
+        """This rank's own work was done at a mark, before it helped others."""
+        self.last_ready = mark
 
     def wait(self) -> None:
         """Returns when all messages of a step have arrived, on a GPU before it is there."""

@@ -189,7 +189,7 @@ class TrainStep:
                 own_done = self.reducer.clock.mark()
             sent = self._pass(view, work, worker)
         if own_done is not None:  # ranks are compared by what they take for their own shares
-            self.reducer.last_ready = own_done
+            self.reducer.ready_at(own_done)
         self.clock.end_work(own_done or self.reducer.clock.mark(), max(1, work.own))
         if not self.reducer.is_measuring:
             seen = replace(view, is_stopping=self.requests.is_stopping)
