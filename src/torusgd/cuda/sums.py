@@ -207,8 +207,7 @@ def verdict(v: Verdict) -> None:
     is_going = v.going > 0
     old = v.scales.double()
     v.factors.copy_(1.0 / (old * v.addends))
-    underflow = lost / (v.elements * v.addends)
-    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, underflow]))
+    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, lost / (v.elements * v.addends)]))
     v.bounds.copy_(torch.where(is_going, reach / old, v.bounds))
     v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
     moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())

@@ -268,8 +268,7 @@ def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixel
     # The pixels at these points, black outside the image.
     down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
-    picked = image[:, down.clip(0, height - 1), right.clip(0, width - 1)]
-    return np.where(inside, picked, np.uint8(0))
+    return np.where(inside, image[:, down.clip(0, height - 1), right.clip(0, width - 1)], np.uint8(0))
 
 
 def _opposite(image: Pixels, operation: str) -> Pixels | float:
@@ -302,9 +301,7 @@ def _smooth(image: Pixels) -> Pixels:
 
 def _stretched(plane: Pixels) -> Pixels:
     low, high = int(plane.min()), int(plane.max())
-    if low == high:
-        return plane
-    return ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
+    return plane if low == high else ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
 
 
 def _equalized(plane: Pixels) -> Pixels:
@@ -314,5 +311,4 @@ def _equalized(plane: Pixels) -> Pixels:
     step = int(counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
     if step == 0:
         return plane
-    table = (np.cumsum(counts) - counts + step // 2) // step
-    return table.clip(0, 255).astype(np.uint8)[plane]
+    return ((np.cumsum(counts) - counts + step // 2) // step).clip(0, 255).astype(np.uint8)[plane]

@@ -149,8 +149,7 @@ class LoaderProcesses:
         finally:
             self._idle.put(process)
         known |= {name: torch.from_numpy(array) for name, array in arrays.items()}
-        batch = Batch(torch.from_numpy(memory), table=self._pipeline.table, **known)
-        return self._pipeline.joined(batch, message)
+        return self._pipeline.joined(Batch(torch.from_numpy(memory), table=self._pipeline.table, **known), message)
 
 
 class SharedMemory:
@@ -280,8 +279,7 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
             # As arrays: a pipe would move tensors by files.
             arrays = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
-            known = {"positions": batch.positions, "replaced": batch.replaced}
-            made = tuple(batch.images.shape), known, arrays
+            made = tuple(batch.images.shape), {"positions": batch.positions, "replaced": batch.replaced}, arrays
         except (UserError, RunError, OSError) as error:
             made = error
         except Exception as error:

@@ -160,8 +160,7 @@ def list_pictures(root: Path, folders: Sequence[str], split: str, progress: Prog
             progress(number)
             yield names
 
-    found = Names.arrays(split, runs())
-    return found | {f"{split} labels": np.repeat(np.arange(len(folders), dtype=np.int64), counts)}
+    return Names.arrays(split, runs()) | {f"{split} labels": np.arange(len(folders), dtype=np.int64).repeat(counts)}
 
 
 def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays:

@@ -29,9 +29,8 @@ class BatchSizeSchedule:
 
     def __init__(self, batches: Mapping[int, int], rate: Literal["linear", "sqrt", "constant"] = "linear") -> None:
         if min(batches, default=1) != 0 or min(batches.values()) < 1:
-            raise UserError(
-                f"batches: a batch of at least 1 by each position, the first of them 0; got {dict(batches)}"
-            )
+            wanted = "a batch of at least 1 by each position, the first of them 0"
+            raise UserError(f"batches: {wanted}; got {dict(batches)}")
         if rate not in ("linear", "sqrt", "constant"):
             raise UserError(f"rate: linear, sqrt or constant, got {rate}")
         self._starts = sorted(batches)
@@ -185,11 +184,10 @@ class StreamSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self._drawn is not None and self.steps in range(*self._drawn):
             first, end = self._drawn
-            raise RuntimeError(
-                f"the samples of {end - first} steps were drawn and {self.steps - first} steps counted as trained on: "
-                "call step() after each step of the optimizer, or follow(optimizer) once; and no library may divide "
-                "the batches between ranks again, since each rank's are its own already"
-            )
+            what = f"the samples of {end - first} steps were drawn and {self.steps - first} steps counted as trained on"
+            remedy = "call step() after each step of the optimizer, or follow(optimizer) once"
+            also = "no library may divide the batches between ranks again, since each rank's are its own already"
+            raise RuntimeError(f"{what}: {remedy}; and {also}")
         begin, end = self.steps, self._epoch_end(self.steps)
         for step in range(begin, end):
             for positions in self.positions(step):
@@ -222,10 +220,9 @@ class StreamSampler(Sampler[list[int]]):
             if state[name] != value:
                 raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
         if state["steps"] < self.steps:
-            raise ValueError(
-                f"the state is of step {state['steps']} and step {self.steps} was loaded or trained on already: "
-                "use seek() to go back, and don't restore a loader's own state beside the sampler's"
-            )
+            both = f"of step {state['steps']} and step {self.steps} was loaded or trained on already"
+            remedy = "use seek() to go back, and don't restore a loader's own state beside the sampler's"
+            raise ValueError(f"the state is {both}: {remedy}")
         self.seek(state["steps"])
 
     def _identity(self) -> State:

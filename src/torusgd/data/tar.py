@@ -184,10 +184,8 @@ class RangeCache:
             return
         try:
             handle = os.open(self._folder / f"{file}.tar", os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
+            with os.fdopen(handle, "wb", buffering=0):  # which truncates nothing
                 os.pwrite(handle, data, begin)
-            finally:
-                os.close(handle)
             # After the data: a crash in between leaves a 0, and the range is fetched again.
             self._sums[number] = _sum(data)
         except OSError as error:
@@ -224,10 +222,8 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
             with replacing(file) as temporary:
                 store.get(name, temporary)
     except FileNotFoundError:
-        raise UserError(
-            f"{store.url}/{name}: there is no index; write it where the tar files are, with torusgd data index, and "
-            "copy it beside them"
-        ) from None
+        remedy = "write it where the tar files are, with torusgd data index, and copy it beside them"
+        raise UserError(f"{store.url}/{name}: there is no index; {remedy}") from None
     except OSError as error:
         raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
     return file

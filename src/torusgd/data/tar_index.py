@@ -189,10 +189,8 @@ class _Walk:
         # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
         if not label:
-            raise UserError(
-                f"{self._file}: {picture.name} has no label: wanted is {key.strip('/')}.cls or .json beside it, or a "
-                "folder in the tar file, which is its class"
-            )
+            wanted = f"{key.strip('/')}.cls or .json beside it, or a folder in the tar file, which is its class"
+            raise UserError(f"{self._file}: {picture.name} has no label: wanted is {wanted}")
         return label
 
 

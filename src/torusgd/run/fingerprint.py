@@ -237,9 +237,7 @@ def changes(then: Conditions, now: Conditions) -> str:
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], mixed: bool) -> tuple[Differences, bool]:
     """How two fingerprints differ, and whether they do in their conditions alone."""
     result = _differing(*({key: value for key, value in each.items() if key != "conditions"} for each in (one, two)))
-    if result or mixed:
-        return result, False
-    return _differing(one["conditions"], two["conditions"]), True
+    return (result, False) if result or mixed else (_differing(one["conditions"], two["conditions"]), True)
 
 
 def _differing(one: Mapping[str, object], two: Mapping[str, object]) -> Differences:
@@ -303,8 +301,7 @@ def check_stored(name: str) -> None:
     if sorted(code := code_of(words)) != sorted(entry["code"]):
         pairs = zip(code, entry["code"], strict=False)
         place = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(words) - 1)
-        raise UserError(
-            f"portable arithmetic: torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}, "
-            f"from operator {place} of {len(words)} on, {words[place].partition('.')[0]}: weights would have other "
-            f"bits; use torch {entry['torch']}, or precision: float32"
-        )
+        both = f"torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}"
+        what = f"{both}, from operator {place} of {len(words)} on, {words[place].partition('.')[0]}"
+        remedy = f"use torch {entry['torch']}, or precision: float32"
+        raise UserError(f"portable arithmetic: {what}: weights would have other bits; {remedy}")

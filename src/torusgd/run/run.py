@@ -330,8 +330,7 @@ class Run:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)
             summary["records"] = self._recorder.result(summary, {**figures_of(evaluation), **top1})
-            records = {"records_sha256": summary["records"]["sha256"]}
-            write_result(run_dir, tensors, summary, self._metadata | records)
+            write_result(run_dir, tensors, summary, self._metadata | {"records_sha256": summary["records"]["sha256"]})
         return summary
 
     def _take_newest(self) -> Agreed:

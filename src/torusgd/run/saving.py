@@ -102,8 +102,7 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
 def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
     """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
     model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    rest = {name: t for name, t in tensors.items() if not name.startswith(MODEL)}
-    return Checkpoint(model, rest, state.as_dict())
+    return Checkpoint(model, {name: t for name, t in tensors.items() if not name.startswith(MODEL)}, state.as_dict())
 
 
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:

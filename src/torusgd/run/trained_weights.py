@@ -125,8 +125,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
     tensors, metadata = load_weights(file)
     recipe = _recipe(file, metadata, None, overrides)
     classes = tuple(_class_names(file, metadata))
-    network = _with_weights(file, tensors, model_of(recipe, len(classes)))
-    return TrainedModel(file, network.eval(), recipe, classes)
+    return TrainedModel(file, _with_weights(file, tensors, model_of(recipe, len(classes))).eval(), recipe, classes)
 
 
 def open_trained(
