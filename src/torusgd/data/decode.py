@@ -372,9 +372,7 @@ class EncodedImages(ABC):
     reads_ahead: bool = False  # whether `expect` makes reading faster
 
     def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
-        self.classes = tuple(classes)
-        self.labels = labels
-        self.channels = channels
+        self.classes, self.labels, self.channels = tuple(classes), labels, channels
         self._decoder: NvJpeg | None = None
         self._check: Callable[[bytes], object] = len
 

@@ -37,8 +37,7 @@ class PictureFiles(EncodedImages):
         folders: Sequence[str] | None = None,
     ) -> None:
         super().__init__(classes, labels, channels)
-        self.root, self.names = root, names
-        self._folders = folders
+        self.root, self.names, self._folders = root, names, folders
 
     def where(self, index: int) -> str:
         # The folder of a class is stored once, not with each name: 14 million names would grow by a half.

@@ -60,8 +60,7 @@ class Pipeline:
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         if data.pixels == "portable" and isinstance(source, EncodedImages):
             source = source.checked(require_specified)
-        self.source = source
-        self.allocate = allocate
+        self.source, self.allocate = source, allocate
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._encoded = source if isinstance(source, EncodedImages) else None

@@ -270,8 +270,6 @@ def subset(source: Source, indices: Int64) -> Source:
 
 
 class _Subset:
-    """Of a source that is not `EncodedImages`."""
-
     def __init__(self, source: Source, indices: Int64) -> None:
         self.classes, self.labels = source.classes, source.labels[indices]
         self._read, self._indices = source.read, indices
@@ -290,8 +288,6 @@ class _Subset:
 
 
 class _EncodedSubset(EncodedImages):
-    """Of encoded images, which are decoded here."""
-
     def __init__(self, source: EncodedImages, indices: Int64) -> None:
         super().__init__(source.classes, source.labels[indices], source.channels)
         self._source, self._indices, self.reads_ahead = source, indices, source.reads_ahead

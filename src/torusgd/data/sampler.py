@@ -33,9 +33,8 @@ class BatchSizeSchedule:
             raise UserError(f"batches: {wanted}; got {dict(batches)}")
         if rate not in ("linear", "sqrt", "constant"):
             raise UserError(f"rate: linear, sqrt or constant, got {rate}")
-        self._starts = sorted(batches)
+        self._starts, self._rate = sorted(batches), rate
         self._batches = [batches[start] for start in self._starts]
-        self._rate = rate
 
     def __call__(self, consumed: int) -> int:
         """The batch of a step before which so many samples were consumed."""
@@ -165,10 +164,7 @@ class StreamSampler(Sampler[list[int]]):
         return self._start(step + 1) - self._start(step)
 
     def positions(self, step: int | None = None) -> list[range]:
-        """This rank's micro-batches of a step (None: the one being trained on), as positions in the stream.
-
-        They are keys for draws that any rank can repeat.
-        """
+        """This rank's micro-batches of a step (None: the present one), as positions in the stream, to key draws by."""
         step = self.steps if step is None else step
         rank, ranks = self.rank, self.world_size
         start, batch = self._start(step), self.batch(step)
@@ -201,10 +197,9 @@ class StreamSampler(Sampler[list[int]]):
     @property
     def batch_size(self) -> int:
         # What divides the batches of a sampler between ranks (Accelerate's prepare) looks here first, and nothing else.
-        raise UserError(
-            "a library is about to divide the stream's batches between ranks, which are each rank's own already: with "
-            "Accelerate take stream_loader of torusgd.integrations.accelerate, and don't give its loader to prepare()"
-        )
+        what = "a library is about to divide the stream's batches between ranks, which are each rank's own already"
+        remedy = "take stream_loader of torusgd.integrations.accelerate, and don't give its loader to prepare()"
+        raise UserError(f"{what}: with Accelerate {remedy}")
 
     def state_dict(self) -> State:
         """Plain integers; the same on every rank, and good for any number of ranks."""

@@ -178,10 +178,7 @@ class Run:
                 each.close()
 
     def _train(self, saved: int, is_due: bool) -> RunResult | None:
-        """How this rank's part, from the checkpoint of step `saved` on, ends before the last step; None: it does not.
-
-        With `is_due` another checkpoint is written at once.
-        """
+        """How this rank's part ends before the last step; None: it does not. `is_due`: a checkpoint, at once."""
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.saved = saved
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
