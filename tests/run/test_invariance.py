@@ -162,20 +162,23 @@ SHARDED: dict[str, Case] = {
         ("LAMB", LAMB, {"allreduce": "ring"}),
     )
 }
+FLOATS: dict[str, Case] = {
+    f"{wire} sums": Case((*WIDE, f"reduction={wire}", f"float32_norms={norms}"), {"allreduce": allreduce})
+    for wire, norms, allreduce in (("float32", "false", "native"), ("float16", "true", "ring"))
+}
 CASES: dict[str, Case] = {
     **{name: Case((*DIGITS, *overrides)) for name, overrides in OF_DIGITS.items()},
     **{name: Case(DIGITS, options) for name, options in SENT.items()},
     **TINIES,
     **SOURCES,
     **SHARDED,
+    **FLOATS,
     **{name: Case(overrides, recipe=name) for name, overrides in NETWORKS.items()},
 }
 COMPARED = (
     "weights_sha256", "top1", "top5", "loss", "train_loss", "replaced_images", "excluded_images", "redone_steps",
     "skipped_steps", "top1_before_polish",
 )  # fmt: skip
-
-FLOATS = {"float32": "native", "float16": "ring"}
 
 
 def train_cases(given: Path, out: Path, names: list[str], max_steps: int | None = None, **more: Any) -> None:
@@ -281,21 +284,12 @@ def test_cases_are_what_they_claim(names: list[str], alone: Alone) -> None:
         assert 0 < alone["skipped steps"]["skipped_steps"] < 4
 
 
-def train_on_floats(out: Path) -> None:
-    for wire, allreduce in FLOATS.items():
-        for update in ("replicated", "sharded"):
-            norms = f"float32_norms={str(wire == 'float16').lower()}"
-            recipe = load_recipe("digits", [*WIDE, f"reduction={wire}", norms]).recipe
-            recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-            options: dict[str, Any] = {"drift_every": 1, "allreduce": allreduce, "update": update}
-            train_on_ranks(out / f"{wire} {update}", recipe, RuntimeOptions(**options))
-
-
 @pytest.mark.slow
-def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(tmp_path: Path) -> None:
-    run_ranks(3, train_on_floats, tmp_path)
-    for wire in FLOATS:
-        losses = [summary(tmp_path / f"{wire} {update}")["train_loss"] for update in ("replicated", "sharded")]
+def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(given: Path, tmp_path: Path) -> None:
+    for update in ("replicated", "sharded"):
+        run_ranks(3, partial(train_cases, update=update), given, tmp_path / update, [*FLOATS])
+    for name in FLOATS:
+        losses = [summary(tmp_path / update / name)["train_loss"] for update in ("replicated", "sharded")]
         assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
