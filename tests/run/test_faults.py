@@ -110,8 +110,7 @@ def test_vanished_data_end_the_run_and_their_return_lets_it_go_on(tmp_path: Path
     assert process.end() == 1, process.output
     assert re.search(f" of 2 ranks can't read .*No such file or directory: '{data}/", one_line(process))
     again = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
-    assert again.end() == 2
-    assert one_line(again) == f"torusgd: --data {data}: there is no such file or folder"
+    assert (again.end(), one_line(again)) == (2, f"torusgd: --data {data}: there is no such file or folder")
     elsewhere.rename(data)
     process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
     expected = results(run_alone(tmp_path / "undisturbed", recipe, data=data))

@@ -221,8 +221,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "parquet" in FOLDERS:
         write_parquet(root / "tables")
     network = Model(name="digits-net", options=load_recipe("digits").recipe.model.options)
-    weights = build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict()
-    save_file(weights, root / "ten.safetensors")
+    save_file(build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict(), root / "ten.safetensors")
     return root
 
 

@@ -60,11 +60,9 @@ def test_what_is_written_is_read_also_a_tensor_with_two_names(tmp_path: Path) ->
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
     assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
     assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
-    assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
-    assert os.listdir(tmp_path) == ["step-00000007"]
+    assert (load_weights(path / FILES[0])[1], os.listdir(tmp_path)) == ({"classes": '["a"]'}, ["step-00000007"])
     shared = torch.nn.Linear(2, 2)
-    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
-    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    save_weights(tmp_path / "w.safetensors", torch.nn.Sequential(shared, torch.nn.ReLU(), shared).state_dict(), {})
     tensors, _ = load_weights(tmp_path / "w.safetensors")
     assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
@@ -90,8 +88,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     for _ in range(2):  # the second time they have been set aside before
         with refused("damaged checkpoints alone", str(tmp_path), RunError, TMP=tmp_path):
             checkpoints.newest_checkpoint(tmp_path, told.append)
-    assert len(told) == 2
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
+    assert (len(told), sorted(os.listdir(tmp_path))) == (2, ["step-00000004.damaged", "step-00000008.damaged"])
     assert checkpoints.newest_checkpoint(tmp_path / "none", told.append) is None
     write(tmp_path, 8)  # a copy of it, put back, is damaged as well
     flip_a_byte(tmp_path / "step-00000008" / FILES[1])
