@@ -56,15 +56,10 @@ def test_idx(tmp_path: Path, zipped: bool, separator: str) -> None:
 
 GOOD = idx(IMAGES["train"])
 BAD_IDX = {
-    "empty": b"",
-    "cut in the header": GOOD[:10],
-    "another type": GOOD[:2] + b"\x0d" + GOOD[3:],
-    "another number of dims": GOOD[:3] + b"\x01" + GOOD[4:],
-    "one byte short": GOOD[:-1],
-    "one byte more": GOOD + b"\0",
-    "terabytes": GOOD[:4] + b"\xff" * 12 + GOOD[16:],
-    "text": b"<html>not found</html>",
-}
+    "empty": b"", "cut in the header": GOOD[:10], "text": b"<html>not found</html>",
+    "another type": GOOD[:2] + b"\x0d" + GOOD[3:], "another number of dims": GOOD[:3] + b"\x01" + GOOD[4:],
+    "one byte short": GOOD[:-1], "one byte more": GOOD + b"\0", "terabytes": GOOD[:4] + b"\xff" * 12 + GOOD[16:],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -141,14 +136,12 @@ def test_nothing_is_unpickled(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
 
 
 BAD_ARRAYS: dict[str, dict[str, Any]] = {
-    "float images": {"train_images": IMAGES["train"] / 255},
-    "flat images": {"eval_images": IMAGES["t10k"].reshape(4, -1)},
-    "float labels": {"train_labels": LABELS["train"] / 1.0},
+    "float images": {"train_images": IMAGES["train"] / 255}, "float labels": {"train_labels": LABELS["train"] / 1.0},
+    "flat images": {"eval_images": IMAGES["t10k"].reshape(4, -1)}, "an array missing": {"eval_labels": None},
     "fewer labels": {"train_labels": LABELS["train"][:5]},
-    "an array missing": {"eval_labels": None},
     "negative labels": {"train_labels": LABELS["train"].astype(np.int8) - 1},
     "images without pixels": {"train_images": np.zeros((9, 0, 5), np.uint8)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["npz", "npy"])
@@ -418,28 +411,18 @@ def test_validation_images_are_training_images_by_key_that_are_not_trained_on(ki
 
 
 MISTAKES = {
-    "unknown source": grey("digit"),
-    "path for digits": grey("digits"),
-    "option of digits": grey("digits", options={"noise": 1}),
-    "option of synthetic": synthetic(options={"nois": 1}),
-    "noise above 1": synthetic(options={"noise": 1.5}),
-    "noise as text": synthetic(options={"noise": "much"}),
-    "no size for synthetic": synthetic(train_images=None),
-    "no classes for frames": frames(classes=None),
-    "frames can't be resized": frames(resize=40),
+    "unknown source": grey("digit"), "path for digits": grey("digits"), "no path": grey("mnist"),
+    "option of digits": grey("digits", options={"noise": 1}), "option of synthetic": synthetic(options={"nois": 1}),
+    "noise above 1": synthetic(options={"noise": 1.5}), "noise as text": synthetic(options={"noise": "much"}),
+    "no size for synthetic": synthetic(train_images=None), "no classes for frames": frames(classes=None),
+    "frames can't be resized": frames(resize=40), "option of frames": frames(options={"nois": 1}),
     "frames in colour": frames(channels=3, mean=(0.5,) * 3, std=(0.5,) * 3),
-    "option of frames": frames(options={"nois": 1}),
-    "noise of frames": frames(options={"noise": -1}),
-    "no path": grey("mnist"),
-    "no path for a folder": folder_data(),
-    "classes": grey("digits", classes=11),
-    "channels": Data(source="digits", image_size=8),
-    "too many images": grey("digits", eval_images=361),
-    "all for validation": grey("digits", validation_images=1437),
-    "own, not importable": grey("no_such_module:source"),
-    "own, not a source": grey("tests.data.own:incomplete"),
+    "noise of frames": frames(options={"noise": -1}), "no path for a folder": folder_data(),
+    "classes": grey("digits", classes=11), "channels": Data(source="digits", image_size=8),
+    "too many images": grey("digits", eval_images=361), "all for validation": grey("digits", validation_images=1437),
+    "own, not importable": grey("no_such_module:source"), "own, not a source": grey("tests.data.own:incomplete"),
     "own, labels": Data(source="tests.data.own:mislabelled", image_size=8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)

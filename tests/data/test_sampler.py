@@ -242,10 +242,7 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
 
 
 WRONG: dict[str, Any] = {
-    "length": {"length": 0},
-    "batch_size": {"batch_size": 0},
+    "length": {"length": 0}, "batch_size": {"batch_size": 0}, "0 micro-batches": {"micro_batches": 0},
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
-    "one a rank at least": {"micro_batches": 2, "world_size": 3},
-    "rank 2 of 2": {"rank": 2, "world_size": 2},
-    "0 micro-batches": {"micro_batches": 0},
-}
+    "one a rank at least": {"micro_batches": 2, "world_size": 3}, "rank 2 of 2": {"rank": 2, "world_size": 2},
+}  # fmt: skip

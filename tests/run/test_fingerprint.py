@@ -183,11 +183,9 @@ class Thrice(nn.Module):
 
 
 NETWORK = (
-    "precision=portable",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4]}",
-    "virtual_workers=2",
     "model={name: 'tests.run.test_fingerprint:Thrice', options: {}}",
-    "label_smoothing=0.0",
+    *("precision=portable", "virtual_workers=2", "label_smoothing=0.0"),
 )
 
 

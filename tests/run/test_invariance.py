@@ -40,22 +40,18 @@ DIGITS = (
     "data.eval_images=70",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 4.0, warmup: {length: 2st}}",
-    "evaluate={every: 3st, images_per_chunk: 50}",
-    "polish={images: 250, images_per_batch: 100}",
+    *("evaluate={every: 3st, images_per_chunk: 50}", "polish={images: 250, images_per_batch: 100}"),
 )
 SENT: dict[str, dict[str, Any]] = {
-    "small buckets": {"buckets": 0.001},
-    "halving-doubling": {"allreduce": "halving-doubling"},
+    "small buckets": {"buckets": 0.001}, "halving-doubling": {"allreduce": "halving-doubling"},
     "torus": {"allreduce": "torus", "buckets": 0.01},
-}
+}  # fmt: skip
 """cases that differ in what is sent alone, and so have the weights of `float32`"""
 OF_DIGITS: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("precision=bfloat16",),
     "float16": (  # which a CPU computes slowly
-        "precision=float16",
-        "loss_scale.initial=1.0e+12",
-        "virtual_workers=7",
+        "precision=float16", "loss_scale.initial=1.0e+12", "virtual_workers=7",
         "stages=[{until: 1st, images_per_worker: 3}, {until: 3st, images_per_worker: 2}]",
     ),
     "torn images": (
@@ -63,32 +59,23 @@ OF_DIGITS: dict[str, tuple[str, ...]] = {
         "data.max_replaced=1.0",
     ),
     "keys of the records": (
-        "data.resize=10",
-        "data.augment={crop: random, flip: 0.5}",
-        "model.batch_norm_momentum=1.0",
-        "noise_scale={exact: true, batch: 50}",
-        "optimizer.bias_rate=2.0",
-        "optimizer.variant=nnabla",
-        "optimizer.eps=1.0e-6",
-        "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
+        "data.resize=10", "data.augment={crop: random, flip: 0.5}", "model.batch_norm_momentum=1.0",
+        "noise_scale={exact: true, batch: 50}", "optimizer.bias_rate=2.0", "optimizer.variant=nnabla",
+        "optimizer.eps=1.0e-6", "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
     ),
     "fewer epochs": (
         "stages=[{until: 3st, images_per_worker: 3, image_size: 6, resize: 7}, {until: 5st, images_per_worker: 5}]",
         "data.augment={crop: shift, shift: 1, flip: alternating, rotation: 0.3, distortion: 0.2, brightness: 0.1, "
         "contrast: 1.2, noise: 0.05}",
-        "average={half_life: 2st, every: 2}",
-        "loss=binary-cross-entropy",
-        "polish={steps: 3, images_per_batch: 7}",
+        "average={half_life: 2st, every: 2}", "loss=binary-cross-entropy", "polish={steps: 3, images_per_batch: 7}",
         "evaluate={every: 3st, images_per_chunk: 50, flip: true}",
     ),
     "batch norm as Fujitsu's": (
-        "model.batch_norm_workers=each",
-        "data.augment={crop: shift, shift: 1}",
+        "model.batch_norm_workers=each", "data.augment={crop: shift, shift: 1}", "polish={steps: 2}",
         "stages=[{until: 2st, images_per_worker: 3, extra_pass: true}, {until: 3st, images_per_worker: 3}, "
         "{until: 5st, images_per_worker: 3, augment: false, extra_pass: true}]",
-        "polish={steps: 2}",
     ),
-}
+}  # fmt: skip
 # What users of timm bring along: other classes, frozen layers, optimisers, mixing; two steps, evaluated at the end.
 SHORT = (*TINY, "stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
 TINIES: dict[str, Case] = {
@@ -136,10 +123,8 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 WIDE = (
     "model.options={width: 24, dropout: 0.1}",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
-    "rate={lr: 4.0, warmup: {length: 2st}}",
-    "data.eval_images=90",
-    "evaluate={every: 4st, images_per_chunk: 40}",
-    "polish={images: 100, images_per_batch: 50}",
+    *("rate={lr: 4.0, warmup: {length: 2st}}", "data.eval_images=90"),
+    *("evaluate={every: 4st, images_per_chunk: 40}", "polish={images: 100, images_per_batch: 50}"),
 )
 SGD = ("optimizer={name: sgd, momentum: 0.9, nesterov: true}", "rate={lr: 0.1}")
 ADAMW = ("optimizer={name: adamw, beta2: 0.99, weight_decay: 0.1}", "rate.lr=0.01")
@@ -169,10 +154,7 @@ FLOATS: dict[str, Case] = {
 CASES: dict[str, Case] = {
     **{name: Case((*DIGITS, *overrides)) for name, overrides in OF_DIGITS.items()},
     **{name: Case(DIGITS, options) for name, options in SENT.items()},
-    **TINIES,
-    **SOURCES,
-    **SHARDED,
-    **FLOATS,
+    **(TINIES | SOURCES | SHARDED | FLOATS),
     **{name: Case(overrides, recipe=name) for name, overrides in NETWORKS.items()},
 }
 COMPARED = (

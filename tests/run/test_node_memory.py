@@ -69,9 +69,8 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
     assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
     # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
     joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
-    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
-        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
-    ]
+    found = agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner)
+    assert found == [(4, 4, {"step": 4}, whole)] * 4
 
 
 @pytest.fixture
