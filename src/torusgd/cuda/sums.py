@@ -33,7 +33,6 @@ class DeviceGradientSum(IntegerGradientSum):
         # All sums in one piece of memory, so that one call clears them.
         self._all = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         self._messages = list(self._all.split(lengths))
-        self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
         self._factors = torch.zeros_like(self._scales)
         self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
         self._sizes = [torch.tensor(b.numels, device=device) for b in buckets]
@@ -124,12 +123,9 @@ class DeviceControl(ControlMessage):
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
     """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
 
-    Args:
-        sizes: int64 [slots], their elements.
-        scales: float32 [slots], powers of two.
-        message: int32 or int64, begins with the sums.
-        found: int32 [slots + 1]: of each slot the bits of the largest magnitude so far as float32, which are ordered as
-            the magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
+    `sizes` are the slots' elements, int64 [slots]; `scales` float32 [slots], powers of two; `message`, int32 or int64,
+    begins with the sums. `found`, int32 [slots + 1], has of each slot the bits of the largest magnitude so far as
+    float32, ordered as magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
     """
     flats = [gradient.reshape(-1) for gradient in gradients]
     values = torch.cat(flats).float()

@@ -163,10 +163,8 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
         share = beta(alpha, draws[i, _SHARE:]) if is_by_products(alpha) else arithmetic.beta(alpha, MIX, *key)
         shares[i] = share
         if pasted[i]:
-            rows, columns = (
-                _span(side, math.sqrt(1 - share), float(draws[i, number]))
-                for side, number in ((height, _ROW), (width, _COLUMN))
-            )
+            rows = _span(height, math.sqrt(1 - share), float(draws[i, _ROW]))
+            columns = _span(width, math.sqrt(1 - share), float(draws[i, _COLUMN]))
             images[i, :, rows, columns] = partners[i, :, rows, columns]
             # The edges may have cut the box, so the weight is that of the pixels that were pasted.
             shares[i] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)

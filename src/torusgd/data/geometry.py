@@ -80,14 +80,12 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
         return keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
 
     widest = power(math.e, augment.distortion)
-    distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
     most = augment.contrast
-    contrast = [[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
-        distortions=np.array(distortions),
+        distortions=np.array([power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]),
         brightness=augment.brightness * (2 * by_channel(_BRIGHTNESS) - 1),
-        contrast=np.array(contrast),
+        contrast=np.array([[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]),
         noise=augment.noise * draw(_NOISE),
         keys=np.stack([np.full_like(indices, seed), epochs, indices], axis=1),
     )

@@ -78,11 +78,8 @@ def _made(data: Data, seed: int, noise: float = 0.5) -> Pair:
         raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
     kind, size = Synthetic if data.source == "synthetic" else Frames, sides(data.resize or data.image_size)
     shape, amount = (*size, data.channels), round(noise * 256)
-    train, held_out = (
-        kind(count, data.classes, shape, seed, split, amount)
-        for split, count in enumerate((data.train_images, data.eval_images))
-    )
-    return train, held_out
+    key = data.classes, shape, seed
+    return kind(data.train_images, *key, 0, amount), kind(data.eval_images, *key, 1, amount)
 
 
 # Sources that need no path, and their options.

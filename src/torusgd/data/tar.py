@@ -235,10 +235,9 @@ def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, S
     store = Store(url) if (url := url_of(path)) is not None else None
     file, root = (path / index, str(path)) if store is None else (fetch_index(store, index), store.url)
     arrays = read_index(file, root)
-    classes = list(Names.of(arrays, "classes"))
     pair = list[Shards]()
     for name in SPLITS:
-        own = {key: arrays[f"{name} {key}"] for key in KINDS}, classes, channels
+        own = {key: arrays[f"{name} {key}"] for key in KINDS}, list(Names.of(arrays, "classes")), channels
         pair.append(Shards(root, *own) if store is None else RemoteShards(store, file.parent / name, *own))
         pair[-1].check(arrays[f"{name} shard sizes"].tolist())
     return pair[0], pair[1]

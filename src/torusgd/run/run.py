@@ -110,9 +110,8 @@ class Run:
     def run(self) -> RunResult:
         """Trains from the last good checkpoint, from what the ranks have retained, or from the start, to the end.
 
-        Raises:
-            RunError: Training can't go on; a checkpoint of the last good step stands if the disk allows it.
-            CommError: Other ranks are lost; those that are left may go on with what they `keep`.
+        RunError if it can't go on, with a checkpoint of the last good step if the disk allows it; CommError if other
+        ranks are lost: those that are left may go on with what they `keep`.
         """
         try:
             agreed = self._take_newest()
