@@ -33,6 +33,7 @@ class DeviceGradientSum(IntegerGradientSum):
         # All sums in one piece of memory, so that one call clears them.
         self._all = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         self._messages = list(self._all.split(lengths))
+        self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
         self._factors = torch.zeros_like(self._scales)
         self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
         self._sizes = [torch.tensor(b.numels, device=device) for b in buckets]
