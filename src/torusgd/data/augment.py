@@ -93,8 +93,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
         aspect = log_uniform(low, high, u_aspect)  # 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
-            top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
-            return Region(top, left, tall, wide, *size)
+            return Region(int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1)), tall, wide, *size)
     # None of the ten fits: the largest centred box whose aspect is allowed, as in torchvision.
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)

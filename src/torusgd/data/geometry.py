@@ -138,8 +138,7 @@ def scaled(height: int, width: int, shorter: int) -> Region:
     # Of an image more than four times as long as wide only the middle: the centre crop that follows never shows more,
     # and an image of a single row would need gigabytes.
     tall, wide = min(height, 4 * side), min(width, 4 * side)
-    top, left = (height - tall) // 2, (width - wide) // 2
-    return Region(top, left, tall, wide, shorter * tall // side, shorter * wide // side)
+    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, shorter * tall // side, shorter * wide // side)
 
 
 def render(image: Pixels, region: Region) -> Pixels:
