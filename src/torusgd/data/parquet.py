@@ -41,14 +41,9 @@ class TableImages(EncodedImages):
     """A source of the images in tables; `path` is the folder or name of the data set, for messages."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        path: Path,
-        files: Sequence[Path],
-        classes: Sequence[str],
-        labels: Int64,
-        channels: int,
-    ) -> None:
+        self, parts: Sequence[Part], path: Path, files: Sequence[Path],
+        classes: Sequence[str], labels: Int64, channels: int,
+    ) -> None:  # fmt: skip
         super().__init__(classes, labels, channels)
         self._parts, self._path, self._files = parts, path, files
         self.memory = sum(part.size for part in parts)

@@ -28,14 +28,9 @@ class PictureFiles(EncodedImages):
     """A source of picture files; names are paths from `root` or, with `folders` (by label), from that of the class."""
 
     def __init__(
-        self,
-        root: Path,
-        names: Names,
-        classes: Sequence[str],
-        labels: Int64,
-        channels: int,
+        self, root: Path, names: Names, classes: Sequence[str], labels: Int64, channels: int,
         folders: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(classes, labels, channels)
         self.root, self.names, self._folders = root, names, folders
 
@@ -88,13 +83,9 @@ def open_folders(path: Path, channels: int, once: Once = make_here, classes: str
 
 
 def open_csv(
-    path: Path,
-    channels: int,
-    once: Once = make_here,
-    train: str = "train.csv",
-    eval: str = "val.csv",
-    classes: str | None = None,
-) -> Pair:
+    path: Path, channels: int, once: Once = make_here,
+    train: str = "train.csv", eval: str = "val.csv", classes: str | None = None,
+) -> Pair:  # fmt: skip
     """Images that two CSV files list, in their order.
 
     `train`, `eval` and `classes` (as of `open_folder`) are files in PATH. A list has a column of paths, which start

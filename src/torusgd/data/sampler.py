@@ -91,16 +91,9 @@ class StreamSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        length: int,
-        batch_size: int | Callable[[int], int],
-        *,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        micro_batches: int | None = None,
-        repeats: int = 1,
-    ) -> None:
+        self, length: int, batch_size: int | Callable[[int], int], *, seed: int = 0, rank: int | None = None,
+        world_size: int | None = None, micro_batches: int | None = None, repeats: int = 1,
+    ) -> None:  # fmt: skip
         self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
         self._order = StreamOrder(length, seed, repeats)
         self.batches = batch_size

@@ -180,16 +180,11 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Of a job with its data, and on a rank with what its network is: the weights as drawn, and the operators."""
     return Fingerprint(
-        recipe_sha256=job.recipe.sha256(),
-        train_images=len(train),
-        data_sha256=data_sha256(train, held),
+        recipe_sha256=job.recipe.sha256(), train_images=len(train), data_sha256=data_sha256(train, held),
         init_sha256=weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else "",
-        drawn_sha256=drawn,
-        conditions=conditions or {},
+        drawn_sha256=drawn, conditions=conditions or {}, data_revision=commit_of(job.data), operators=operators,
         replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
-        data_revision=commit_of(job.data),
-        operators=operators,
-    )
+    )  # fmt: skip
 
 
 def fingerprint_on_rank(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:

@@ -62,16 +62,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        job: Job,
-        world: Group,
-        stop: StopFlag,
-        restarts: int,
-        liveness: Liveness | None = None,
-        retained: Retained | None = None,
-        generations: Generations | None = None,
-        memory: NodeMemory | None = None,
-    ) -> None:
+        self, job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness | None = None,
+        retained: Retained | None = None, generations: Generations | None = None, memory: NodeMemory | None = None,
+    ) -> None:  # fmt: skip
         self.liveness = liveness or Liveness()
         self.retained = retained = retained or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
@@ -85,12 +78,9 @@ class Run:
         self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
         requests = Requests(
-            self._must_stop,
-            self.liveness,
-            self._evaluations | saves | {self.steps},
-            save_due=self._saver.is_due,
+            self._must_stop, self.liveness, self._evaluations | saves | {self.steps}, save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
-        )
+        )  # fmt: skip
         limit, images = job.recipe.data.max_replaced, self.schedule.train_images
         replaced = ReplacedImages(limit, images, lambda: self.state.totals.replaced)
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
