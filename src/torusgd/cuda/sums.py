@@ -52,10 +52,8 @@ class DeviceGradientSum(IntegerGradientSum):
     def end_worker(self, bucket: int) -> None:
         """Adds the bucket's gradients of one virtual worker; one that did not come is zero."""
         b, waiting, found = self.buckets[bucket], self._waiting[bucket], self._found[bucket]
-        gradients = [
-            waiting[slot] if slot in waiting else torch.zeros(n, device=found.device)
-            for slot, n in zip(range(b.first, b.stop), b.numels, strict=True)
-        ]
+        slots = zip(range(b.first, b.stop), b.numels, strict=True)
+        gradients = [waiting[slot] if slot in waiting else torch.zeros(n, device=found.device) for slot, n in slots]
         waiting.clear()
         scales, message = self._scales[b.first : b.stop], self._messages[bucket]
         operators.add_gradients(gradients, self._sizes[bucket], scales, message, found)

@@ -246,7 +246,6 @@ def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Rang
 
 
 def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:
-    """The image shifted, sheared or rotated, by nearest neighbours."""
     height, width = image.shape[1:]
     # Coordinates of pixel centres; each pixel of the result shows the point that the change would bring to it.
     rows, columns = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")

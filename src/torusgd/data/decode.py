@@ -357,11 +357,10 @@ def nvjpeg(device: torch.device) -> NvJpeg:
     except (ImportError, OSError, RuntimeError) as error:
         remedy = "pip install torchvision (the extra torchvision)"
         raise UserError(f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); {remedy}") from error
-    modes: dict[int, Any] = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 
     def decode(pictures: Sequence[bytes], channels: int) -> Sequence[Tensor]:
         inputs = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in pictures]
-        return decode_jpeg(inputs, mode=modes[channels], device=device)
+        return decode_jpeg(inputs, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB, device=device)
 
     return NvJpeg(decode, lambda: torch.cuda.stream(stream))
 

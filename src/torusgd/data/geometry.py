@@ -164,9 +164,8 @@ def resample(image: Pixels, region: Region) -> Pixels:
     resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
     # As torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which has no `out`: without it
     # the kernel ends by separating the channels, pixel by pixel.
-    torch.ops.aten._upsample_bilinear2d_aa.out(
-        planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
-    )
+    out = torch.from_numpy(resized).permute(0, 3, 1, 2)
+    torch.ops.aten._upsample_bilinear2d_aa.out(planes, resized.shape[1:3], False, None, None, out=out)
     return resized[0]
 
 

@@ -68,9 +68,8 @@ class Pipeline:
         self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
         """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
-        mean, std = np.array(data.mean), np.array(data.std)
-        self._scale = (1 / (255 * std)).astype(np.float32)
-        self._offset = (-mean / std).astype(np.float32)
+        self._scale = (1 / (255 * np.array(data.std))).astype(np.float32)
+        self._offset = (-np.array(data.mean) / np.array(data.std)).astype(np.float32)
 
     def expect(self, indices: Int64) -> None:
         """Starts to read the images at `indices` [n], which are needed soon."""

@@ -191,11 +191,8 @@ def check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
     """UserError if the recipe that stands in a stranger's file names code that is not among the keys `given`."""
     # The recipe in a file's metadata is data and never code: whoever opens weights did not choose what it names. So
     # `package.module:factory` counts only if the key is among those that the user has given.
-    known = {
-        "model.name": (recipe.model.name, is_built_in(recipe.model.name)),
-        "data.source": (recipe.data.source, recipe.data.source in SOURCES),
-    }
-    for key, (name, is_known) in known.items():
+    model, source = recipe.model.name, recipe.data.source
+    for key, name, is_known in (("model.name", model, is_built_in(model)), ("data.source", source, source in SOURCES)):
         if not is_known and given.isdisjoint({key, key.partition(".")[0]}):
             why = "which is not torusgd's own, and a file may not choose what code runs"
             remedy = f"if you trust that code, give --set {key}=package.module:factory yourself"
