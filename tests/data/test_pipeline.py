@@ -205,8 +205,7 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
 def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
     source, pipeline = stripes((), {4: 2})
-    batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
-    assert (batch.replaced, source.reads) == (0, [4, 4, 4])
+    assert (pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True).replaced, source.reads) == (0, [4, 4, 4])
     source, pipeline = stripes((), {4: 3})
     refuses("a stripe out of reach", pipeline.training_batch, np.array([3, 4]), EPOCH_0[:2], augment=True, kind=OSError)
     source.unreadable[4] = 3

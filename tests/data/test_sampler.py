@@ -57,8 +57,7 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
         parts = [pool.submit(order.at, 5 * number, 5) for number in range(16)]
         until(lambda: made, "an epoch is begun")
         release.set()
-        got = np.concatenate([part.result()[0] for part in parts])
-    assert np.array_equal(got, plain(order, 0)[:80])
+    assert np.array_equal(np.concatenate([part.result()[0] for part in parts]), plain(order, 0)[:80])
     assert made == [0]
     release.clear()
     order.at(88, 3)  # does not wait for the next epoch's
@@ -75,8 +74,7 @@ def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_
     indices, epochs = StreamOrder(4, 0, repeats=3).at(0, 14)
     plain, _ = StreamOrder(4, 0).at(0, 5)
     assert indices.tolist() == np.repeat(plain, 3)[:14].tolist()
-    assert (epochs // COPY).tolist() == [0, 1, 2] * 4 + [0, 1]
-    assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
+    assert ((epochs // COPY).tolist(), (epochs % COPY).tolist()) == ([0, 1, 2] * 4 + [0, 1], [0] * 12 + [1] * 2)
     assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
 
 

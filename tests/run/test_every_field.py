@@ -16,18 +16,14 @@ from torusgd.recipe.schema import SIMULATED, Recipe
 from torusgd.recipe.section import section_in
 from torusgd.simulate import Setting, simulate
 
-SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
 STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
-RAND = "data.augment.policy=randaugment"
 # A CPU computes float16 slowly.
 HALF = ("precision=float16", "model.options={width: 4}", "virtual_workers=2")
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
 CUTOFF = "synchrony={form: cutoff, count: 2, warmup: 2, delays: exponential}"
 THRESHOLD = "synchrony={form: cutoff, threshold: 1.5, warmup: 2, delays: exponential}"
-BACKUP = "synchrony={form: backup, backups: 1, warmup: 2, delays: exponential}"
-SAMPLED = "synchrony={form: sampled, sample: 1, staleness: 0}"
 # Keys of a summary in which the recipe's own hash is.
 HASHED = ("recipe_sha256", "journal")
 LOCAL = ["stages=[{until: 4st, images_per_worker: 6}]", "synchrony={form: local, local_steps: 1}"]
@@ -59,13 +55,13 @@ AFTER: list[tuple[list[str], list[str]]] = [
     ([RESIZED], ["data.pixels=portable", "data.augment.area=[0.2, 0.4]", "data.augment.aspect=[1.0, 3.0]"]),
     (["data.channels=3", "data.mean=[0.5, 0.5, 0.5]", "data.std=[0.2, 0.2, 0.2]", "data.augment.contrast=1.5"],
      ["data.augment.by_channel=true"]),
-    ([RAND], ["data.augment.operations=1", "data.augment.magnitude=20"]),
+    (["data.augment.policy=randaugment"], ["data.augment.operations=1", "data.augment.magnitude=20"]),
     (["data.source=tests.run.sources:Torn"], ["data.max_replaced=1.0"]),
     (["average={half_life: 1st}"], ["average.half_life=3st", "average.every=2"]),
     (["rate.warmup.length=3st"], ["rate.warmup.shape=quadratic"]),
     ([STEPS], ["rate.decay.milestones=[3st]", "rate.decay.factor=0.5"]),
     (["optimizer={}"], ["optimizer.name=lars"]),
-    ([SGD], ["optimizer.nesterov=true"]),
+    (["optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"], ["optimizer.nesterov=true"]),
     (["optimizer.weight_decay=0.1"], ["optimizer.no_decay=[]", "optimizer.ramp_weight_decay=true"]),
     (["optimizer={name: adamw}"], ["optimizer.beta2=0.9"]),
     ([*HALF], ["loss_scale.initial=1.0e+30"]),
@@ -77,10 +73,10 @@ AFTER: list[tuple[list[str], list[str]]] = [
     ([LARGER], ["evaluate.resize=10"]),
     # On some processors no library picks another kernel for another chunk, and the logits have the same bits.
     (["model={name: 'tests.run.sources:Counting'}"], ["evaluate.images_per_chunk=1"]),
-    ([BACKUP], ["synchrony.backups=2"]),
+    (["synchrony={form: backup, backups: 1, warmup: 2, delays: exponential}"], ["synchrony.backups=2"]),
     ([CUTOFF], ["synchrony.count=3", "synchrony.warmup=3"]),
     ([THRESHOLD], ["synchrony.threshold=2.5", "synchrony.delays='constant:0.1'"]),
-    ([SAMPLED], ["synchrony.sample=4", "synchrony.staleness=2"]),
+    (["synchrony={form: sampled, sample: 1, staleness: 0}"], ["synchrony.sample=4", "synchrony.staleness=2"]),
     (LOCAL, ["synchrony.local_steps=2", "synchrony.outer.lr=1.0", "synchrony.outer.momentum=0.5",
              "synchrony.outer.nesterov=false"]),
     (["synchrony={form: elastic, pull_every: 1}"], ["synchrony.pull_every=2"]),

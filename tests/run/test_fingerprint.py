@@ -99,8 +99,7 @@ def test_names_sizes_labels_and_a_sample_of_pixels_make_the_data(tmp_path: Path)
     seconds.append(("cat/2.png", b"twos"))
     found = [made(("cat/1.png", b"one"), second, ("dog/3.png", b"three")) for second in seconds]
     hashes = [data_sha256(source, source) for source in (*found, found[0].first(2))]
-    assert hashes[0] == hashes[1]
-    assert len({*hashes}) == 5
+    assert (hashes[0], len({*hashes})) == (hashes[1], 5)
 
 
 def test_what_may_change_a_kernel_is_a_condition_and_on_a_gpu_triton(monkeypatch: pytest.MonkeyPatch) -> None:

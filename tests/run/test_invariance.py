@@ -1,7 +1,8 @@
 """The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
 
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,24 +208,20 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Alone(dict[str, dict[str, Any]]):
-    """The results of the replicated update on one rank, each found when it is first asked for."""
-
-    def __init__(self, given: Path, out: Path) -> None:
-        super().__init__()
-        self._given, self._out = given, out
-
-    def __missing__(self, name: str) -> dict[str, Any]:
-        same = "float32" if name in SENT else "LARS, ring" if name == "auto" else name  # on one rank nothing is sent
-        if same == name:
-            train_cases(self._given, self._out, [name], update="replicated")
-        self[name] = results(self._out, [name])[name] if same == name else self[same]
-        return self[name]
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
-    return Alone(given, tmp_path_factory.mktemp("alone"))
+def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Callable[[str], dict[str, Any]]:
+    """The results of the replicated update on one rank, each found when it is first asked for."""
+    out = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def found(name: str) -> dict[str, Any]:
+        same = "float32" if name in SENT else "LARS, ring" if name == "auto" else name  # on one rank nothing is sent
+        if same != name:
+            return found(same)
+        train_cases(given, out, [name], update="replicated")
+        return results(out, [name])[name]
+
+    return found
 
 
 @pytest.mark.parametrize(
@@ -243,26 +240,26 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
         pytest.param(3, [*NETWORKS], marks=pytest.mark.slow),
     ],
 )
-def test_same_bits_on_any_ranks(size: int, names: list[str], alone: Alone, given: Path, tmp_path: Path) -> None:
+def test_same_bits_on_any_ranks(size: int, names: list[str], alone: Any, given: Path, tmp_path: Path) -> None:
     run_ranks(size, train_cases, given, tmp_path, names, timeout=200)
-    assert results(tmp_path, names) == {name: alone[name] for name in names}
+    assert results(tmp_path, names) == {name: alone(name) for name in names}
 
 
 @pytest.mark.parametrize(
     "names", [[*OF_DIGITS, *TINIES], *(pytest.param([*each], marks=pytest.mark.slow) for each in (SHARDED, NETWORKS))]
 )
-def test_cases_are_what_they_claim(names: list[str], alone: Alone) -> None:
+def test_cases_are_what_they_claim(names: list[str], alone: Any) -> None:
     own = {*names} - {"auto"}
-    assert len({alone[name]["weights_sha256"] for name in own}) == len(own)
+    assert len({alone(name)["weights_sha256"] for name in own}) == len(own)
     for name in own:
-        losses = [event["loss"] for event in alone[name]["events"] if "lr" in event]
+        losses = [event["loss"] for event in alone(name)["events"] if "lr" in event]
         assert 1 < len(losses) == len(set(losses)), "each step has other images and other weights"
     if "torn images" in names:
-        torn = alone["torn images"]
-        assert min(torn["replaced_images"], torn["excluded_images"], alone["float16"]["skipped_steps"]) > 0
+        torn = alone("torn images")
+        assert min(torn["replaced_images"], torn["excluded_images"], alone("float16")["skipped_steps"]) > 0
     if "redone steps" in names:
-        assert alone["redone steps"]["redone_steps"] > 0
-        assert 0 < alone["skipped steps"]["skipped_steps"] < 4
+        assert alone("redone steps")["redone_steps"] > 0
+        assert 0 < alone("skipped steps")["skipped_steps"] < 4
 
 
 @pytest.mark.slow
@@ -274,7 +271,7 @@ def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(given: Path,
         assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Alone, given: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Any, given: Path, tmp_path: Path) -> None:
     """Begun sharded on 3 ranks, gone on replicated on 2, and ended sharded on 5."""
     names = ["LARS, ring", "AdamW"]
     for size, update, until, begun in ((3, "sharded", 1, 0), (2, "replicated", 3, 1), (5, "sharded", None, 3)):
@@ -284,4 +281,4 @@ def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Alone, given:
             assert told["resumed_from"] == begun
             (tmp_path / name / "summary.json").unlink()
             if until is None:
-                assert {key: told[key] for key in ("weights_sha256", "loss")}.items() <= alone[name].items()
+                assert {key: told[key] for key in ("weights_sha256", "loss")}.items() <= alone(name).items()

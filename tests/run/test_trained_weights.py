@@ -48,9 +48,8 @@ def metadata(**names: str) -> dict[str, str]:
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder has a module `trap`; the file that is returned exists once it was imported."""
     sprung = tmp_path / "sprung"
-    (tmp_path / "trap.py").write_text(
-        f"open({str(sprung)!r}, 'w').close()\ndef factory(classes, channels, **options):\n    return {{}}\n"
-    )
+    code = f"open({str(sprung)!r}, 'w').close()\ndef factory(classes, channels, **options):\n    return {{}}\n"
+    (tmp_path / "trap.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     return sprung

@@ -143,9 +143,8 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
     for path in (tmp_path / "above" / "new", tmp_path / "mine"):
         with pytest.raises(UserError):
             begin_in_vain(path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        "above", "mine", "mine/notes.txt",
-    ]  # fmt: skip
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["above", "mine", "mine/notes.txt"]
     begun = run_in(tmp_path / "run")
     before = files(begun.path)
     with pytest.raises(UserError), begun.lock():
