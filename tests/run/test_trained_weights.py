@@ -116,11 +116,8 @@ def start(out: Path, init: Path) -> Run:
 @pytest.mark.parametrize(
     "described",
     [
-        {"recipe": "[1, 2]"},
-        {"recipe": "[" * 100_000},
-        {"recipe": json.dumps({**tiny().as_dict(), "data": 3})},
-        {**metadata(), "classes": "7"},
-        {**metadata(), "classes": '["a", "b", "c", "d"]'},
+        *({"recipe": text} for text in ("[1, 2]", "[" * 100_000, json.dumps({**tiny().as_dict(), "data": 3}))),
+        *({**metadata(), "classes": text} for text in ("7", '["a", "b", "c", "d"]')),
     ],
     ids=["list", "nested", "no section", "classes", "other classes"],
 )

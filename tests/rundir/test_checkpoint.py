@@ -28,12 +28,11 @@ from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped byte": flip_a_byte,
+    "a flipped byte": flip_a_byte, "a file that is gone": Path.unlink,
     "a file cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "a file that is gone": Path.unlink,
     "an empty file": lambda path: path.write_bytes(b""),
     "another kind of file": lambda path: path.write_bytes(b"[1, 2]"),
-}
+}  # fmt: skip
 
 
 def newest(folder: Path, warn: Callable[[str], None] = pytest.fail) -> Checkpoint:

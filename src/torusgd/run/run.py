@@ -302,16 +302,10 @@ class Run:
         self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
-            "recipe": self.job.recipe.name,
-            **evaluation.as_summary(),
-            **top1,
-            "world_size": self.world.size,
-            "restarts": self.restarts,
-            "shares": {str(rank): count for rank, count in self.membership.by_rank.items()},
-            "lost_ranks": sorted(self.liveness.lost),
-            **state.as_summary(),
-            "weights_sha256": weights_sha256(tensors),
-        }
+            "recipe": self.job.recipe.name, **evaluation.as_summary(), **top1, "world_size": self.world.size,
+            "restarts": self.restarts, "shares": {str(rank): n for rank, n in self.membership.by_rank.items()},
+            "lost_ranks": sorted(self.liveness.lost), **state.as_summary(), "weights_sha256": weights_sha256(tensors),
+        }  # fmt: skip
         if self._is_first:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)

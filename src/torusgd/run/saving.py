@@ -56,16 +56,12 @@ class RunState:
 
     def as_summary(self) -> dict[str, Any]:
         summary = {
-            "steps": self.step,
-            **self.totals.as_summary(),
-            "seconds": round(self.seconds, 3),
-            "resumed_from": self.resumed_from,
-            "seconds_to_target": self.seconds_to_target,
+            "steps": self.step, **self.totals.as_summary(), "seconds": round(self.seconds, 3),
+            "resumed_from": self.resumed_from, "seconds_to_target": self.seconds_to_target,
             **{key: value for key, value in self.fingerprint.as_dict().items() if key not in _OF_A_NETWORK},
             "init": None if self.initial is None else asdict(self.initial),
-            "other_conditions": self.other_conditions,
-            "mixed_conditions": self.mixed_conditions,
-        }
+            "other_conditions": self.other_conditions, "mixed_conditions": self.mixed_conditions,
+        }  # fmt: skip
         return summary if self.journal is None else {**summary, "journal": self.journal.as_summary(self.step)}
 
     def as_dict(self) -> dict[str, Any]:
