@@ -124,8 +124,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_bucket_gives_the_same_batches_as_the_folder(copied: Path) -> None:
-    assert url_of(Path("s3://b/x y")) == "s3://b/x y"
-    assert url_of(Path("https://host:8000/x")) == "https://host:8000/x"
+    assert (url_of(Path("s3://b/x y")), url_of(Path("https://host:8000/x"))) == ("s3://b/x y", "https://host:8000/x")
     assert [url_of(each) for each in (None, Path("s3/x"), Path("c:/x"), Path("/s3:/x"))] == [None] * 4
     data = folder_data(source="tar")
     pairs = [open_sources(data, path, 0) for path in (copied, URL)]

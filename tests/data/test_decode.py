@@ -38,14 +38,11 @@ PHOTO = photo(61, 83)
 PICTURES = {
     "420": encoded(PHOTO, quality=90, subsampling="4:2:0"),
     "444": encoded(PHOTO, quality=90, subsampling="4:4:4"),
-    "progressive": encoded(PHOTO, progressive=True),
-    "grey jpeg": encoded(PHOTO.convert("L")),
-    "exif": encoded(PHOTO, exif=TURNED),
-    "rgb jpeg": encoded(PHOTO, keep_rgb=True),
-    "one pixel": encoded(photo(1, 1)),
+    "progressive": encoded(PHOTO, progressive=True), "grey jpeg": encoded(PHOTO.convert("L")),
+    "exif": encoded(PHOTO, exif=TURNED), "rgb jpeg": encoded(PHOTO, keep_rgb=True), "one pixel": encoded(photo(1, 1)),
     "png": encoded(PHOTO, "PNG"),
     **{f"png {mode}": encoded(PHOTO.convert(mode), "PNG") for mode in ("L", "P", "RGBA")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -80,26 +77,17 @@ def png_bomb(height: int, width: int) -> bytes:
 JPEG, PNG = PICTURES["420"], PICTURES["png"]
 # A well-formed header that claims 65,535 x 65,535 pixels.
 HUGE_JPEG = JPEG.replace((61).to_bytes(2, "big") + (83).to_bytes(2, "big"), b"\xff" * 4)
-HUGE_PNG = PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:]
 BAD = {
-    "empty": b"",
-    "text": b"not a picture at all\n" * 20,
-    "gif": encoded(photo(9, 9), "GIF"),
-    "jpeg cut in half": JPEG[: len(JPEG) // 2],
-    "jpeg without its last bytes": JPEG[:-40],
-    "jpeg cut in its header": JPEG[:100],
-    "jpeg of three bytes": JPEG[:3],
+    "empty": b"", "text": b"not a picture at all\n" * 20, "gif": encoded(photo(9, 9), "GIF"),
+    "jpeg cut in half": JPEG[: len(JPEG) // 2], "jpeg without its last bytes": JPEG[:-40],
+    "jpeg cut in its header": JPEG[:100], "jpeg of three bytes": JPEG[:3],
     "progressive jpeg cut": PICTURES["progressive"][:-200],
-    "huge jpeg": HUGE_JPEG,
-    "huge png": HUGE_PNG,
-    "png cut": PNG[: len(PNG) // 2],
-    "png cut in its header": PNG[:20],
-    "png with a wrong checksum": PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:],
-    "png header alone": PNG[:60],
-    "png bomb": png_bomb(12_000, 12_000),
+    "huge jpeg": HUGE_JPEG, "huge png": PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:],
+    "png cut": PNG[: len(PNG) // 2], "png cut in its header": PNG[:20], "png header alone": PNG[:60],
+    "png with a wrong checksum": PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:], "png bomb": png_bomb(12_000, 12_000),
     # A width of 0xFFD9 looks like an end marker, and no colours follow.
     "a size in the last bytes": JPEG[: JPEG.index(b"\xff\xc0") + 7] + b"\xff\xd9",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -172,8 +160,7 @@ def test_fit_keeps_enough_pixels_and_the_shorter_side_is_scaled_as_torchvision_d
     assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
     assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
     shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
-    assert (shard.rows, shard.columns) == (256, 1024)
-    assert shard.left == (100_000 - 4) // 2
+    assert (shard.rows, shard.columns, shard.left) == (256, 1024, (100_000 - 4) // 2)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

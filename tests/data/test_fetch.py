@@ -78,9 +78,8 @@ def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> N
     tree = tmp_path / "tree"
     write_files(tree / toy.installed.relative_to("/"))
     (tree / "DEBIAN").mkdir()
-    (tree / "DEBIAN" / "control").write_text(
-        f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
-    )
+    about = f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
+    (tree / "DEBIAN" / "control").write_text(about)
     put_apt_get(tmp_path, f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
     (tmp_path / "site" / "a.gz").unlink()  # so that no other way leads to it
     assert not wrong_files(fetch("toy", tmp_path / "out"), toy)

@@ -45,13 +45,9 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "no label": "path,label\na.jpg\n",
-    "an empty label": "a.jpg,\n",
-    "nothing": "",
-    "another class": "a.jpg,bird\n",
-    "a NUL": "\x00,1\n",
-    "a field without an end": '"' + "x" * 200_000 + '",cat\n',
-}
+    "no label": "path,label\na.jpg\n", "an empty label": "a.jpg,\n", "nothing": "", "another class": "a.jpg,bird\n",
+    "a NUL": "\x00,1\n", "a field without an end": '"' + "x" * 200_000 + '",cat\n',
+}  # fmt: skip
 
 
 def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:

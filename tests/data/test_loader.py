@@ -69,9 +69,8 @@ class Gated(Stripes):
 def test_batches_are_those_of_the_pipeline_in_order(tmp_path: Path, threads: int, ahead: int) -> None:
     pipeline, order, before = pictures(tmp_path), StreamOrder(12, 0), torch.get_num_threads()
     background = Loader(pipeline, order, threads, ahead)
-    batches = list(run(background, shares(12)))
-    assert torch.get_num_threads() == before, "the consumer's own are left alone"
-    for share, batch in zip(shares(12), batches, strict=True):
+    for share, batch in zip(shares(12), run(background, shares(12)), strict=True):
+        assert torch.get_num_threads() == before, "the consumer's own are left alone"
         expected = pipeline.training_batch(*order.at(share.start, share.count), share.augment)
         assert torch.equal(batch.images, expected.images)
         assert torch.equal(batch.targets, expected.targets)

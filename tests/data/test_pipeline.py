@@ -70,9 +70,8 @@ PIPELINES = {
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
     root = write_folder(tmp_path_factory.mktemp("pictures"), train=10)
     (root / "train" / "cat" / "004.jpg").write_text("torn")
-    paths = {"folder": root}
     return {
-        name: Pipeline(open_sources(data, paths.get(data.source), 0)[0], data, seed=7)
+        name: Pipeline(open_sources(data, {"folder": root}.get(data.source), 0)[0], data, seed=7)
         for name, data in PIPELINES.items()
     }
 
@@ -138,8 +137,7 @@ def test_another_size_is_that_of_a_pipeline_made_for_it(crop: str, tmp_path: Pat
 
 
 def test_a_random_crop_is_a_window_of_the_scaled_image_at_each_place_in_some_epoch() -> None:
-    data = own_data(augment=Augment(crop="random"), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    source, pipeline = stripes(data=data)
+    source, pipeline = stripes(data=own_data(augment=Augment(crop="random"), mean=(0.0,) * 3, std=(1.0,) * 3))
     whole = torch.from_numpy(render(source.read(0), scaled(20, 20, 18))).float() / 255
     windows = {(y, x): whole[:, y : y + 16, x : x + 16] for y in range(3) for x in range(3)}
     seen = set()
@@ -170,8 +168,7 @@ def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(capl
     indices, epochs = np.arange(12), EPOCH_0[:12]
     with caplog.at_level(logging.WARNING):
         batch = pipeline.training_batch(indices, epochs, augment=True)
-    assert batch.replaced == 2
-    assert caplog.messages == [f"replaced in epoch 0: image {index}: torn" for index in bad]
+    assert (batch.replaced, caplog.messages) == (2, [f"replaced in epoch 0: image {index}: torn" for index in bad])
     whole = clean.training_batch(indices, epochs, augment=True)
     for at in range(12):
         assert torch.equal(batch.images[at], whole.images[at]) == (at not in bad)
@@ -208,8 +205,7 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
 def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
     source, pipeline = stripes((), {4: 2})
-    batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
-    assert (batch.replaced, source.reads) == (0, [4, 4, 4])
+    assert (pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True).replaced, source.reads) == (0, [4, 4, 4])
     source, pipeline = stripes((), {4: 3})
     refuses("a stripe out of reach", pipeline.training_batch, np.array([3, 4]), EPOCH_0[:2], augment=True, kind=OSError)
     source.unreadable[4] = 3

@@ -40,8 +40,7 @@ def test_any_split_of_the_stream_gives_the_same_stream(length: int, seed: int, c
 @settings(deadline=None, max_examples=50)
 def test_each_epoch_is_a_permutation_and_nothing_is_dropped(length: int, seed: int, epoch: int) -> None:
     indices, epochs = StreamOrder(length, seed).at(epoch * length, length)
-    assert sorted(indices.tolist()) == list(range(length))
-    assert set(epochs.tolist()) == {epoch}
+    assert (sorted(indices.tolist()), set(epochs.tolist())) == (list(range(length)), {epoch})
 
 
 def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +57,7 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
         parts = [pool.submit(order.at, 5 * number, 5) for number in range(16)]
         until(lambda: made, "an epoch is begun")
         release.set()
-        got = np.concatenate([part.result()[0] for part in parts])
-    assert np.array_equal(got, plain(order, 0)[:80])
+    assert np.array_equal(np.concatenate([part.result()[0] for part in parts]), plain(order, 0)[:80])
     assert made == [0]
     release.clear()
     order.at(88, 3)  # does not wait for the next epoch's
@@ -71,14 +69,12 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
 
 def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
     """A checkpoint of an older version must go on with the same samples."""
-    indices, epochs = StreamOrder(7, seed=3).at(5, 12)
-    assert indices.tolist() == [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2]
-    assert epochs.tolist() == [0] * 2 + [1] * 7 + [2] * 3
+    pinned = [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2], [0] * 2 + [1] * 7 + [2] * 3
+    assert tuple(each.tolist() for each in StreamOrder(7, seed=3).at(5, 12)) == pinned
     indices, epochs = StreamOrder(4, 0, repeats=3).at(0, 14)
     plain, _ = StreamOrder(4, 0).at(0, 5)
     assert indices.tolist() == np.repeat(plain, 3)[:14].tolist()
-    assert (epochs // COPY).tolist() == [0, 1, 2] * 4 + [0, 1]
-    assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
+    assert ((epochs // COPY).tolist(), (epochs % COPY).tolist()) == ([0, 1, 2] * 4 + [0, 1], [0] * 12 + [1] * 2)
     assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
 
 
@@ -185,8 +181,7 @@ def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_ste
         moved.append((before - weight.item()) * 2 ** len(moved))
     assert [sampler.batch(step) for step in range(7)] == [4, 4, 4, 4, 4, 10, 10]
     assert moved == pytest.approx([1.0] * 5 + [2.5**0.5] * 2, rel=1e-5)
-    assert decay.get_last_lr() == [0.5**7]
-    assert (sampler.steps, sampler.consumed) == (7, 40)
+    assert (decay.get_last_lr(), sampler.steps, sampler.consumed) == ([0.5**7], 7, 40)
     for batches in ({}, {1: 4}, {0: 0}):
         with pytest.raises(UserError, match="batches: "):
             BatchSizeSchedule(batches)
@@ -234,11 +229,10 @@ def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, A
 def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -> None:
     sampler = StreamSampler(LENGTH, 6)
     list(sampler)
-    with pytest.raises(RuntimeError, match="7 steps were drawn and 0 steps counted"):
-        list(sampler)
-    sampler.step(3)  # as where a library gave every second batch to another rank
-    with pytest.raises(RuntimeError, match="7 steps were drawn and 3 steps counted"):
-        list(sampler)
+    for counted in (0, 3):  # as where a library gave every second batch to another rank
+        sampler.step(counted)
+        with pytest.raises(RuntimeError, match=f"7 steps were drawn and {counted} steps counted"):
+            list(sampler)
     sampler.step(4)
     assert len(list(sampler)) == 6
     with pytest.raises(UserError, match="stream_loader"):  # as Accelerate's BatchSamplerShard begins
@@ -246,10 +240,7 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
 
 
 WRONG: dict[str, Any] = {
-    "length": {"length": 0},
-    "batch_size": {"batch_size": 0},
+    "length": {"length": 0}, "batch_size": {"batch_size": 0}, "0 micro-batches": {"micro_batches": 0},
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
-    "one a rank at least": {"micro_batches": 2, "world_size": 3},
-    "rank 2 of 2": {"rank": 2, "world_size": 2},
-    "0 micro-batches": {"micro_batches": 0},
-}
+    "one a rank at least": {"micro_batches": 2, "world_size": 3}, "rank 2 of 2": {"rank": 2, "world_size": 2},
+}  # fmt: skip

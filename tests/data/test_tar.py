@@ -58,14 +58,11 @@ def test_classes_by_folders_long_names_dots_and_what_is_no_image(tmp_path: Path)
     long = "x" * 150
     for kind, number in ((tarfile.GNU_FORMAT, 0), (tarfile.PAX_FORMAT, 1)):
         members = [
-            (f"./set/tulip/{long}{number}.jpg", picture(number)),
-            (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)),
-            ("./set/daisy/notes.txt", b"no picture"),
-            ("__meta__.json", b"{}"),
-            (f"pairs/{number}.seg.png", b"a mask"),
-            (f"pairs/{number}.png", picture(20)),
+            (f"./set/tulip/{long}{number}.jpg", picture(number)), ("./set/daisy/notes.txt", b"no picture"),
+            (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)), ("__meta__.json", b"{}"),
+            (f"pairs/{number}.seg.png", b"a mask"), (f"pairs/{number}.png", picture(20)),
             (f"pairs/{number}.cls", b"tulip"),
-        ]
+        ]  # fmt: skip
         write_tar(tmp_path / "train" / f"{number}.tar", members, kind)
         write_tar(tmp_path / "validation" / f"{number}.tar", members[:1], kind)
     train, held_out = indexed(tmp_path)
@@ -85,13 +82,11 @@ def test_a_tar_file_in_a_tar_file_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "another version": {"format": np.array([1])},
-    "float offsets": {"train offset": np.zeros(12)},
-    "fewer labels": {"eval labels": np.zeros(5, np.int64)},
-    "beyond the end": {"train offset": np.full(12, 1 << 40)},
+    "another version": {"format": np.array([1])}, "float offsets": {"train offset": np.zeros(12)},
+    "fewer labels": {"eval labels": np.zeros(5, np.int64)}, "beyond the end": {"train offset": np.full(12, 1 << 40)},
     "before the beginning": {"train offset": np.full(12, -512)},
-    "no such tar file": {"train shard": np.full(12, 2, np.int32)},
     "names that overlap": {"train names ends": np.full(12, 5)},
+    "no such tar file": {"train shard": np.full(12, 2, np.int32)},
     "a path out": {
         "eval shards text": np.array(bytearray(b"../v.tar")), "eval shards ends": np.array([8]),
         "eval shard sizes": np.array([1 << 40]),
@@ -135,17 +130,13 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
     sizes = bytearray(whole)
     sizes[124:136] = b"77777777777\0"
     damaged = {
-        "empty": b"",
-        "text": b"<html>" * 200,
-        "cut in an image": whole[: second - 700],
-        "cut in a header": whole[: second + 100],
+        "empty": b"", "text": b"<html>" * 200, "a size that lies": bytes(sizes), "gzip": gzip.compress(whole),
+        "cut in an image": whole[: second - 700], "cut in a header": whole[: second + 100],
         "a damaged header": whole[:second] + b"garbage" + whole[second + 7 :],
-        "a size that lies": bytes(sizes),
-        "gzip": gzip.compress(whole),
         "no label": tar_bytes({"1.jpg": picture(1)}),
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
         "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
-    }
+    }  # fmt: skip
     for name, content in damaged.items():
         (tmp_path / "train-0001.tar").write_bytes(content)
         refuses(f"a tar file: {name}", make_index, tmp_path, about=f"{tmp_path}/train-0001.tar: ", TMP=tmp_path)

@@ -105,17 +105,13 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def no_fingerprint() -> None:
-    _replace(build, "check_ranks_agree", lambda *arguments, **more: [])
-
-
-def no_checksum() -> None:
-    equal = SimpleNamespace(hexdigest=lambda: ANY)  # to every other
-    _replace(checkpoint, "hashlib", SimpleNamespace(file_digest=hashlib.file_digest, sha256=lambda data: equal))
-
-
-def no_lock() -> None:
-    _replace(RunDir, "lock", lambda self, *arguments, **more: nullcontext())
+_EQUAL = SimpleNamespace(hexdigest=lambda: ANY)  # to every other
+DETECTORS: dict[str, tuple[object, str, object]] = {
+    "no_fingerprint": (build, "check_ranks_agree", lambda *arguments, **more: []),
+    "no_checksum": (checkpoint, "hashlib", SimpleNamespace(file_digest=hashlib.file_digest, sha256=lambda _: _EQUAL)),
+    "no_lock": (RunDir, "lock", lambda self, *arguments, **more: nullcontext()),
+}
+"""what stands in whose place of a name, which is then blind"""
 
 
 def _replace(owner: object, name: str, by: object) -> None:
@@ -124,13 +120,10 @@ def _replace(owner: object, name: str, by: object) -> None:
     setattr(owner, name, by)
 
 
-DETECTORS: dict[str, Callable[[], None]] = {each.__name__: each for each in (no_fingerprint, no_checksum, no_lock)}
-
-
 def prepare() -> None:
     """Puts the fault of this process' environment in its place."""
     if os.environ.get(BLIND):
-        DETECTORS[os.environ[BLIND]]()
+        _replace(*DETECTORS[os.environ[BLIND]])
     told = json.loads(os.environ.get(FAULT) or "{}")
     mark = Path(told.get("mark", ""))
     if not told or os.environ.get("RANK") != str(told["rank"]) or mark.exists():

@@ -13,18 +13,8 @@ import numpy as np
 import pytest
 
 from tests.polling import until
-from tests.run.processes import (
-    RECIPE,
-    Process,
-    ended_well,
-    last_step,
-    pauses,
-    results,
-    run_alone,
-    torusgd,
-    torusgd_words,
-    wait_for_step,
-)
+from tests.run import processes
+from tests.run.processes import RECIPE, Process, ended_well, last_step, pauses, results, run_alone, torusgd
 from tests.run.slow import Slow
 from torusgd.errors import RunError
 
@@ -54,7 +44,7 @@ def train(folder: Path, out: Path, recipe: Path, *words: str | Path) -> Process:
 def train_six_steps(folder: Path, out: Path, recipe: Path) -> Process:
     """A run at work that has written its first checkpoint."""
     process = train(folder, out, recipe)
-    wait_for_step(out, 6, process)
+    processes.wait_for_step(out, 6, process)
     until((out / "checkpoints" / "step-00000004").is_dir, "the checkpoint of step 4", process)
     return process
 
@@ -115,13 +105,12 @@ def test_vanished_data_end_the_run_and_their_return_lets_it_go_on(tmp_path: Path
     recipe, out = tmp_path / "folder.yaml", tmp_path / "out"
     recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "folder").replace("until: 30st", "until: 80st"))
     process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
-    wait_for_step(out, 5, process)
+    processes.wait_for_step(out, 5, process)
     data.rename(elsewhere)
     assert process.end() == 1, process.output
     assert re.search(f" of 2 ranks can't read .*No such file or directory: '{data}/", one_line(process))
     again = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
-    assert again.end() == 2
-    assert one_line(again) == f"torusgd: --data {data}: there is no such file or folder"
+    assert (again.end(), one_line(again)) == (2, f"torusgd: --data {data}: there is no such file or folder")
     elsewhere.rename(data)
     process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
     expected = results(run_alone(tmp_path / "undisturbed", recipe, data=data))
@@ -163,7 +152,7 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(tmp_path: Path, recipe
 
 @pytest.mark.slow
 def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, recipe: Path) -> None:
-    words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
+    words = processes.torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False)

@@ -50,8 +50,7 @@ def test_ranks_that_differ_are_named_with_host_key_and_both_values() -> None:
         ("cpu", "'EPYC'", "'Xeon'"): ({"conditions": other}, {}, False),
         ("cpu_flags", "'avx512f'", "''"): ({"conditions": flags}, {}, False),
     }
-    assert compared({}, {}, False) == []
-    assert compared({"conditions": other}, {}, True) == [other]
+    assert (compared({}, {}, False), compared({"conditions": other}, {}, True)) == ([], [other])
     for (key, two, one), change in named.items():
         with pytest.raises(UserError) as caught:
             compared(*change)
@@ -100,8 +99,7 @@ def test_names_sizes_labels_and_a_sample_of_pixels_make_the_data(tmp_path: Path)
     seconds.append(("cat/2.png", b"twos"))
     found = [made(("cat/1.png", b"one"), second, ("dog/3.png", b"three")) for second in seconds]
     hashes = [data_sha256(source, source) for source in (*found, found[0].first(2))]
-    assert hashes[0] == hashes[1]
-    assert len({*hashes}) == 5
+    assert (hashes[0], len({*hashes})) == (hashes[1], 5)
 
 
 def test_what_may_change_a_kernel_is_a_condition_and_on_a_gpu_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +182,9 @@ class Thrice(nn.Module):
 
 
 NETWORK = (
-    "precision=portable",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4]}",
-    "virtual_workers=2",
     "model={name: 'tests.run.test_fingerprint:Thrice', options: {}}",
-    "label_smoothing=0.0",
+    *("precision=portable", "virtual_workers=2", "label_smoothing=0.0"),
 )
 
 

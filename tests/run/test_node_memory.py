@@ -29,8 +29,7 @@ FINGERPRINT = Fingerprint("recipe", 96, "data", "", "drawn", {})
 def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one_and_know_of_the_last_checkpoint() -> None:
     none, old, new = Offer(), Offer(copy=4, digest=1), Offer(copy=7, digest=1)
     assert choose([old._replace(disk=7), none, new, new]) == Choice(source=2, is_copy=True)
-    assert choose([new._replace(disk=8), none]) == Choice(source=0)
-    assert choose([none, none]) == Choice(source=0)
+    assert choose([new._replace(disk=8), none]) == choose([none, none]) == Choice(source=0)
     # Of two that differ nobody can tell which is wrong.
     assert choose([new, new._replace(digest=2)]) is None
     # What ranks hold comes before all copies.
@@ -54,8 +53,7 @@ def agreed(*each: Retained) -> list[tuple[int, int, Any, dict[str, float]]]:
     store = HashStore()
 
     def be(rank: int) -> tuple[int, int, Any, dict[str, float]]:
-        world = groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240)
-        taken = agree(each[rank], world)
+        taken = agree(each[rank], groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240))
         own = each[rank].tensors if rank in taken.holders else {}
         tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
         return taken.state.step, taken.state.evaluated, taken.last_event, tensors
@@ -71,9 +69,8 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
     assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
     # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
     joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
-    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
-        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
-    ]
+    found = agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner)
+    assert found == [(4, 4, {"step": 4}, whole)] * 4
 
 
 @pytest.fixture
@@ -113,8 +110,7 @@ def test_a_copy_is_read_by_the_agents_next_worker_and_removed_at_the_end(shared:
     assert not memory.is_due()  # a second at least from one to the next
     keep(memory, 5)
     (folder,) = shared.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(list_checkpoints(folder)) == 1
+    assert (folder.stat().st_mode & 0o777, len(list_checkpoints(folder))) == (0o700, 1)
 
     again = node_memory(job())
     assert again is not None

@@ -61,8 +61,7 @@ def _on_two_ranks(folder: Path) -> list[Any]:
     """Several runs one after another, in each of which something happens to rank 1 alone."""
     is_struck, told = group_of().rank == 1, list[Any]()
     for update in ("replicated", "sharded"):
-        stop = StopAfter(7) if is_struck else StopFlag()
-        told.append(run(folder, update, stop, update=update).run().signal)
+        told.append(run(folder, update, StopAfter(7) if is_struck else StopFlag(), update=update).run().signal)
     for name, good in (("measured", 0), ("later", 24)):
         reading = patch.object(Slow, "read", unreadable(good) if is_struck else Slow.read)
         with reading, patch.object(pipeline, "_PAUSES", ()), pytest.raises(RunError) as caught:

@@ -267,15 +267,9 @@ MACHINES: list[dict[str, str]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_one_hash_however_a_run_is_divided(tmp_path: Path, way: str) -> None:
-    assert trained(tmp_path / "run", *WAYS[way]) == GOLDEN
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda found: " ".join(map("=".join, found.items())))
-def test_one_hash_on_other_machines(tmp_path: Path, machine: dict[str, str]) -> None:
-    assert trained(tmp_path / "run", "--workers", "2", **machine) == GOLDEN
+@pytest.mark.parametrize(("way", "machine"), [*((way, {}) for way in WAYS), *(("--workers 2", m) for m in MACHINES)])
+def test_one_hash_however_a_run_is_divided_and_on_other_machines(tmp_path, way: str, machine: dict[str, str]) -> None:
+    assert trained(tmp_path / "run", *WAYS[way], **machine) == GOLDEN
 
 
 @pytest.mark.slow

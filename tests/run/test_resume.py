@@ -137,8 +137,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, recipe: Path,
     whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
     run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
     resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)
-    assert resumed["resumed_from"] == 4
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (resumed["resumed_from"], resumed["weights_sha256"]) == (4, whole["weights_sha256"])
 
 
 def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(tmp_path: Path, recipe: Path) -> None:

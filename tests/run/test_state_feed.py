@@ -122,8 +122,7 @@ def test_steps_go_on_while_the_state_is_under_way_and_it_has_the_same_bits(overr
 
 
 def test_a_step_that_is_skipped_is_skipped_by_who_follows() -> None:
-    overrides = "precision=float16", "loss_scale={initial: 1048576.0}"
-    sender, follower = begin(*overrides)
+    sender, follower = begin("precision=float16", "loss_scale={initial: 1048576.0}")
     skipped = sender.state.totals.skipped
     assert skipped
     sender.take_steps(STEPS - 4)
@@ -145,9 +144,7 @@ def test_where_either_rank_is_lost_or_slow_the_run_goes_on(monkeypatch: pytest.M
     sender.feeds.close()
     sender.joiners = ()
     sender.take_steps(1)
-    state = follower.end().state
-    assert state is not None
-    assert state.step == 3
+    assert getattr(follower.end().state, "step", None) == 3
     monkeypatch.setattr(state_feed, "LEAST_WAITING", 0)
     sender, follower = begin()
     sender.joiners = ()

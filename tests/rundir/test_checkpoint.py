@@ -22,31 +22,21 @@ from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
 from torusgd.rundir import checkpoint as checkpoints
-from torusgd.rundir.checkpoint import (
-    FILES,
-    MANIFEST,
-    Checkpoint,
-    CheckpointTimes,
-    CheckpointWriter,
-    newest_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
+from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, CheckpointWriter, read_checkpoint, write_checkpoint
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped byte": flip_a_byte,
+    "a flipped byte": flip_a_byte, "a file that is gone": Path.unlink,
     "a file cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "a file that is gone": Path.unlink,
     "an empty file": lambda path: path.write_bytes(b""),
     "another kind of file": lambda path: path.write_bytes(b"[1, 2]"),
-}
+}  # fmt: skip
 
 
 def newest(folder: Path, warn: Callable[[str], None] = pytest.fail) -> Checkpoint:
-    found = newest_checkpoint(folder, warn)
+    found = checkpoints.newest_checkpoint(folder, warn)
     assert found is not None
     return found
 
@@ -69,11 +59,9 @@ def test_what_is_written_is_read_also_a_tensor_with_two_names(tmp_path: Path) ->
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
     assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
     assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
-    assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
-    assert os.listdir(tmp_path) == ["step-00000007"]
+    assert (load_weights(path / FILES[0])[1], os.listdir(tmp_path)) == ({"classes": '["a"]'}, ["step-00000007"])
     shared = torch.nn.Linear(2, 2)
-    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
-    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    save_weights(tmp_path / "w.safetensors", torch.nn.Sequential(shared, torch.nn.ReLU(), shared).state_dict(), {})
     tensors, _ = load_weights(tmp_path / "w.safetensors")
     assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
@@ -98,14 +86,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     told: list[str] = []
     for _ in range(2):  # the second time they have been set aside before
         with refused("damaged checkpoints alone", str(tmp_path), RunError, TMP=tmp_path):
-            newest_checkpoint(tmp_path, told.append)
-    assert len(told) == 2
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
-    assert newest_checkpoint(tmp_path / "none", told.append) is None
+            checkpoints.newest_checkpoint(tmp_path, told.append)
+    assert (len(told), sorted(os.listdir(tmp_path))) == (2, ["step-00000004.damaged", "step-00000008.damaged"])
+    assert checkpoints.newest_checkpoint(tmp_path / "none", told.append) is None
     write(tmp_path, 8)  # a copy of it, put back, is damaged as well
     flip_a_byte(tmp_path / "step-00000008" / FILES[1])
     with pytest.raises(RunError):
-        newest_checkpoint(tmp_path, told.append)
+        checkpoints.newest_checkpoint(tmp_path, told.append)
     assert (tmp_path / "step-00000008.damaged-2").is_dir()
 
 
@@ -155,7 +142,7 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(checkpoints, "write_checkpoint", write_late)
     writer = CheckpointWriter(tmp_path, 2, {})
-    times = CheckpointTimes({4, 8}, 1e9, writer)
+    times = checkpoints.CheckpointTimes({4, 8}, 1e9, writer)
     assert [step for step in range(1, 5) if times.is_due(step)] == [4]
     writer.save(checkpoint(4))
     times.taken()
@@ -167,7 +154,7 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
     assert times.is_due(10)  # that of step 8, late
     times.taken()
     assert not times.is_due(11)
-    assert CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
+    assert checkpoints.CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
     writer.close()
 
 

@@ -47,9 +47,9 @@ def in_use() -> AbstractContextManager[object]:
     return pytest.raises(UserError, match=re.escape(f"--out {URL}: in use by {me}"))
 
 
-def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> None:
-    """Has a machine see the lock once as it was."""
-    usual = lease.newest
+def see_as_now(monkeypatch: pytest.MonkeyPatch, lease: Lease) -> None:
+    """Has a machine see the lock once more as it is now, whatever becomes of it."""
+    usual, found = lease.newest, lease.newest()
 
     def newest() -> Any:
         monkeypatch.setattr(lease, "newest", usual)
@@ -87,19 +87,18 @@ def test_a_holder_at_work_keeps_others_out_and_a_start_on_the_same_machine_need_
 
 def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     second = machine("b")
-    found, first = second.newest(), machine("a", [])
-    answer_once(monkeypatch, second, found)
+    see_as_now(monkeypatch, second)
+    first = machine("a", [])
     with first.renewed(print), in_use():
         second.acquire(lambda line: None)
 
 
 def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machine, monkeypatch) -> None:
     slow = machine("slow")
-    found = slow.newest()
+    see_as_now(monkeypatch, slow)
     with machine("a", []).renewed(print):
         pass
     second = machine("b", [])  # deletes the first's
-    answer_once(monkeypatch, slow, found)
     with second.renewed(print), in_use():
         slow.acquire(lambda line: None)
     assert second.newest()[0] == 2

@@ -77,11 +77,9 @@ def test_another_machine_goes_on(machines: Any) -> None:
     steps = {name.split("/")[1] for name in Store(URL).sizes() if name.startswith("checkpoints")}
     assert steps == {"step-00000002", "step-00000003"}
     second = machines("b")
-    assert newest(second) == 3
-    assert (second.folder / "events.jsonl").read_text() == "1\n2\n3\n"
+    assert (newest(second), (second.folder / "events.jsonl").read_text()) == (3, "1\n2\n3\n")
     advance(second, 4)
-    assert newest(machines("a")) == 4
-    assert (first.folder / "events.jsonl").read_text() == "1\n2\n3\n4\n"
+    assert (newest(machines("a")), (first.folder / "events.jsonl").read_text()) == (4, "1\n2\n3\n4\n")
     assert not (first.folder / "summary.json").exists()
     (first.folder / "summary.json").write_text("{}")
     first.put_result()
@@ -94,8 +92,7 @@ def test_a_machine_that_is_ahead_of_the_bucket_stays_so(machines: Any, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "put_checkpoint", lambda *each: None)
         advance(first, 2)
-    assert newest(machines("a")) == 2
-    assert newest(machines("b")) == 1
+    assert (newest(machines("a")), newest(machines("b"))) == (2, 1)
 
 
 def test_what_is_not_whole_is_not_taken(machines: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,8 +268,7 @@ def test_a_run_at_work_is_seen_scaled_and_stopped_from_another_machine(on: Any, 
     with bucket("s3", monkeypatch) as (_, root):
         out = f"{root}/a run"
         run = slow_run(out, 0.4, "50st")
-        here = {"TORUSGD_CACHE": str(tmp_path / "machine 1")}
-        first = Process(tmp_path / "told", *command(*run), environment=here)
+        first = Process(tmp_path / "told", *command(*run), environment={"TORUSGD_CACHE": str(tmp_path / "machine 1")})
 
         def status() -> str:
             return str(on("machine 2", "status", out).stdout)

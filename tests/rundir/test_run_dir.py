@@ -41,8 +41,7 @@ def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_pat
     folder = RunDir(tmp_path / "a" / "b")
     with folder.lock():
         folder.claim(RECIPE, fresh=False)
-    assert read_run_recipe(folder.recipe) == RECIPE
-    assert files(folder.path) == ["recipe.yaml"]
+    assert (read_run_recipe(folder.recipe), files(folder.path)) == (RECIPE, ["recipe.yaml"])
     run_in(folder.path)
     before = files(folder.path)
     folder.claim(RECIPE, fresh=False)
@@ -66,8 +65,7 @@ def test_a_run_that_ended_before_its_first_step_makes_room_for_its_mended_recipe
     folder.claim(RECIPE, fresh=False)
     (tmp_path / "notes.txt").write_text("mine")
     folder.claim(mended, fresh=False)
-    assert read_run_recipe(folder.recipe) == mended
-    assert files(tmp_path) == ["notes.txt", "recipe.yaml"]
+    assert (read_run_recipe(folder.recipe), files(tmp_path)) == (mended, ["notes.txt", "recipe.yaml"])
     folder.events.write_text("")
     with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY="rate.lr"):
         folder.claim(RECIPE, fresh=False)
@@ -145,9 +143,8 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
     for path in (tmp_path / "above" / "new", tmp_path / "mine"):
         with pytest.raises(UserError):
             begin_in_vain(path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        "above", "mine", "mine/notes.txt",
-    ]  # fmt: skip
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["above", "mine", "mine/notes.txt"]
     begun = run_in(tmp_path / "run")
     before = files(begun.path)
     with pytest.raises(UserError), begun.lock():

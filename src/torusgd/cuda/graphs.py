@@ -12,7 +12,7 @@ The main stream is the one that is current outside of this file. Events order th
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -388,12 +388,10 @@ class _Pass:
             if not missing[bucket]:
                 end(bucket)
 
-        hooks = [leaf.register_hook(partial(take, slot)) for slot, leaf in enumerate(self._parts.leaves)]
-        try:
+        with ExitStack() as hooks:
+            for slot, leaf in enumerate(self._parts.leaves):
+                hooks.enter_context(leaf.register_hook(partial(take, slot)))
             self.run()
-        finally:
-            for hook in hooks:
-                hook.remove()
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use
                 end(bucket)

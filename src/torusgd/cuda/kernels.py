@@ -114,11 +114,9 @@ _cached_table = lru_cache(maxsize=64)(table_of)
 
 @lru_cache(maxsize=4096)
 def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """Tensors with so many elements, cut into blocks.
+    """Tensors with so many elements, cut into blocks: int64 [blocks, 4].
 
-    Returns:
-        int64 [blocks, 4]: of each block the number of its tensor, where it begins there, its elements, and where it
-        begins in all tensors one after another.
+    A row is the number of a block's tensor, its begin there, its elements, and its begin in all tensors in a row.
 
     >>> blocks_of((5, 2), 4, torch.device("cpu")).tolist()
     [[0, 0, 4, 0], [0, 4, 1, 4], [1, 0, 2, 5]]

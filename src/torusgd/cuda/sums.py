@@ -52,10 +52,8 @@ class DeviceGradientSum(IntegerGradientSum):
     def end_worker(self, bucket: int) -> None:
         """Adds the bucket's gradients of one virtual worker; one that did not come is zero."""
         b, waiting, found = self.buckets[bucket], self._waiting[bucket], self._found[bucket]
-        gradients = [
-            waiting[slot] if slot in waiting else torch.zeros(n, device=found.device)
-            for slot, n in zip(range(b.first, b.stop), b.numels, strict=True)
-        ]
+        slots = zip(range(b.first, b.stop), b.numels, strict=True)
+        gradients = [waiting[slot] if slot in waiting else torch.zeros(n, device=found.device) for slot, n in slots]
         waiting.clear()
         scales, message = self._scales[b.first : b.stop], self._messages[bucket]
         operators.add_gradients(gradients, self._sizes[bucket], scales, message, found)
@@ -124,12 +122,9 @@ class DeviceControl(ControlMessage):
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
     """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
 
-    Args:
-        sizes: int64 [slots], their elements.
-        scales: float32 [slots], powers of two.
-        message: int32 or int64, begins with the sums.
-        found: int32 [slots + 1]: of each slot the bits of the largest magnitude so far as float32, which are ordered as
-            the magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
+    `sizes` are the slots' elements, int64 [slots]; `scales` float32 [slots], powers of two; `message`, int32 or int64,
+    begins with the sums. `found`, int32 [slots + 1], has of each slot the bits of the largest magnitude so far as
+    float32, ordered as magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
     """
     flats = [gradient.reshape(-1) for gradient in gradients]
     values = torch.cat(flats).float()
@@ -207,8 +202,7 @@ def verdict(v: Verdict) -> None:
     is_going = v.going > 0
     old = v.scales.double()
     v.factors.copy_(1.0 / (old * v.addends))
-    underflow = lost / (v.elements * v.addends)
-    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, underflow]))
+    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, lost / (v.elements * v.addends)]))
     v.bounds.copy_(torch.where(is_going, reach / old, v.bounds))
     v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
     moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())

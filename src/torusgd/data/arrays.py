@@ -78,10 +78,8 @@ def _load(path: Path) -> Arrays:
     for split in SPLITS:
         images, labels = (_read_numpy(path, f"{split}_{what}") for what in ("images", "labels"))
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
-            raise UserError(
-                f"{path}: {split}_images must be uint8 [n, height, width] or [n, height, width, channels],"
-                f" got {images.dtype} {list(images.shape)}"
-            )
+            wanted = "uint8 [n, height, width] or [n, height, width, channels]"
+            raise UserError(f"{path}: {split}_images must be {wanted}, got {images.dtype} {list(images.shape)}")
         if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
             wanted = f"{len(images)} whole numbers, got {labels.dtype} {list(labels.shape)}"
             raise UserError(f"{path}: {split}_labels must be {wanted}")

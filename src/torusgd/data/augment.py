@@ -93,8 +93,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
         aspect = log_uniform(low, high, u_aspect)  # 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
-            top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
-            return Region(top, left, tall, wide, *size)
+            return Region(int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1)), tall, wide, *size)
     # None of the ten fits: the largest centred box whose aspect is allowed, as in torchvision.
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
@@ -163,10 +162,8 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
         share = beta(alpha, draws[i, _SHARE:]) if is_by_products(alpha) else arithmetic.beta(alpha, MIX, *key)
         shares[i] = share
         if pasted[i]:
-            rows, columns = (
-                _span(side, math.sqrt(1 - share), float(draws[i, number]))
-                for side, number in ((height, _ROW), (width, _COLUMN))
-            )
+            rows = _span(height, math.sqrt(1 - share), float(draws[i, _ROW]))
+            columns = _span(width, math.sqrt(1 - share), float(draws[i, _COLUMN]))
             images[i, :, rows, columns] = partners[i, :, rows, columns]
             # The edges may have cut the box, so the weight is that of the pixels that were pasted.
             shares[i] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
@@ -249,7 +246,6 @@ def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Rang
 
 
 def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:
-    """The image shifted, sheared or rotated, by nearest neighbours."""
     height, width = image.shape[1:]
     # Coordinates of pixel centres; each pixel of the result shows the point that the change would bring to it.
     rows, columns = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
@@ -268,8 +264,7 @@ def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixel
     # The pixels at these points, black outside the image.
     down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
-    picked = image[:, down.clip(0, height - 1), right.clip(0, width - 1)]
-    return np.where(inside, picked, np.uint8(0))
+    return np.where(inside, image[:, down.clip(0, height - 1), right.clip(0, width - 1)], np.uint8(0))
 
 
 def _opposite(image: Pixels, operation: str) -> Pixels | float:
@@ -302,9 +297,7 @@ def _smooth(image: Pixels) -> Pixels:
 
 def _stretched(plane: Pixels) -> Pixels:
     low, high = int(plane.min()), int(plane.max())
-    if low == high:
-        return plane
-    return ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
+    return plane if low == high else ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
 
 
 def _equalized(plane: Pixels) -> Pixels:
@@ -314,5 +307,4 @@ def _equalized(plane: Pixels) -> Pixels:
     step = int(counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
     if step == 0:
         return plane
-    table = (np.cumsum(counts) - counts + step // 2) // step
-    return table.clip(0, 255).astype(np.uint8)[plane]
+    return ((np.cumsum(counts) - counts + step // 2) // step).clip(0, 255).astype(np.uint8)[plane]

@@ -94,9 +94,8 @@ def _read_header(data: bytes) -> _Header:
     if height < 1 or width < 1 or weight * height * width > MAX_PIXELS:
         raise Undecodable(f"its header says {width} x {height} pixels; at most {MAX_PIXELS // weight} are decoded")
     if scans > _MOST_SCANS or scans * height * width > _MOST_SCANNED:
-        raise Undecodable(
-            f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
-        )
+        most = f"at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
+        raise Undecodable(f"{scans} scans of {width} x {height} pixels; {most}")
     return _Header(height, width, weight * height * width, frame)
 
 
@@ -271,10 +270,9 @@ def pixels_sha256(data: bytes) -> str:
 @cache
 def other_decoders(is_jpeg: bool) -> tuple[str, ...]:
     """Names of the set's JPEGs, or PNGs, of which this machine's decoders make other pixels."""
-    pictures = json.loads(files(__package__).joinpath(DECODER_SET).read_text())
     return tuple(
         name
-        for name, (data, sha256) in pictures.items()
+        for name, (data, sha256) in json.loads(files(__package__).joinpath(DECODER_SET).read_text()).items()
         if name.startswith("JPEG") == is_jpeg and pixels_sha256(base64.b64decode(data)) != sha256
     )
 
@@ -357,15 +355,12 @@ def nvjpeg(device: torch.device) -> NvJpeg:
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(
-            f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); "
-            "pip install torchvision (the extra torchvision)"
-        ) from error
-    modes: dict[int, Any] = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
+        remedy = "pip install torchvision (the extra torchvision)"
+        raise UserError(f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); {remedy}") from error
 
     def decode(pictures: Sequence[bytes], channels: int) -> Sequence[Tensor]:
         inputs = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in pictures]
-        return decode_jpeg(inputs, mode=modes[channels], device=device)
+        return decode_jpeg(inputs, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB, device=device)
 
     return NvJpeg(decode, lambda: torch.cuda.stream(stream))
 
@@ -376,9 +371,7 @@ class EncodedImages(ABC):
     reads_ahead: bool = False  # whether `expect` makes reading faster
 
     def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
-        self.classes = tuple(classes)
-        self.labels = labels
-        self.channels = channels
+        self.classes, self.labels, self.channels = tuple(classes), labels, channels
         self._decoder: NvJpeg | None = None
         self._check: Callable[[bytes], object] = len
 

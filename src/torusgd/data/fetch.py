@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,11 +85,9 @@ def wrong_files(folder: Path, wanted: DataSet) -> list[str]:
 
 
 def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError:
-        return ""
+    with suppress(OSError), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return ""
 
 
 def _get(name: str, wanted: DataSet, scratch: Path) -> Path:

@@ -80,14 +80,12 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
         return keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
 
     widest = power(math.e, augment.distortion)
-    distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
     most = augment.contrast
-    contrast = [[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
-        distortions=np.array(distortions),
+        distortions=np.array([power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]),
         brightness=augment.brightness * (2 * by_channel(_BRIGHTNESS) - 1),
-        contrast=np.array(contrast),
+        contrast=np.array([[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]),
         noise=augment.noise * draw(_NOISE),
         keys=np.stack([np.full_like(indices, seed), epochs, indices], axis=1),
     )
@@ -140,8 +138,7 @@ def scaled(height: int, width: int, shorter: int) -> Region:
     # Of an image more than four times as long as wide only the middle: the centre crop that follows never shows more,
     # and an image of a single row would need gigabytes.
     tall, wide = min(height, 4 * side), min(width, 4 * side)
-    top, left = (height - tall) // 2, (width - wide) // 2
-    return Region(top, left, tall, wide, shorter * tall // side, shorter * wide // side)
+    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, shorter * tall // side, shorter * wide // side)
 
 
 def render(image: Pixels, region: Region) -> Pixels:
@@ -167,9 +164,8 @@ def resample(image: Pixels, region: Region) -> Pixels:
     resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
     # As torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which has no `out`: without it
     # the kernel ends by separating the channels, pixel by pixel.
-    torch.ops.aten._upsample_bilinear2d_aa.out(
-        planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
-    )
+    out = torch.from_numpy(resized).permute(0, 3, 1, 2)
+    torch.ops.aten._upsample_bilinear2d_aa.out(planes, resized.shape[1:3], False, None, None, out=out)
     return resized[0]
 
 

@@ -70,17 +70,12 @@ class Loader:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0
-        self._pipeline = pipeline
-        self._order = order
-        self._ahead = ahead
+        self._pipeline, self._order, self._ahead = pipeline, order, ahead
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torusgd-loader")
         self._pending: dict[Share, Future[Batch]] = {}
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """The batch of a share, made now unless it was begun before.
-
-        As many of the following shares are begun as there is room for; others are dropped.
-        """
+        """The batch of a share; as many of those that follow are begun as there is room for, others are dropped."""
         # Batch 2: made by a thread before anyone needs it.
         wanted = [share, *islice(following, self._ahead - 1)]
         # Shares that follow no longer, since ranks have left or joined, must not fill the bound on memory.
@@ -149,8 +144,7 @@ class LoaderProcesses:
         finally:
             self._idle.put(process)
         known |= {name: torch.from_numpy(array) for name, array in arrays.items()}
-        batch = Batch(torch.from_numpy(memory), table=self._pipeline.table, **known)
-        return self._pipeline.joined(batch, message)
+        return self._pipeline.joined(Batch(torch.from_numpy(memory), table=self._pipeline.table, **known), message)
 
 
 class SharedMemory:
@@ -280,8 +274,7 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
             # As arrays: a pipe would move tensors by files.
             arrays = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
-            known = {"positions": batch.positions, "replaced": batch.replaced}
-            made = tuple(batch.images.shape), known, arrays
+            made = tuple(batch.images.shape), {"positions": batch.positions, "replaced": batch.replaced}, arrays
         except (UserError, RunError, OSError) as error:
             made = error
         except Exception as error:

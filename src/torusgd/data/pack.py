@@ -38,13 +38,9 @@ class Packing:
 
 
 def pack(
-    train: Source,
-    held_out: Source,
-    out: Path,
-    packing: Packing,
-    leave_out: Callable[[str], object],
-    progress: Callable[[int], object] = lambda done: None,
-) -> dict[str, int]:
+    train: Source, held_out: Source, out: Path, packing: Packing,
+    leave_out: Callable[[str], object], progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, int]:  # fmt: skip
     """Writes both splits of a data set as tar shards with their index, and returns the number of images of each.
 
     Shards that are there already stay. A JPEG that is small enough is copied as it is; any other image becomes a JPEG,

@@ -28,17 +28,11 @@ class PictureFiles(EncodedImages):
     """A source of picture files; names are paths from `root` or, with `folders` (by label), from that of the class."""
 
     def __init__(
-        self,
-        root: Path,
-        names: Names,
-        classes: Sequence[str],
-        labels: Int64,
-        channels: int,
+        self, root: Path, names: Names, classes: Sequence[str], labels: Int64, channels: int,
         folders: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(classes, labels, channels)
-        self.root, self.names = root, names
-        self._folders = folders
+        self.root, self.names, self._folders = root, names, folders
 
     def where(self, index: int) -> str:
         # The folder of a class is stored once, not with each name: 14 million names would grow by a half.
@@ -89,13 +83,9 @@ def open_folders(path: Path, channels: int, once: Once = make_here, classes: str
 
 
 def open_csv(
-    path: Path,
-    channels: int,
-    once: Once = make_here,
-    train: str = "train.csv",
-    eval: str = "val.csv",
-    classes: str | None = None,
-) -> Pair:
+    path: Path, channels: int, once: Once = make_here,
+    train: str = "train.csv", eval: str = "val.csv", classes: str | None = None,
+) -> Pair:  # fmt: skip
     """Images that two CSV files list, in their order.
 
     `train`, `eval` and `classes` (as of `open_folder`) are files in PATH. A list has a column of paths, which start
@@ -160,8 +150,7 @@ def list_pictures(root: Path, folders: Sequence[str], split: str, progress: Prog
             progress(number)
             yield names
 
-    found = Names.arrays(split, runs())
-    return found | {f"{split} labels": np.repeat(np.arange(len(folders), dtype=np.int64), counts)}
+    return Names.arrays(split, runs()) | {f"{split} labels": np.arange(len(folders), dtype=np.int64).repeat(counts)}
 
 
 def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays:

@@ -60,8 +60,7 @@ class Pipeline:
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         if data.pixels == "portable" and isinstance(source, EncodedImages):
             source = source.checked(require_specified)
-        self.source = source
-        self.allocate = allocate
+        self.source, self.allocate = source, allocate
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._encoded = source if isinstance(source, EncodedImages) else None
@@ -69,9 +68,8 @@ class Pipeline:
         self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
         """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
-        mean, std = np.array(data.mean), np.array(data.std)
-        self._scale = (1 / (255 * std)).astype(np.float32)
-        self._offset = (-mean / std).astype(np.float32)
+        self._scale = (1 / (255 * np.array(data.std))).astype(np.float32)
+        self._offset = (-np.array(data.mean) / np.array(data.std)).astype(np.float32)
 
     def expect(self, indices: Int64) -> None:
         """Starts to read the images at `indices` [n], which are needed soon."""
@@ -159,8 +157,7 @@ class Pipeline:
         # Boxes of random size, and a resize, need each image alone.
         if sizes.resize not in (None, min(sizes.sides)) or drawn.boxes is not None:
             return None
-        images = _retried(lambda: source.read_many(indices))
-        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+        return np.ascontiguousarray(_retried(lambda: source.read_many(indices)).transpose(0, 3, 1, 2))
 
     def _finish(self, images: Pixels, drawn: Changes, at: slice, out: Float32) -> None:
         # Changes and normalises the images [m, channels, height, width] at these positions of the batch.
@@ -201,10 +198,9 @@ class Pipeline:
             region = Region(0, 0, height, width, height, width)
         else:
             rows, columns = sizes.sides
-            raise UserError(
-                f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
-                " set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
-            )
+            what = f"null wants images of {columns} x {rows} pixels, but there is one of {width} x {height}"
+            remedy = "set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
+            raise UserError(f"data.resize: {what}; {remedy}")
         return replace(region, exact=self._data.pixels == "portable")
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
@@ -224,10 +220,9 @@ class Pipeline:
             return _retried(lambda: regions.read_region(index, choose))
         pixels = _retried(lambda: self.source.read(index))
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
-            raise UserError(
-                f"data.channels: the recipe says {self._data.channels}, so images are to be uint8 [height, width,"
-                f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
-            )
+            channels = self._data.channels
+            wanted = f"the recipe says {channels}, so images are to be uint8 [height, width, {channels}]"
+            raise UserError(f"data.channels: {wanted}, but image {index} is {pixels.dtype} {list(pixels.shape)}")
         return render(pixels, choose(*pixels.shape[:2]))
 
 

@@ -84,8 +84,7 @@ class Synthetic(_Made):
 
     def _moved(self, indices: Int64, side: int, axis: int) -> Int64:
         """The tile of each pixel along one side after the move, [n, side]."""
-        offsets = keyed_integer(side, *self._key, _MOVE, indices, axis)
-        return (np.arange(side) + offsets[:, None]) % side * _GRID // side
+        return (np.arange(side) + keyed_integer(side, *self._key, _MOVE, indices, axis)[:, None]) % side * _GRID // side
 
 
 class Frames(_Made):

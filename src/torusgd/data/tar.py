@@ -184,10 +184,8 @@ class RangeCache:
             return
         try:
             handle = os.open(self._folder / f"{file}.tar", os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
+            with os.fdopen(handle, "wb", buffering=0):  # which truncates nothing
                 os.pwrite(handle, data, begin)
-            finally:
-                os.close(handle)
             # After the data: a crash in between leaves a 0, and the range is fetched again.
             self._sums[number] = _sum(data)
         except OSError as error:
@@ -224,10 +222,8 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
             with replacing(file) as temporary:
                 store.get(name, temporary)
     except FileNotFoundError:
-        raise UserError(
-            f"{store.url}/{name}: there is no index; write it where the tar files are, with torusgd data index, and "
-            "copy it beside them"
-        ) from None
+        remedy = "write it where the tar files are, with torusgd data index, and copy it beside them"
+        raise UserError(f"{store.url}/{name}: there is no index; {remedy}") from None
     except OSError as error:
         raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
     return file
@@ -239,10 +235,9 @@ def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, S
     store = Store(url) if (url := url_of(path)) is not None else None
     file, root = (path / index, str(path)) if store is None else (fetch_index(store, index), store.url)
     arrays = read_index(file, root)
-    classes = list(Names.of(arrays, "classes"))
     pair = list[Shards]()
     for name in SPLITS:
-        own = {key: arrays[f"{name} {key}"] for key in KINDS}, classes, channels
+        own = {key: arrays[f"{name} {key}"] for key in KINDS}, list(Names.of(arrays, "classes")), channels
         pair.append(Shards(root, *own) if store is None else RemoteShards(store, file.parent / name, *own))
         pair[-1].check(arrays[f"{name} shard sizes"].tolist())
     return pair[0], pair[1]

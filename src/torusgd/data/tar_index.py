@@ -58,12 +58,9 @@ class _Member(NamedTuple):
 
 
 def make_index(
-    path: Path,
-    listed: Mapping[str, str] | None = None,
-    given: Mapping[str, str] | None = None,
-    shards: Mapping[str, list[str]] | None = None,
-    progress: Progress = lambda done: None,
-) -> Arrays:
+    path: Path, listed: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None,
+    shards: Mapping[str, list[str]] | None = None, progress: Progress = lambda done: None,
+) -> Arrays:  # fmt: skip
     """Walks through the headers of all tar files of a folder; UserError if one can't be used, or an image has no label.
 
     The label of an image is the content of the file `.cls` beside it, or `label` or `cls` in its `.json`; or its label
@@ -189,10 +186,8 @@ class _Walk:
         # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
         if not label:
-            raise UserError(
-                f"{self._file}: {picture.name} has no label: wanted is {key.strip('/')}.cls or .json beside it, or a "
-                "folder in the tar file, which is its class"
-            )
+            wanted = f"{key.strip('/')}.cls or .json beside it, or a folder in the tar file, which is its class"
+            raise UserError(f"{self._file}: {picture.name} has no label: wanted is {wanted}")
         return label
 
 

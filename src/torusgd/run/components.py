@@ -88,14 +88,9 @@ def sums_of(
 
     reducer = Reducer(
         [*(tail.slots if tail is not None else ()), *own],  # column blocks first
-        reduction=recipe.reduction,
-        addends=workers,
-        channels=channels,
-        maximum_over_ranks=maximum_over_ranks,
-        rule=options.buckets,
-        to_host=monitor.to_host,
-        make_sum=make_sum,
-    )
+        reduction=recipe.reduction, addends=workers, channels=channels, maximum_over_ranks=maximum_over_ranks,
+        rule=options.buckets, to_host=monitor.to_host, make_sum=make_sum,
+    )  # fmt: skip
     return Sums(allreduce, watched, tail, reducer, [*over_columns.values()])
 
 
@@ -149,15 +144,11 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
         head = head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else ()
         optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail else None, head=head)
     update = Update(
-        model,
-        optimizer,
-        sums.reducer,
-        sum_over_ranks=lambda table: sums.watched.start(table).wait(),
-        columns=tail,
+        model, optimizer, sums.reducer, sum_over_ranks=lambda table: sums.watched.start(table).wait(), columns=tail,
         take_step=form.flat_update(optimizer, sums.reducer).step if form is not None else None,
         # An inner step has the schedule's rate already; the outer one has its own.
         follows_schedule=recipe.synchrony.local_steps is None,
-    )
+    )  # fmt: skip
     batch_norm, settings = network.batch_norm, recipe.average
     average = MovingAverage(settings, len(train), model, batch_norm.running) if settings is not None else None
     return StepState(model, sums.reducer, update, batch_norm, Precision(recipe, world.device), average)

@@ -180,16 +180,11 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Of a job with its data, and on a rank with what its network is: the weights as drawn, and the operators."""
     return Fingerprint(
-        recipe_sha256=job.recipe.sha256(),
-        train_images=len(train),
-        data_sha256=data_sha256(train, held),
+        recipe_sha256=job.recipe.sha256(), train_images=len(train), data_sha256=data_sha256(train, held),
         init_sha256=weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else "",
-        drawn_sha256=drawn,
-        conditions=conditions or {},
+        drawn_sha256=drawn, conditions=conditions or {}, data_revision=commit_of(job.data), operators=operators,
         replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
-        data_revision=commit_of(job.data),
-        operators=operators,
-    )
+    )  # fmt: skip
 
 
 def fingerprint_on_rank(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
@@ -237,9 +232,7 @@ def changes(then: Conditions, now: Conditions) -> str:
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], mixed: bool) -> tuple[Differences, bool]:
     """How two fingerprints differ, and whether they do in their conditions alone."""
     result = _differing(*({key: value for key, value in each.items() if key != "conditions"} for each in (one, two)))
-    if result or mixed:
-        return result, False
-    return _differing(one["conditions"], two["conditions"]), True
+    return (result, False) if result or mixed else (_differing(one["conditions"], two["conditions"]), True)
 
 
 def _differing(one: Mapping[str, object], two: Mapping[str, object]) -> Differences:
@@ -303,8 +296,7 @@ def check_stored(name: str) -> None:
     if sorted(code := code_of(words)) != sorted(entry["code"]):
         pairs = zip(code, entry["code"], strict=False)
         place = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(words) - 1)
-        raise UserError(
-            f"portable arithmetic: torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}, "
-            f"from operator {place} of {len(words)} on, {words[place].partition('.')[0]}: weights would have other "
-            f"bits; use torch {entry['torch']}, or precision: float32"
-        )
+        both = f"torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}"
+        what = f"{both}, from operator {place} of {len(words)} on, {words[place].partition('.')[0]}"
+        remedy = f"use torch {entry['torch']}, or precision: float32"
+        raise UserError(f"portable arithmetic: {what}: weights would have other bits; {remedy}")

@@ -138,9 +138,7 @@ def choose(offers: Sequence[Offer]) -> Choice | None:
         return Choice(source=0)
     # All nodes save a copy after the same steps, rank 0's clock says which. So copies of one step must be equal.
     copies = [index for index, offer in enumerate(offers) if offer.copy == newest]
-    if len({offers[index].digest for index in copies}) > 1:
-        return None
-    return Choice(copies[0], is_copy=True)
+    return Choice(copies[0], is_copy=True) if len({offers[index].digest for index in copies}) == 1 else None
 
 
 def holders_of(steps: Sequence[int]) -> frozenset[int]:

@@ -88,7 +88,12 @@ def node_memory(job: Job) -> NodeMemory | None:
     folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
     saves = os.environ.get("LOCAL_RANK") == "0"
     if saves:
-        _sweep()  # shared memory outlives an agent that was killed, and counts as used until it is removed
+        # What agents of this user that have ended left behind: shared memory counts as used until it is removed.
+        # Containers that share the node's memory number their processes apart, so each leaves the others' folders.
+        for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
+            ended = _NAME.fullmatch(path.name)
+            if ended is not None and ended[1] == _namespace() and start_of(int(ended[2])) != int(ended[3]):
+                shutil.rmtree(path, ignore_errors=True)
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
@@ -104,15 +109,6 @@ def torchrun_agent() -> str:
     """The agent that has started this rank: NAMESPACE-PROCESS-BEGIN, which no other on its machine has; empty: none."""
     began = start_of(agent := os.getppid())
     return "" if "TORCHELASTIC_RUN_ID" not in os.environ or began is None else f"{_namespace()}-{agent}-{began}"
-
-
-def _sweep() -> None:
-    """Removes what agents of this user that have ended left behind."""
-    # Containers that share the node's memory number their processes apart, so each leaves the others' folders alone.
-    for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
-        found = _NAME.fullmatch(path.name)
-        if found is not None and found[1] == _namespace() and start_of(int(found[2])) != int(found[3]):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _namespace() -> str:

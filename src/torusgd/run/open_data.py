@@ -141,6 +141,5 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
         opened = partial(open_pipeline, make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))
         processes = LoaderProcesses(training, opened, threads)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
-    loader = Loader(processes or training, order, threads=threads, ahead=threads + 3)
     evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed, allocate)
-    return Data(training, evaluated, loader, processes)
+    return Data(training, evaluated, Loader(processes or training, order, threads, ahead=threads + 3), processes)

@@ -62,8 +62,12 @@ class Recorder:
         rates = (stats.step.lr, stats.step.momentum, stats.step.weight_decay_factor)
         line = records.StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
         line = self._record(state, tensors, line)
-        if self._job.expected is not None:
-            self._compare(line, self._job.expected)
+        if (expected := self._job.expected) is not None:
+            recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
+            is_refuted = recorded is not None and bool(records.first_differences(recorded, line))
+            # Rank 0 has all of the digests, whoever made them.
+            found = is_refuted, checkpoint is not None and checkpoint != line.tensors
+            self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
         elif state.step in self._every:
             saved = tensors.state_dict(state.step, keep=self._is_first)
             if self._writer is not None:
@@ -109,13 +113,6 @@ class Recorder:
         if self._every:
             copy = Mirror(self._job.bucket).put_light if self._job.bucket is not None else None
             self._writer = LightWriter(folder.verify, copy)
-
-    def _compare(self, line: records.StateLine, expected: records.Expected) -> None:
-        recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
-        is_refuted = recorded is not None and bool(records.first_differences(recorded, line))
-        # Rank 0 has all of the digests, whoever made them.
-        found = is_refuted, checkpoint is not None and checkpoint != line.tensors
-        self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
 
     def _is_fixed(self, steps: int) -> bool:
         if self._job.expected is not None:

@@ -62,16 +62,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        job: Job,
-        world: Group,
-        stop: StopFlag,
-        restarts: int,
-        liveness: Liveness | None = None,
-        retained: Retained | None = None,
-        generations: Generations | None = None,
-        memory: NodeMemory | None = None,
-    ) -> None:
+        self, job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness | None = None,
+        retained: Retained | None = None, generations: Generations | None = None, memory: NodeMemory | None = None,
+    ) -> None:  # fmt: skip
         self.liveness = liveness or Liveness()
         self.retained = retained = retained or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
@@ -85,12 +78,9 @@ class Run:
         self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
         requests = Requests(
-            self._must_stop,
-            self.liveness,
-            self._evaluations | saves | {self.steps},
-            save_due=self._saver.is_due,
+            self._must_stop, self.liveness, self._evaluations | saves | {self.steps}, save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
-        )
+        )  # fmt: skip
         limit, images = job.recipe.data.max_replaced, self.schedule.train_images
         replaced = ReplacedImages(limit, images, lambda: self.state.totals.replaced)
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
@@ -110,9 +100,8 @@ class Run:
     def run(self) -> RunResult:
         """Trains from the last good checkpoint, from what the ranks have retained, or from the start, to the end.
 
-        Raises:
-            RunError: Training can't go on; a checkpoint of the last good step stands if the disk allows it.
-            CommError: Other ranks are lost; those that are left may go on with what they `keep`.
+        RunError if it can't go on, with a checkpoint of the last good step if the disk allows it; CommError if other
+        ranks are lost: those that are left may go on with what they `keep`.
         """
         try:
             agreed = self._take_newest()
@@ -178,10 +167,7 @@ class Run:
                 each.close()
 
     def _train(self, saved: int, is_due: bool) -> RunResult | None:
-        """How this rank's part, from the checkpoint of step `saved` on, ends before the last step; None: it does not.
-
-        With `is_due` another checkpoint is written at once.
-        """
+        """How this rank's part ends before the last step; None: it does not. `is_due`: a checkpoint, at once."""
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.saved = saved
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
@@ -316,22 +302,15 @@ class Run:
         self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
-            "recipe": self.job.recipe.name,
-            **evaluation.as_summary(),
-            **top1,
-            "world_size": self.world.size,
-            "restarts": self.restarts,
-            "shares": {str(rank): count for rank, count in self.membership.by_rank.items()},
-            "lost_ranks": sorted(self.liveness.lost),
-            **state.as_summary(),
-            "weights_sha256": weights_sha256(tensors),
-        }
+            "recipe": self.job.recipe.name, **evaluation.as_summary(), **top1, "world_size": self.world.size,
+            "restarts": self.restarts, "shares": {str(rank): n for rank, n in self.membership.by_rank.items()},
+            "lost_ranks": sorted(self.liveness.lost), **state.as_summary(), "weights_sha256": weights_sha256(tensors),
+        }  # fmt: skip
         if self._is_first:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)
             summary["records"] = self._recorder.result(summary, {**figures_of(evaluation), **top1})
-            records = {"records_sha256": summary["records"]["sha256"]}
-            write_result(run_dir, tensors, summary, self._metadata | records)
+            write_result(run_dir, tensors, summary, self._metadata | {"records_sha256": summary["records"]["sha256"]})
         return summary
 
     def _take_newest(self) -> Agreed:

@@ -56,16 +56,12 @@ class RunState:
 
     def as_summary(self) -> dict[str, Any]:
         summary = {
-            "steps": self.step,
-            **self.totals.as_summary(),
-            "seconds": round(self.seconds, 3),
-            "resumed_from": self.resumed_from,
-            "seconds_to_target": self.seconds_to_target,
+            "steps": self.step, **self.totals.as_summary(), "seconds": round(self.seconds, 3),
+            "resumed_from": self.resumed_from, "seconds_to_target": self.seconds_to_target,
             **{key: value for key, value in self.fingerprint.as_dict().items() if key not in _OF_A_NETWORK},
             "init": None if self.initial is None else asdict(self.initial),
-            "other_conditions": self.other_conditions,
-            "mixed_conditions": self.mixed_conditions,
-        }
+            "other_conditions": self.other_conditions, "mixed_conditions": self.mixed_conditions,
+        }  # fmt: skip
         return summary if self.journal is None else {**summary, "journal": self.journal.as_summary(self.step)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,8 +98,7 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
 def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
     """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
     model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    rest = {name: t for name, t in tensors.items() if not name.startswith(MODEL)}
-    return Checkpoint(model, rest, state.as_dict())
+    return Checkpoint(model, {name: t for name, t in tensors.items() if not name.startswith(MODEL)}, state.as_dict())
 
 
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:

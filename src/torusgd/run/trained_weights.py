@@ -125,23 +125,17 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
     tensors, metadata = load_weights(file)
     recipe = _recipe(file, metadata, None, overrides)
     classes = tuple(_class_names(file, metadata))
-    network = _with_weights(file, tensors, model_of(recipe, len(classes)))
-    return TrainedModel(file, network.eval(), recipe, classes)
+    return TrainedModel(file, _with_weights(file, tensors, model_of(recipe, len(classes))).eval(), recipe, classes)
 
 
 def open_trained(
     path: Path, data: Path | None, model: str | None, classes: str | None, overrides: Sequence[str] = ()
 ) -> Trained:
-    """Builds the model of a weight file and loads the weights.
+    """Builds the model of a weight file (see `find_weights`), loads the weights, and opens the recipe's data.
 
-    Args:
-        path: A run's folder, a checkpoint's folder, or a weight file (.safetensors, or a .pth of tensors).
-        data: The data set, if the recipe's source needs a path.
-        model: The network, for weights trained elsewhere; with it the data is read as the recipe `folder` says, at
-            224 pixels from a shorter side of 256.
-        classes: File in `data` that lists the class folders in the order of the weights' outputs.
-        overrides: `key.path=value` on the recipe.
-
+    `data` is the data set, if the source needs a path; `model` the network of weights trained elsewhere, with which the
+    data is read as the recipe `folder` says, at 224 pixels from a shorter side of 256; `classes` a file in `data` that
+    lists the class folders in the order of the weights' outputs; `overrides` are `key.path=value` on the recipe.
     UserError if no weights are there, or they are of an unknown network, don't fit it, or name code of their own.
     """
     file = find_weights(path)
@@ -163,8 +157,7 @@ def find_weights(path: Path) -> Path:
     """The weight file of a run's folder (finished, else its newest checkpoint), of a checkpoint's, or itself."""
     if path.is_file():
         return path
-    newest = list_checkpoints(path / "checkpoints") if path.is_dir() else []
-    for folder in (path, *newest):
+    for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
         if (folder / FILES[0]).is_file():
             return folder / FILES[0]
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
@@ -198,11 +191,8 @@ def check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
     """UserError if the recipe that stands in a stranger's file names code that is not among the keys `given`."""
     # The recipe in a file's metadata is data and never code: whoever opens weights did not choose what it names. So
     # `package.module:factory` counts only if the key is among those that the user has given.
-    known = {
-        "model.name": (recipe.model.name, is_built_in(recipe.model.name)),
-        "data.source": (recipe.data.source, recipe.data.source in SOURCES),
-    }
-    for key, (name, is_known) in known.items():
+    model, source = recipe.model.name, recipe.data.source
+    for key, name, is_known in (("model.name", model, is_built_in(model)), ("data.source", source, source in SOURCES)):
         if not is_known and given.isdisjoint({key, key.partition(".")[0]}):
             why = "which is not torusgd's own, and a file may not choose what code runs"
             remedy = f"if you trust that code, give --set {key}=package.module:factory yourself"

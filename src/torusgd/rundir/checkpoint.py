@@ -168,8 +168,7 @@ class LightWriter:
     def _write(self, step: int, tensors: Tensors) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-            size = sum(each.nbytes for each in tensors.values())
-            if shutil.disk_usage(self.folder).free < ROOM * size:
+            if shutil.disk_usage(self.folder).free < ROOM * sum(each.nbytes for each in tensors.values()):
                 raise OSError(errno.ENOSPC, f"the disk has no room for {ROOM} more checkpoints")
             path = self.folder / f"step-{step:08d}{LIGHT}"
             save_weights(path, tensors, {})

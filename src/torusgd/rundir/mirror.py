@@ -52,7 +52,9 @@ class Mirror:
         """
         try:
             with RunDir(self.folder).lock():
-                self._refuse_strangers(fresh)
+                there, is_run = self._there()
+                if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
+                    raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
                 self._lease.acquire(self._warn)
                 self._begin(fresh)
         except OSError as error:
@@ -102,15 +104,14 @@ class Mirror:
         there = {name: size for name, size in self._store.sizes().items() if not is_lease(name)}
         return there, _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
 
-    def _refuse_strangers(self, fresh: bool) -> None:
-        there, is_run = self._there()
-        if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
-            raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
-
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
         if fresh and is_run:
-            self._clear(list(there))
+            for checkpoint in self._checkpoints():
+                self._delete(checkpoint)
+            small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in there]
+            for name in (*filter(_LIGHT.fullmatch, there), *small):
+                self._store.delete(name)
         # Another name: what lies here is of an earlier run of this URL, and would be taken for a newer checkpoint.
         if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
             self._forget()
@@ -162,13 +163,6 @@ class Mirror:
     def _delete(self, checkpoint: str) -> None:
         for name in (MANIFEST, *CHECKPOINT_FILES):
             self._store.delete(f"checkpoints/{checkpoint}/{name}")
-
-    def _clear(self, names: list[str]) -> None:
-        for checkpoint in self._checkpoints():
-            self._delete(checkpoint)
-        small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in names]
-        for name in (*filter(_LIGHT.fullmatch, names), *small):
-            self._store.delete(name)
 
     def _name_here(self) -> str:
         with suppress(OSError, ValueError):
