@@ -31,14 +31,10 @@ ATTEMPT = Key("attempt-{attempt}", "launcher", "every rank", "the ranks are star
 GENERATION = Key("generation", "launcher", "every rank", "ranks were lost, join or leave", ATTEMPT)
 WANTS_STATE = Key("wants-state/{rank}", "a rank that joins", "launcher", "it has opened its data", ATTEMPT)
 READY = Key("ready/{rank}", "a rank that joins", "launcher", "it could take part", ATTEMPT)
-STATE_GROUP = Key(
-    "state-{generation}-{rank}", "a rank that joins", "the rank that sends it the state", "they meet", ATTEMPT
-)
+STATE_GROUP = Key("state-{generation}-{rank}", "a rank that joins", "who sends it the state", "they meet", ATTEMPT)
 MEETING = Key("meeting-{generation}", "its ranks", "its ranks", "the ranks of a generation meet", ATTEMPT)
 RESULT = Key("result/{rank}", "rank", "launcher", "its function has returned", ATTEMPT)
-FINGERPRINT = Key(
-    "fingerprint", "the first rank", "a rank that joins", "a run begins, or its ranks have changed", ATTEMPT
-)
+FINGERPRINT = Key("fingerprint", "the first rank", "a rank that joins", "a run begins, or its ranks change", ATTEMPT)
 JOINING = Key("joining", "a rank that joins", "launcher", "it fails before it takes part: FAILURES under it", ATTEMPT)
 
 # Ranks of another launcher, such as torchrun: they agree on a prefix that no earlier attempt has used.
