@@ -182,15 +182,12 @@ class Verifier:
         self._note(each, UNKNOWN, why)
         return True
 
-    def _starts(self, barrier: int) -> list[int]:
-        begin, steps = self.claims.begin, {*self._checkpoints.steps()}
-        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
-            steps.add(0)
-        return sorted(step for step in steps if step >= barrier and step not in self._bad)
-
     def _segments(self, left: Sequence[Range], barrier: int) -> list[Segment]:
         """What is to be computed; none if the first range has nothing to begin from."""
-        starts, segments = self._starts(barrier), list[Segment]()
+        begin, steps, segments = self.claims.begin, {*self._checkpoints.steps()}, list[Segment]()
+        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
+            steps.add(0)
+        starts = {step for step in steps if step >= barrier and step not in self._bad}
         for each in left:
             start = max((step for step in starts if step <= each.first), default=None)
             if start is None:
