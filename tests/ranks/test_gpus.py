@@ -87,10 +87,11 @@ def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gp
     rank_0_comes(store)
     with refused("two ranks without a number on the machine", "ranks 0, 1"):
         meet_within(store, 1, 2, "cuda", 1, seconds=5)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
+    for rank, gpu in {0: "a", 1: "b", 4: "c", 5: "b"}.items():
+        store.set(keys.GPU.format(rank=rank), gpu)
+    gpus.check_shared_gpus(store, (0, 1, 4, 5), ranks_per_gpu=2)
     with refused("two ranks on one GPU", "ranks 1, 5"):
-        gpus.check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
+        gpus.check_shared_gpus(store, (0, 1, 4, 5), ranks_per_gpu=1)
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:

@@ -63,16 +63,6 @@ def free_local_rank(taken: Collection[int]) -> int:
     return min({*range(len(taken) + 1)} - {*taken})
 
 
-def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
-    """UserError, the same line on every rank, if too many ranks have the same GPU, by its UUID (empty: a CPU)."""
-    # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
-    for gpu in filter(None, dict.fromkeys(gpus.values())):
-        if len(ranks := [rank for rank, its in gpus.items() if its == gpu]) > ranks_per_gpu:
-            own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
-            share = f"let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
-            raise UserError(f"{named('rank', ranks)} have the same GPU ({gpu}): {own}, or {share}")
-
-
 def device_of(device: str, ranks_per_gpu: int) -> torch.device:
     """`cpu`, or for `cuda` this rank's own GPU, which becomes the current one; UserError as `own_gpu`."""
     if device == "cpu":
@@ -93,7 +83,12 @@ def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int)
 
 
 def check_shared_gpus(store: Store, ranks: Sequence[int], ranks_per_gpu: int) -> None:
-    """Once all have met; UserError as `check_own_gpus`."""
+    """Once all have met: UserError, the same line on every rank, if too many have the same GPU, by its UUID."""
+    # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
     if store.check([keys.SHARED_GPU]):
-        gpus = map(bytes.decode, store.multi_get([keys.GPU.format(rank=rank) for rank in ranks]))
-        check_own_gpus(dict(zip(ranks, gpus, strict=True)), ranks_per_gpu)
+        gpus = [its.decode() for its in store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])]
+        for gpu in dict.fromkeys(gpus):
+            if len(who := [rank for rank, its in zip(ranks, gpus, strict=True) if its == gpu]) > ranks_per_gpu:
+                own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
+                share = f"let them share it by --set runtime.ranks_per_gpu={len(who)}"
+                raise UserError(f"{named('rank', who)} have the same GPU ({gpu}): {own}, or {share}")
