@@ -68,7 +68,7 @@ def test_every_rank_ends_with_the_sum_and_of_floats_with_the_same_bits(how, leng
 def test_algorithms_move_no_more_than_the_least_possible_and_a_reduce_scatter_half_of_it(name, ranks):
     how = parse_algorithm(name, ranks)
     for rank in range(ranks):
-        (whole,), (half, (low, high)) = how.rounds(rank, 1000 * ranks), how.scatter(rank, 1000 * ranks)
+        (whole,), (half, (low, high)) = how.rounds(rank, 1000 * ranks), how.scatter(rank, 1000 * ranks, None)
         assert (elements_sent(whole), elements_sent(half)) == (2 * (ranks - 1) * 1000, (ranks - 1) * 1000)
         assert high - low == 1000
 

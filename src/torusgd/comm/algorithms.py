@@ -104,11 +104,7 @@ def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
     return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
 
 
-_REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
-    "ring": _ring,
-    "halving": _halving,
-    "direct": _direct,
-}
+_REDUCE_SCATTER = {"ring": _ring, "halving": _halving, "direct": _direct}
 METHODS = (*_REDUCE_SCATTER, "doubling")
 
 
@@ -204,12 +200,7 @@ def _children(number: int, height: int, size: int) -> list[int]:
 
 
 # methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place
-_UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
-    "doubling": _doubling,
-    "binomial": _binomial,
-    "chain": _chain,
-    "double-tree": _double_tree,
-}
+_UNCUT = {"doubling": _doubling, "binomial": _binomial, "chain": _chain, "double-tree": _double_tree}
 
 
 def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
@@ -283,9 +274,7 @@ class Algorithm:
             return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]
         return [all_reduce([horizontal, vertical], *span) for span in pairwise(edges)]
 
-    def scatter(
-        self, rank: int, length: int, stops: Sequence[int] | None = None
-    ) -> tuple[list[Round], tuple[int, int]]:
+    def scatter(self, rank: int, length: int, stops: Sequence[int] | None) -> tuple[list[Round], tuple[int, int]]:
         """The reduce-scatter of `rank`, cut at `stops`, and the span of the sum that it leaves there."""
         # `hierarchical` is scattered as the torus of its grid.
         rounds, low, high = list[Round](), 0, length
@@ -326,11 +315,9 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     vertical, slash, horizontal = (methods or "ring").partition("/")
     horizontal = horizontal if slash else vertical
     # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
-    rows = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
-    if vertical not in METHODS or horizontal not in rows:
-        raise UserError(
-            f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(rows)}"
-        )
+    row = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
+    if vertical not in METHODS or horizontal not in row:
+        raise UserError(f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(row)}")
     return Algorithm(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 
