@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks
-from tests.messages import refused
+from tests.messages import refuses
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torusgd.comm import groups
@@ -227,8 +227,7 @@ def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "listdir", lambda path: [""] * 10)
     groups.allow_files(500)
     assert raised == [(574, 1000)]
-    with refused("a group of more ranks than open files", "ulimit -n"):
-        groups.allow_files(3456)
+    refuses("a group of more ranks than open files", groups.allow_files, 3456, about="ulimit -n")
     limits[:] = [resource.RLIM_INFINITY] * 2
     groups.allow_files(3456)
     assert len(raised) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import link, network, timing
 
 from torusgd.comm.algorithms import parse_algorithm
@@ -82,14 +82,12 @@ def timed_by(algorithm: str, grid: object = None) -> str:
 def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
     path = tmp_path / "p.json"
     path.write_text(text)
-    with refused(f"a profile with a wrong {wrong}", f"profile {path}", FILE=path):
-        Profile.load(path)
+    refuses(f"a profile with a wrong {wrong}", Profile.load, path, about=f"profile {path}", FILE=path)
 
 
 def test_a_missing_profile_is_refused(tmp_path):
     path = tmp_path / "none.json"
-    with refused("a missing profile", f"profile {path}", FILE=path):
-        Profile.load(path)
+    refuses("a missing profile", Profile.load, path, about=f"profile {path}", FILE=path)
 
 
 def chosen(measured: Profile, size: int) -> str:
