@@ -1,7 +1,4 @@
-"""All-reduces by name, over real ranks, and their halves: what each says of itself, and its sums.
-
-Reduce-scatter and all-gather on any ranks, grid, stops and dtype.
-"""
+"""All-reduces by name, over real ranks, and their halves: what each says of itself, and its sums."""
 
 from contextlib import closing
 from functools import reduce

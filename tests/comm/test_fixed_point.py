@@ -1,7 +1,4 @@
-"""Exact sums: in limbs equal to math.fsum, by exact_all_reduce within the stated bound; the same bits in any order.
-
-For every dtype and backend, however addends are spread; honest about what is not finite.
-"""
+"""Exact sums: in limbs equal to math.fsum, by exact_all_reduce within the stated bound; the same bits in any order."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -312,9 +312,7 @@ def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str
         ("Lightning", 3, (21, 21)),
     ],
 )
-def test_what_libraries_lose_and_repeat_by_themselves(
-    library: str, ranks: int, wrong: tuple[int, int], tmp_path: Path
-) -> None:
+def test_what_libraries_lose_and_repeat_by_themselves(library: str, ranks: int, wrong, tmp_path: Path) -> None:
     """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
     seen = run(ALONE, library, tmp_path, 2, STOP, STOP, 60)[30:] + run(ALONE, library, tmp_path, ranks, STOP, 10, 60)
     counts = Counter(sample for each in seen for sample in each)

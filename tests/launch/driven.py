@@ -48,11 +48,7 @@ def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
 
 
 class Driven:
-    """A run in this thread, while a function in another one does something to it.
-
-    Args:
-        job: What is trained; if that function fails, `give_up` lets the run come to its end.
-    """
+    """A run in this thread, while a function in another does something to it; if that fails, the run may `give_up`."""
 
     def __init__(
         self, job: Job, drive: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, entrance: Entrance | None = None

@@ -68,9 +68,7 @@ def assert_verified(folder: Path, out: Path) -> None:
     assert f"equal: {summary(out)['steps']} of" in process.out
 
 
-def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_and_the_last_is_alone(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_lost_one_by_one_till_the_last_is_alone(tmp_path: Path, recipe, undisturbed, monkeypatch) -> None:
     def drive(run: Driven) -> None:
         run.reach(3)
         kill(run.pid(0))
@@ -90,9 +88,7 @@ def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_a
     assert [line.rpartition("; ")[2].split()[0] for line in run.lines] == ["ranks", "ranks", "rank"]
 
 
-def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], run_cli: Any
-) -> None:
+def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(tmp_path: Path, recipe, undisturbed, run_cli) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "out"
     process, held = held_run(tmp_path, out, recipe, 0.1, "--workers", "1", "--track", "tensorboard")

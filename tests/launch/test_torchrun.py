@@ -1,7 +1,4 @@
-"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks.
-
-Workers that torchrun starts again go on from their nodes' memory, on as many nodes as there are.
-"""
+"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
 
 import json
 import multiprocessing
@@ -159,10 +156,7 @@ def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path)
 
 
 def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
-    """A rank that has joined; of two, rank 1 is killed when the store knows of it and before its connections are there.
-
-    One alone never closes its group.
-    """
+    """Of two ranks, 1 is killed when the store knows of it, before it is connected; one alone never closes a group."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if rank == 1:

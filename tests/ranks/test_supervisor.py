@@ -1,8 +1,4 @@
-"""Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts.
-
-Where the first machine has lost all ranks that take part, another one of it does, and those of other machines go on.
-Which rank is on another machine is only said here; all of them are on this one.
-"""
+"""Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts."""
 
 import itertools
 import os
@@ -81,12 +77,8 @@ def fail(error: Exception, liveness: Liveness) -> None:
     raise error
 
 
-def be_killed() -> None:
+def be_killed(*_: Liveness) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die(liveness: Liveness) -> None:
-    be_killed()
 
 
 def leave(liveness: Liveness) -> None:
@@ -135,7 +127,7 @@ AT, UNREAD = r"rank 1 on \S+ in train of step 3:", "nobody reads the output any 
         (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
         (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
         (partial(fail, BrokenPipeError()), FailureKind.OUTPUT_CLOSED, UNREAD),
-        (die, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
+        (be_killed, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
         (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),
         (freeze, FailureKind.RANK_LOST, rf"{AT} no heartbeat for 3 s, frozen or lost"),
         (sleep_for_ever, FailureKind.RANK_LOST, rf"{AT} no progress for \d+ s, at .*{STACK}"),
@@ -215,7 +207,7 @@ def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() 
 
 
 ELSEWHERE = 1
-"""the rank on the other machine; rank 0 is lost, and later ones join"""
+"""the rank that is said to be on another machine; rank 0 is lost, and later ones join"""
 
 
 class Lasting(LastingFunction):

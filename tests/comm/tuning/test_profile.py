@@ -41,9 +41,11 @@ def test_the_fit_never_goes_below_zero():
     assert fit([1000, 2000, 4000], [1e-6, 4e-6, 16e-6]).latency == 0
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path):
-    (tmp_path / "p.json").write_text(profile().dump())
-    assert Profile.load(tmp_path / "p.json") == profile()
+def test_a_profile_is_read_as_it_was_written_and_a_missing_one_refused(tmp_path):
+    path = tmp_path / "none.json"
+    refuses("a missing profile", Profile.load, path, about=f"profile {path}", FILE=path)
+    path.write_text(profile().dump())
+    assert Profile.load(path) == profile()
 
 
 def test_what_a_message_adds_is_even_between_the_points_and_grows_with_the_message_beyond() -> None:
@@ -83,11 +85,6 @@ def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
     path = tmp_path / "p.json"
     path.write_text(text)
     refuses(f"a profile with a wrong {wrong}", Profile.load, path, about=f"profile {path}", FILE=path)
-
-
-def test_a_missing_profile_is_refused(tmp_path):
-    path = tmp_path / "none.json"
-    refuses("a missing profile", Profile.load, path, about=f"profile {path}", FILE=path)
 
 
 def chosen(measured: Profile, size: int) -> str:
