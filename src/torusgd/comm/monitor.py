@@ -16,7 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from .base import AllReduce, CommTimeout, Done, Liveness, Work
-from .works import Followed
+from .works import Enqueued, Followed
 
 SLICE = 0.25  # seconds between two looks of a wait at who is late
 
@@ -86,19 +86,13 @@ def hidden_share(on_way: float, waited: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited / on_way)) if on_way > 0 else None
 
 
-class _Copied(Work):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
+class _Copied(Enqueued):
     def wait(self, limit: float | None = None) -> None:
         deadline = time.perf_counter() + (inf if limit is None else limit)
         while not self._event.query():
             if time.perf_counter() >= deadline:
                 raise CommTimeout("the GPU has not come so far")
             time.sleep(0)  # other threads, the heartbeat's among them, take turns
-
-    def done(self) -> bool:
-        return self._event.query()
 
 
 def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:

@@ -10,8 +10,7 @@ from typing import Self
 class Key(str):
     """A key, or the prefix of several; `format` fills in what stands in braces.
 
-    The table says who sets it, adds to it or begins what stands under it, who waits for it or looks at it, and when it
-    is written; `path` has the prefixes before it.
+    The table says who writes it or begins what stands under it, who reads it, and when; `path` has the prefixes before.
 
     >>> RESULT.format(rank=3), RESULT.path
     ('result/3', 'attempt-{attempt}/result/{rank}')

@@ -42,8 +42,7 @@ _ROUNDS = 8
 # factor of the quickest rival's best time beyond which a rival drops out of the timings of a size
 _BEHIND = 1.25
 _MOST_TURNS = 9
-_FAN = 8
-_FAN_ROUNDS = 4
+_FAN, _FAN_ROUNDS = 8, 4
 
 
 def tune(
