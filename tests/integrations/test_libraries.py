@@ -300,18 +300,10 @@ def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("library", "ranks", "wrong"),
-    [
-        ("DataLoader", 3, (24, 24)),
-        ("StatefulDataLoader", 2, (0, 0)),
-        ("StatefulDataLoader", 3, (9, 9)),
-        ("Trainer", 3, (0, 0)),
-        ("Accelerate", 3, (0, 0)),
-        ("Lightning", 2, (12, 12)),
-        ("Lightning", 3, (21, 21)),
-    ],
-)
+@pytest.mark.parametrize(("library", "ranks", "wrong"), [
+    ("DataLoader", 3, (24, 24)), ("StatefulDataLoader", 2, (0, 0)), ("StatefulDataLoader", 3, (9, 9)),
+    ("Trainer", 3, (0, 0)), ("Accelerate", 3, (0, 0)), ("Lightning", 2, (12, 12)), ("Lightning", 3, (21, 21)),
+])  # fmt: skip
 def test_what_libraries_lose_and_repeat_by_themselves(library: str, ranks: int, wrong, tmp_path: Path) -> None:
     """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
     seen = run(ALONE, library, tmp_path, 2, STOP, STOP, 60)[30:] + run(ALONE, library, tmp_path, ranks, STOP, 10, 60)

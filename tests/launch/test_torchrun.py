@@ -166,13 +166,10 @@ def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
     run_joined(lambda *arguments: None, "cpu", Limits(beat=1 if size == 1 else 3, start=60))
 
 
-@pytest.mark.parametrize(
-    ("codes", "line"),
-    [
-        ([0], r"torusgd: rank 0 on \S+ ends only now"),
-        pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("codes", "line"), [
+    ([0], r"torusgd: rank 0 on \S+ ends only now"),
+    pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], line: str, tmp_path: Path) -> None:
     port, size, context = str(held_port()), len(codes), multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_run_joined, args=(n, size, port, tmp_path / str(n))) for n in range(size)]
@@ -184,13 +181,10 @@ def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], l
     assert re.match(line, (tmp_path / "0").read_text())
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "line"),
-    [
-        pytest.param("virtual_workers=1", 2, "workers = 2: the recipe has 1 virtual workers", marks=pytest.mark.slow),
-        ("model={name: 'tests.run.slow:Broken'}", 1, "rank 1: KeyError: "),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "line"), [
+    pytest.param("virtual_workers=1", 2, "workers = 2: the recipe has 1 virtual workers", marks=pytest.mark.slow),
+    ("model={name: 'tests.run.slow:Broken'}", 1, "rank 1: KeyError: "),
+])  # fmt: skip
 def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, change: str, code: int, line: str) -> None:
     ranks = by_hand(tmp_path, tmp_path / "out", recipe, 2, ["--set", change])
     assert [process.end() for process in ranks] == [code, code]

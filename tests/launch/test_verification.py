@@ -443,11 +443,10 @@ def test_a_run_of_given_weights_begins_with_them(tmp_path: Path, other: Path, ru
     assert list(verify(folder, "--all", "--init", run / "model.safetensors", code=1)) == ["initial weights"]
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["{form: backup, backups: 1, warmup: 2, delays: exponential}", "{form: cutoff, threshold: 1.5, warmup: 2}",
-     "{form: local, local_steps: 3}"],
-)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    "{form: backup, backups: 1, warmup: 2, delays: exponential}", "{form: cutoff, threshold: 1.5, warmup: 2}",
+    "{form: local, local_steps: 3}",
+])  # fmt: skip
 def test_relaxed_forms_are_verified_by_their_journal(form: str, tmp_path: Path, verify: Any) -> None:
     folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", f"synchrony={form}")
     if "delays" in form:

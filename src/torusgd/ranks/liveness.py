@@ -130,7 +130,8 @@ class Watch:
 
     def present(self, seconds: float) -> list[int]:
         """The ranks that have beaten within so many seconds, and have not ended."""
-        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and not _has_ended(self.beats[r])]
+        over = {r for r, beat in self.beats.items() if beat is not None and beat.ended}
+        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and r not in over]
 
     def _silent(self) -> list[LateRank]:
         late = []
@@ -188,7 +189,7 @@ class Watch:
 
     def _working(self) -> dict[int, Beat]:
         """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
-        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
+        beats = {rank: beat for rank, beat in self.beats.items() if beat is None or not beat.ended}
         return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
 
 
@@ -237,10 +238,6 @@ class Unchanged:
 
 def _late(rank: int, beat: Beat, why: str) -> LateRank:
     return LateRank(why, rank, beat.host, beat.phase, beat.step)
-
-
-def _has_ended(beat: Beat | None) -> bool:
-    return beat is not None and beat.ended
 
 
 class Heartbeat(Liveness):

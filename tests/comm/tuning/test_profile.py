@@ -67,20 +67,11 @@ def timed_by(algorithm: str, grid: object = None) -> str:
     return change(timings=[{"size": 1, "algorithm": algorithm, "grid": grid, "chunks": 1, "median": 1}])
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("nonsense", "JSON"),
-        (change(version=1), "version"),
-        (change(hosts=[]), "hosts"),
-        (change(message=-1), "message"),
-        (change(extra=1), "extra"),
-        (change(between={"latency": "fast"}), "between.latency"),
-        (timed_by("tree"), "tree"),
-        (timed_by("torus", [3, 3]), "3x3"),
-        (timed_by("ring"), "native"),
-    ],
-)
+@pytest.mark.parametrize(("text", "wrong"), [
+    ("nonsense", "JSON"), (change(version=1), "version"), (change(hosts=[]), "hosts"), (change(message=-1), "message"),
+    (change(extra=1), "extra"), (change(between={"latency": "fast"}), "between.latency"), (timed_by("tree"), "tree"),
+    (timed_by("torus", [3, 3]), "3x3"), (timed_by("ring"), "native"),
+])  # fmt: skip
 def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
     path = tmp_path / "p.json"
     path.write_text(text)
@@ -121,9 +112,8 @@ def test_hosts_of_different_sizes_share_the_link_of_the_fullest():
     assert near.between == near.inside == (1e-5, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "each"),
-    [((0,), 1), ((0, 0), 2), ((0, 0, 1, 1), 2), ((0, 1, 2), 1), ((0, 0, 1), 1), ((0, 1, 0, 1), 1), ((0, 0, 1, 0), 1)],
-)
+@pytest.mark.parametrize(("hosts", "each"), [
+    ((0,), 1), ((0, 0), 2), ((0, 0, 1, 1), 2), ((0, 1, 2), 1), ((0, 0, 1), 1), ((0, 1, 0, 1), 1), ((0, 0, 1, 0), 1),
+])  # fmt: skip
 def test_ranks_a_host(hosts, each):
     assert ranks_a_host(hosts) == each

@@ -106,12 +106,11 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
 
 @on_ranks(2)
 def test_mistakes_are_told():
-    wrong: dict[str, dict[str, Any]] = {
-        "sizes 3": {"sizes": [3]},
-        "allreduce tree": {"algorithms": ["tree"]},
-        "grid 3x3": {"algorithms": ["torus"], "grid": (3, 3)},
-    }
-    for about, options in wrong.items():
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("sizes 3", {"sizes": [3]}), ("allreduce tree", {"algorithms": ["tree"]}),
+        ("grid 3x3", {"algorithms": ["torus"], "grid": (3, 3)}),
+    ]  # fmt: skip
+    for about, options in wrong:
         with pytest.raises(UserError, match=f"^{about}:"):
             bench_allreduce(**options)
 
