@@ -27,7 +27,6 @@ torch.set_num_threads(1)
 class Numbers(Dataset):
     def __len__(self):
         return length
-
     def __getitem__(self, index):
         return {"x": torch.full((3,), index / length), "labels": torch.tensor(float(index))}
 
@@ -104,23 +103,18 @@ class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
-
     def forward(self, x):
         return self.net(x)["logits"]
-
     def training_step(self, batch, _):
         return self.net(**batch)["loss"]
-
     def train_dataloader(self):
         return loader
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 class Validated(Module):
     def validation_step(self, batch, _):
         self.net.eval()(**batch)
-
     def val_dataloader(self):
         return DataLoader(Numbers(), batch_size=10)
 
