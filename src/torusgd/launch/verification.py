@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ def verdict(found: Sequence[Checked]) -> int:
     return 1 if DIFFERS in states else 0 if states == {EQUAL} else 2
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Steps between two records, or after the last one the result (`is_result`)."""
 
     first: int
@@ -91,8 +91,7 @@ def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:
     return sorted(found, key=lambda each: each.first)
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Consecutive ranges that one run computes from one state."""
 
     start: int

@@ -74,8 +74,7 @@ class RankEntry:
         return self.node is not None
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     rank: int
     code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
     how: str
