@@ -1,8 +1,4 @@
-"""Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
-
-Several all-reduces, and the chunks of one, are on their way at the same time: both sides of a message derive its tag
-from the order of calls, the round and the chunk. CUDA tensors travel by way of pinned memory (`StagedEngine`).
-"""
+"""Runs rounds over a Gloo group, in the background: messages between CPU tensors, of several all-reduces at a time."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,10 +1,6 @@
 """Messages on their way: how long they took, how long somebody waited for them, and for whom nobody waits longer.
 
 A message that is on its way while nobody waits is hidden behind computation. All seconds are of this rank's clock.
-
-A `DeviceClock` says when a device has reached a point of its work. On a CPU that is when the program gets there. A GPU
-receives its work in advance: the program's own times say when work was launched, on a loaded GPU long before it is
-done, and would call the wrong rank slow. There an event is recorded, and its time is read later.
 """
 
 import time
@@ -129,6 +125,9 @@ class _WatchedAllReduce:
 Mark = Callable[[], float]  # seconds (time.perf_counter) at which the device reached a point; to be called once it has
 
 
+# On a CPU a point is reached when the program gets there. A GPU receives its work in advance: the program's own times
+# say when work was launched, on a loaded GPU long before it is done, and would call the wrong rank slow. So an event is
+# recorded there, and its time is read later.
 class DeviceClock:
     """Marks points in the work of one device; a GPU's events count from the last `set`."""
 

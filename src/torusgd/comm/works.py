@@ -1,7 +1,4 @@
-"""What is under way, as a `Work` whose errors are ours: with Gloo, with NCCL, or in a thread of this process.
-
-On a GPU there is one order for all that NCCL has under way, whatever communicator it belongs to (`enqueue`).
-"""
+"""What is under way, as a `Work` whose errors are ours: with Gloo, with NCCL, or in a thread of this process."""
 
 import queue
 import re

@@ -1,8 +1,4 @@
-"""A machine that joins a run: one small agent, which starts ranks here and does what the run's launcher says.
-
-The ranks reach the common store through a port on loopback here, from which each connection is passed on to the
-launcher's listener over an authenticated one. When the launcher goes, so do they.
-"""
+"""A machine that joins a run: an agent, which starts ranks here, does what the launcher says, and goes with it."""
 
 import os
 import socket

@@ -1,8 +1,4 @@
-"""Which GPU of its machine a rank takes, and whether every rank has one of its own.
-
-A launcher sets a rank's number on its machine in a variable of its own making, or shows each rank one GPU only
-(`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end.
-"""
+"""Which GPU of its machine a rank takes, and whether every rank has one of its own, whatever its launcher did."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence

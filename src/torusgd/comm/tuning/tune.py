@@ -2,9 +2,6 @@
 
 Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
 profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
-
-Contention is how much slower ranks compute (a small convolutional network) while others compute, or while messages
-travel: they share cores, memory and power. The figures hold for whatever it is, so that a plan need not know it.
 """
 
 import math
@@ -248,6 +245,7 @@ def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -
 
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
+    # They share cores, memory and power; the figure holds for whatever it is, so that a plan need not know it.
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     group, device = connection.group, connection.engine.device
     counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
