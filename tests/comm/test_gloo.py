@@ -54,8 +54,7 @@ def test_sums_equal_the_exact_ones_and_have_the_same_bits_on_every_rank(sizes: t
             cases = [(dtype, length) for dtype in DTYPES for length in LENGTHS]
             sums = [addend(world.rank, length, dtype, seed) for dtype, length in cases]
             gloo.AHEAD = (1, 4, 128)[seed % 3]  # receives posted late, as those of a ring of thousands of ranks are
-            works = [engine.run(tensor, algorithm) for tensor in sums]
-            for work in works:
+            for work in [engine.run(tensor, algorithm) for tensor in sums]:
                 work.wait()
                 assert work.done()
             for (dtype, length), got in zip(cases, sums, strict=True):

@@ -125,8 +125,7 @@ def test_groups_of_some_members() -> None:
     # A group of torch's that is wrapped twice gives groups that don't meet each other's messages.
     first, second = groups.group_of().duplicate(), groups.group_of().duplicate()
     one, two = torch.ones(1), torch.full((1,), 2.0)
-    works = [first.start_all_reduce(one), second.start_all_reduce(two)]
-    for work in works:
+    for work in [first.start_all_reduce(one), second.start_all_reduce(two)]:
         work.wait()
     assert (one.item(), two.item()) == (size, 2 * size)
 

@@ -26,8 +26,7 @@ from torusgd.runtime import resolve_auto
 
 
 def job_of(out: Path, recipe: Path, *overrides: str, **options: Any) -> Job:
-    loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
-    return Job(loaded, RuntimeOptions(**options), "cpu", out)
+    return Job(resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu"), RuntimeOptions(**options), "cpu", out)
 
 
 def kill(*pids: int) -> None:

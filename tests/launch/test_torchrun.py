@@ -96,8 +96,7 @@ def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path
     out, slow = tmp_path / "out", [*pauses(0.01), "--no-node-memory"]
     process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
     wait_for_step(out, 6, process)
-    first = children(process.pid)
-    os.kill(first[1], signal.SIGKILL)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     wait_for_step(out, 9, process)
     ranks = children(process.pid)
     os.kill(process.pid, signal.SIGTERM)

@@ -251,7 +251,6 @@ class Handing(Lasting):
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         if world.ranks == (0,):
             assert isinstance(liveness, Heartbeat)
-            assert liveness.generations is not None
             generations = liveness.generations
             until(lambda: (stop(), 1 in generations.joiners)[1], "rank 1 wants the state")
             liveness.generations.meet_joiner(1, lambda: False).broadcast_text("the state")

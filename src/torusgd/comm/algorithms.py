@@ -287,9 +287,8 @@ class Algorithm:
     def axes(self, rank: int) -> tuple[Axis, Axis]:
         rows, columns = self.grid
         y, x = divmod(rank, columns)
-        row = tuple(range(y * columns, (y + 1) * columns))
-        column = tuple(range(x, rows * columns, columns))
-        return Axis(row, x, self.horizontal), Axis(column, y, self.vertical)
+        row, column = range(y * columns, (y + 1) * columns), range(x, rows * columns, columns)
+        return Axis(tuple(row), x, self.horizontal), Axis(tuple(column), y, self.vertical)
 
     def __str__(self) -> str:
         grid = f" {self.grid[0]}x{self.grid[1]}" if self.algorithm in GRIDS else ""

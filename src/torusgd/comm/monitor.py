@@ -103,8 +103,7 @@ def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
                 return
             if time.perf_counter() >= deadline:
                 raise
-        late = liveness.late()
-        if late:
+        if late := liveness.late():
             raise CommTimeout("; ".join(map(str, late)), late)
 
 

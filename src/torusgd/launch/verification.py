@@ -124,8 +124,7 @@ class Verifier:
         self._conditions = conditions(recipe, device)
         self._bad, self._total = dict[int, str](), 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
-        operators = self.claims.begin.operators
-        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, operators)
+        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, self.claims.begin.operators)
 
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
@@ -256,8 +255,7 @@ class Verifier:
                 self._note(each, UNKNOWN, f"can't be computed: {error}")
             return None
         self.computed += segment.steps
-        lines = records.parse_records(RunDir(folder).records.read_text())[0]
-        return self._compare(segment, folder, lines, problem)
+        return self._compare(segment, folder, records.parse_records(RunDir(folder).records.read_text())[0], problem)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
         folder, journal = RunDir(job.out), None

@@ -31,13 +31,11 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> int:
     >>> local_rank({"SLURM_LOCALID": "3"})
     3
     """
-    for name in LOCAL_RANK:
-        if name in environment:
-            try:
-                return int(environment[name])
-            except ValueError:
-                raise UserError(f"{name} = {environment[name]}: must be a rank's number on its machine") from None
-    return 0
+    name = next((name for name in LOCAL_RANK if name in environment), "")
+    try:
+        return int(environment.get(name, 0))
+    except ValueError:
+        raise UserError(f"{name} = {environment[name]}: must be a rank's number on its machine") from None
 
 
 def own_gpu(ranks_per_gpu: int) -> torch.device:

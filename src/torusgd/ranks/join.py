@@ -443,8 +443,7 @@ class Listener:
         beaten = time.monotonic()
         try:
             while True:
-                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
-                for message in channel.receive() if readable else ():
+                for message in channel.receive() if wait([channel.fileno()], BEAT_SECONDS / 2) else ():
                     if node is None:
                         node = self._greet(channel, address, message)
                     elif "ready" in message:

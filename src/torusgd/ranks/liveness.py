@@ -362,8 +362,7 @@ class Heartbeat(Liveness):
         # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         doing = number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack
-        beat = Beat(*doing, self._failed, self._ended)
-        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
+        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(Beat(*doing, self._failed, self._ended))))
 
     def _stack(self) -> str:
         """The innermost frames of the main thread, without those inside torch that lead to them."""

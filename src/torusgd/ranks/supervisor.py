@@ -1,9 +1,4 @@
-"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
-
-Ranks that are lost leave the others to go on, in the same processes and as the next generation, if the function can;
-any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine joins, ranks are
-started beside those at work, or let go, which is a new generation as well.
-"""
+"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end."""
 
 import json
 import signal

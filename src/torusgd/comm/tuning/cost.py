@@ -232,8 +232,7 @@ def _double_tree(topology: Topology, ranks: int) -> Cost:
             for end, seconds_a_byte in part.items():
                 whole[end] += seconds_a_byte
         alpha = topology.between.alpha if far else topology.inside.alpha
-        busiest = max([*near.values(), *far.values()], default=0.0)
-        rounds.append(Cost(alpha, peers * topology.message, busiest))
+        rounds.append(Cost(alpha, peers * topology.message, max([*near.values(), *far.values()], default=0.0)))
     most = {"inside": max(inside.values(), default=0.0), "between": max(between.values(), default=0.0)}
     return total(rounds)._replace(**most)
 

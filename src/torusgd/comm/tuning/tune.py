@@ -208,8 +208,7 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
 def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Coefficients and their standard errors.
     terms = np.linalg.lstsq(columns, values, rcond=None)[0]
-    freedom = max(1, len(columns) - columns.shape[1])
-    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
+    variance = float(((columns @ terms - values) ** 2).sum()) / max(1, len(columns) - columns.shape[1])
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
