@@ -137,8 +137,7 @@ class GlooEngine(Engine):
     def __init__(self, group: Group, further: Sequence[Group] = ()) -> None:
         self._streams = (group, *further)
         self._turns = lru_cache(_MOST_SCHEDULES)(lambda algorithm, length: _weave(algorithm.rounds(group.rank, length)))
-        self._started = 0
-        self._lanes = [start_lane() for _ in range(LANES)]
+        self._started, self._lanes = 0, [start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:

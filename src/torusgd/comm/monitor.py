@@ -24,8 +24,7 @@ class Monitor:
         self.liveness = liveness or Liveness()
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
-        self.waited = 0.0
-        self._until = 0.0
+        self.waited = self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
         """Watches a message that left at `left` (None: now); use the returned work in its place."""

@@ -52,8 +52,7 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
 
 class NcclEngine:
     def __init__(self, group: Group) -> None:
-        self.device = group.device
-        self._group = group
+        self.device, self._group = group.device, group
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:

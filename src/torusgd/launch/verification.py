@@ -203,7 +203,7 @@ class Verifier:
         for each in ranges:
             before = max((step for step in steps if step <= each.first), default=-1)
             for step in steps:
-                if step == before or each.first <= step <= each.last:
+                if before <= step <= each.last:
                     self._digest(step)
 
     def _digest(self, step: int) -> Tensors | None:

@@ -103,8 +103,7 @@ def read_token(path: Path) -> bytes:
 
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
     """The listening side: what the connection is for. Refused, having sent a nonce alone, without the token."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # The listener commits itself first: a proof that was recorded earlier is of another nonce. The client's own
         # nonce does the same for the listener's proof, so nothing that was overheard serves twice.
@@ -124,8 +123,7 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
 
 def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> None:
     """The connecting side of the handshake; `Refused` if the listener doesn't know the token, or hangs up."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # A listener that doesn't know the token gets this proof, which is of its own nonce and serves nowhere else.
         theirs = _receive_line(connection, deadline)["nonce"]

@@ -327,8 +327,7 @@ class Heartbeat(Liveness):
         idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
-                is_last = self._stop.is_set()
-                quiet = idle.seconds(self._units)
+                is_last, quiet = self._stop.is_set(), idle.seconds(self._units)
                 if not quiet:  # processor time counts from the last progress, as the seconds do
                     worked = time.process_time()
                 busy = (time.process_time() - worked) / quiet if quiet else 0.0

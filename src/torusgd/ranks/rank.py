@@ -91,8 +91,7 @@ def _be_rank(spec: RankSpec) -> None:
     # there is unpickled.
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(keys.ATTEMPT.format(attempt=spec.attempt), root)
-    generations = Generations(store)
-    is_requested = False
+    generations, is_requested = Generations(store), False
 
     def stop_is_requested() -> bool:
         nonlocal is_requested

@@ -155,8 +155,7 @@ def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
     if method != "doubling":
         return reduce_scatter(topology, axis, method).repeated(2)
     power = 1 << (axis.size.bit_length() - 1)
-    is_inside = _ends(topology, axis) == 0
-    rounds = []
+    is_inside, rounds = _ends(topology, axis) == 0, []
     for bit in range(power.bit_length() - 1):
         # Partners differ in one bit of their position, so that a host of a multiple of 2 * distance ranks holds both.
         distance = axis.stride << bit
