@@ -424,7 +424,13 @@ class Listener:
             purpose = prove_to_client(connection, self._token)
         except Refused as error:
             hang_up(connection)
-            self._report_stranger(f"refused {host}, which wanted to join: {error}")
+            # At most a line each `STRANGER_SECONDS`, so that nobody can fill a log.
+            if time.monotonic() - self._reported < STRANGER_SECONDS:
+                self._unreported += 1
+            else:
+                others = f"; and {self._unreported} others before" if self._unreported else ""
+                self._report(f"refused {host}, which wanted to join: {error}{others}")
+                self._reported, self._unreported = time.monotonic(), 0
             return
         finally:
             self._pending.release()
@@ -477,14 +483,6 @@ class Listener:
         self._nodes.append(node)
         channel.send(job=self._job, silent=self._silent)
         return node
-
-    def _report_stranger(self, line: str) -> None:
-        """At most a line each `STRANGER_SECONDS`, so that nobody can fill a log."""
-        if time.monotonic() - self._reported < STRANGER_SECONDS:
-            self._unreported += 1
-        else:
-            self._report(line + (f"; and {self._unreported} others before" if self._unreported else ""))
-            self._reported, self._unreported = time.monotonic(), 0
 
 
 def interface_of(address: str) -> str:

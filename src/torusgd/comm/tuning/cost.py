@@ -88,17 +88,14 @@ def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | N
     if 1 < per_host < ranks:
         found += [parse_algorithm("hierarchical", ranks, grid) for grid in host_rows]
 
-    def schedule(algorithm: Algorithm) -> tuple[object, ...]:
+    first: dict[tuple[object, ...], Algorithm] = {}  # by schedule
+    for algorithm in found:
         # On an axis of two ranks ring, halving and direct are the same exchange.
         axes = zip((algorithm.vertical, algorithm.horizontal), algorithm.grid, strict=True)
         used = [(method, size) for method, size in axes if size > 1]
         methods = [method if size != 2 or method == "doubling" else "exchange" for method, size in used]
         family = "flat" if algorithm.algorithm in FLAT else algorithm.algorithm
-        return family, algorithm.grid, *methods
-
-    first: dict[tuple[object, ...], Algorithm] = {}
-    for algorithm in found:
-        first.setdefault(schedule(algorithm), algorithm)
+        first.setdefault((family, algorithm.grid, *methods), algorithm)
     return tuple(first.values())
 
 
