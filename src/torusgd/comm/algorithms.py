@@ -181,7 +181,8 @@ def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[in
     for height in range((size - 1).bit_length()):
         senders = range(1 << height, size, 2 << height)
         parent = [position_of(_parent(me, size))] if me in senders else []
-        children = [position_of(number) for number in _children(me, height, size) if number in senders]
+        near = (me - (1 << height), me + (1 << height))
+        children = [position_of(number) for number in near if number in senders and _parent(number, size) == me]
         rounds.append(Round(_whole(axis, parent, low, high), _whole(axis, children, low, high)))
     return rounds
 
@@ -191,12 +192,6 @@ def _parent(number: int, size: int) -> int:
     bit = number & -number
     above = (number ^ bit) | (bit << 1)
     return above if above < size else number ^ bit
-
-
-def _children(number: int, height: int, size: int) -> list[int]:
-    # The nodes of that height (zeros at the end of the number) whose parent is `number`.
-    near = {number + step for step in (-(1 << height), 1 << height)}
-    return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
 
 
 # methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place
