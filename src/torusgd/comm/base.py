@@ -96,10 +96,7 @@ class Work(Protocol):
 
 @runtime_checkable
 class AllReduce(Protocol):
-    """Sums tensors over the ranks of a group.
-
-    Every rank calls `start` with equal shapes and dtypes in the same order; several may be on their way at a time.
-    """
+    """Sums tensors over ranks that all call `start` with equal shapes and dtypes in one order, several at a time."""
 
     name: str
 

@@ -1,7 +1,6 @@
 """Every key of the ranks' common store, by which processes of a run meet, beat, report and decide without a group.
 
-The launcher holds the store, or torchrun's agent. All code takes its keys from here, so that no two uses can meet in
-one name. What is written under the prefix of an attempt, of a generation or of a group is never found by a later one.
+All code takes its keys from here: no two uses meet in one name, and no attempt, generation or group finds an old one.
 """
 
 from typing import Self

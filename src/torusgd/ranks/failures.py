@@ -1,7 +1,4 @@
-"""What ends a rank, and the one channel by which others learn it: the ranks' common store.
-
-A rank that fails writes a `Failure` under its rank; the launcher reads it, or under another launcher the other ranks.
-"""
+"""What ends a rank, and the one channel by which the launcher, or other ranks, learn it: the ranks' common store."""
 
 import json
 import socket
