@@ -101,10 +101,6 @@ class Segment(NamedTuple):
     def stop(self) -> int:
         return self.ranges[-1].last
 
-    @property
-    def steps(self) -> int:
-        return self.stop - self.start
-
 
 @dataclass
 class Verifier:
@@ -140,7 +136,7 @@ class Verifier:
         """Computes the ranges, in their order; what was found."""
         left = [each for each in wanted if not self._is_refused(each)]
         self._check_checkpoints(left)
-        self._total, barrier = sum(segment.steps for segment in self._segments(left, 0)), 0
+        self._total, barrier = sum(each.stop - each.start for each in self._segments(left, 0)), 0
         while left:
             segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
@@ -254,7 +250,7 @@ class Verifier:
             for each in segment.ranges:
                 self._note(each, UNKNOWN, f"can't be computed: {error}")
             return None
-        self.computed += segment.steps
+        self.computed += stop - start
         return self._compare(segment, folder, records.parse_records(RunDir(folder).records.read_text())[0], problem)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
