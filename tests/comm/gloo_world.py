@@ -31,16 +31,14 @@ _STARTED: dict[str, int] = {}
 
 
 def start_forkserver() -> None:
-    """Starts the process that ranks are forked from, in the place of one that a test of the launcher has started.
-
-    An optimizer's first step imports torch._dynamo, which takes seconds. What ranks print goes nowhere.
-    """
+    """Starts what ranks are forked from, in the place of what a test of the launcher has; they print to nowhere."""
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None and server._forkserver_pid == _STARTED.get("here"):
         return
     with suppress(FileNotFoundError):  # the launcher's removes its socket itself, and the folder that held it
         server._stop()
     os.makedirs(multiprocessing.util.get_temp_dir(), exist_ok=True)
+    # An optimizer's first step imports torch._dynamo, which takes seconds.
     of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
     multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
@@ -115,10 +113,7 @@ def alike(value: Any) -> Any:
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 240
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
-
-    With `expected`, only so many ranks answer (the test loses the others on purpose).
-    """
+    """What `function(*arguments)` returns on each of `size` ranks, or of `expected` ones; fails if one does."""
     return _run(size, (_in_group, function, *arguments), expected or size, timeout)
 
 

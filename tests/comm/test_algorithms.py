@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.comm.algorithms import FLAT, METHODS, Algorithm, Round, cut, mirror, parse_algorithm, parse_grid, squarest
 from torusgd.errors import UserError
@@ -68,7 +68,7 @@ def test_every_rank_ends_with_the_sum_and_of_floats_with_the_same_bits(how, leng
 def test_algorithms_move_no_more_than_the_least_possible_and_a_reduce_scatter_half_of_it(name, ranks):
     how = parse_algorithm(name, ranks)
     for rank in range(ranks):
-        (whole,), (half, (low, high)) = how.rounds(rank, 1000 * ranks), how.scatter(rank, 1000 * ranks)
+        (whole,), (half, (low, high)) = how.rounds(rank, 1000 * ranks), how.scatter(rank, 1000 * ranks, None)
         assert (elements_sent(whole), elements_sent(half)) == (2 * (ranks - 1) * 1000, (ranks - 1) * 1000)
         assert high - low == 1000
 
@@ -96,15 +96,11 @@ def test_grids():
     for text in ("4", "4x", "0x4", "4x4x4", "axb"):
         with pytest.raises(UserError, match=f"^grid {text}: "):
             parse_grid(text)
-    with refused("a grid of fewer ranks", "grid 3x5"):
-        parse_algorithm("torus", 16, (3, 5))
-    with refused("an all-reduce of no name", "allreduce tree"):
-        parse_algorithm("tree", 16)
+    refuses("a grid of fewer ranks", parse_algorithm, "torus", 16, (3, 5), about="grid 3x5")
+    refuses("an all-reduce of no name", parse_algorithm, "tree", 16, about="allreduce tree")
     for name in ("torus:tree", "torus:ring/", "torus:ring/tree"):
-        with refused("methods that an axis does not have", f"allreduce {name}", NAME=name):
-            parse_algorithm(name, 16)
-    with refused("a leader's row without shards", "allreduce hierarchical:ring/doubling"):
-        parse_algorithm("hierarchical:ring/doubling", 16)
+        refuses("methods that an axis does not have", parse_algorithm, name, 16, about=f"allreduce {name}", NAME=name)
+    refuses("a leader's row without shards", parse_algorithm, "hierarchical:ring/doubling", 16, about="allreduce hier")
     for name in ("torus:halving/ring", "torus:direct", "torus", "hierarchical:halving"):
         assert parse_algorithm(name, 12).name == name
     assert str(parse_algorithm("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"

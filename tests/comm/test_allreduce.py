@@ -1,7 +1,4 @@
-"""All-reduces by name, over real ranks, and their halves: what each says of itself, and its sums.
-
-Reduce-scatter and all-gather on any ranks, grid, stops and dtype.
-"""
+"""All-reduces by name, over real ranks, and their halves: what each says of itself, and its sums."""
 
 from contextlib import closing
 from functools import reduce
@@ -14,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import alike, error_of, on_ranks, run_ranks, write_profile
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.comm import allreduce as module
 from torusgd.comm.algorithms import NAMES
@@ -80,8 +77,7 @@ def test_auto_uses_a_profile_from_a_file(tmp_path):
 
 
 def test_several_streams_are_for_our_algorithms():
-    with refused("streams of the backend's own all-reduce", "streams = 2"):
-        create("native", streams=2)
+    refuses("streams of the backend's own all-reduce", create, "native", streams=2, about="streams = 2")
 
 
 @pytest.mark.parametrize("name", ["auto", "native", "torus"])

@@ -1,7 +1,4 @@
-"""Exact sums: in limbs equal to math.fsum, by exact_all_reduce within the stated bound; the same bits in any order.
-
-For every dtype and backend, however addends are spread; honest about what is not finite.
-"""
+"""Exact sums: in limbs equal to math.fsum, by exact_all_reduce within the stated bound; the same bits in any order."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -152,8 +149,7 @@ def test_what_is_not_finite_follows_ieee_and_harms_no_neighbour(by_rank, dtype):
 def test_a_million_addends(by_rank):
     pair = [torch.tensor([0.1, 1e-3, 2.0**-100]), torch.tensor([0.1, -7.0, 1.0])]
     half = 2**19
-    shares = [[pair[0]] * half, [], [pair[1]] * half]
-    results = by_rank(exact_all_reduce, shares)
+    results = by_rank(exact_all_reduce, [[pair[0]] * half, [], [pair[1]] * half])
     assert same_bits(results)
     for place in range(3):
         one, other = (float(addend[place]) for addend in pair)

@@ -11,7 +11,7 @@ from tests.comm.gloo_world import on_ranks
 
 from torusgd.comm import gloo
 from torusgd.comm.algorithms import Algorithm, parse_algorithm
-from torusgd.comm.base import CommTimeout, ConnectionLost, Work
+from torusgd.comm.base import CommError, Work
 from torusgd.comm.gloo import GlooEngine
 from torusgd.comm.groups import Group, group_of
 
@@ -54,8 +54,7 @@ def test_sums_equal_the_exact_ones_and_have_the_same_bits_on_every_rank(sizes: t
             cases = [(dtype, length) for dtype in DTYPES for length in LENGTHS]
             sums = [addend(world.rank, length, dtype, seed) for dtype, length in cases]
             gloo.AHEAD = (1, 4, 128)[seed % 3]  # receives posted late, as those of a ring of thousands of ranks are
-            works = [engine.run(tensor, algorithm) for tensor in sums]
-            for work in works:
+            for work in [engine.run(tensor, algorithm) for tensor in sums]:
                 work.wait()
                 assert work.done()
             for (dtype, length), got in zip(cases, sums, strict=True):
@@ -77,9 +76,7 @@ def test_a_lost_rank_is_an_error_on_the_others_and_not_a_hang() -> None:
     engine.run(torch.ones(10), parse_algorithm("ring", 3)).wait()
     if dist.get_rank() == 2:
         os._exit(0)
-    with pytest.raises(
-        (CommTimeout, ConnectionLost), match=r"^(the connection to rank \d is lost: |no answer within 5 s)"
-    ):
+    with pytest.raises(CommError, match=r"^(the connection to rank \d is lost: |no answer within 5 s)"):
         engine.run(torch.ones(10), parse_algorithm("ring", 3)).wait()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks
-from tests.messages import refused
+from tests.messages import refuses
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torusgd.comm import groups
@@ -125,8 +125,7 @@ def test_groups_of_some_members() -> None:
     # A group of torch's that is wrapped twice gives groups that don't meet each other's messages.
     first, second = groups.group_of().duplicate(), groups.group_of().duplicate()
     one, two = torch.ones(1), torch.full((1,), 2.0)
-    works = [first.start_all_reduce(one), second.start_all_reduce(two)]
-    for work in works:
+    for work in [first.start_all_reduce(one), second.start_all_reduce(two)]:
         work.wait()
     assert (one.item(), two.item()) == (size, 2 * size)
 
@@ -227,8 +226,7 @@ def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "listdir", lambda path: [""] * 10)
     groups.allow_files(500)
     assert raised == [(574, 1000)]
-    with refused("a group of more ranks than open files", "ulimit -n"):
-        groups.allow_files(3456)
+    refuses("a group of more ranks than open files", groups.allow_files, 3456, about="ulimit -n")
     limits[:] = [resource.RLIM_INFINITY] * 2
     groups.allow_files(3456)
     assert len(raised) == 1

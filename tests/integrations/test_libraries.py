@@ -27,7 +27,6 @@ torch.set_num_threads(1)
 class Numbers(Dataset):
     def __len__(self):
         return length
-
     def __getitem__(self, index):
         return {"x": torch.full((3,), index / length), "labels": torch.tensor(float(index))}
 
@@ -104,23 +103,18 @@ class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
-
     def forward(self, x):
         return self.net(x)["logits"]
-
     def training_step(self, batch, _):
         return self.net(**batch)["loss"]
-
     def train_dataloader(self):
         return loader
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 class Validated(Module):
     def validation_step(self, batch, _):
         self.net.eval()(**batch)
-
     def val_dataloader(self):
         return DataLoader(Numbers(), batch_size=10)
 
@@ -300,21 +294,11 @@ def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("library", "ranks", "wrong"),
-    [
-        ("DataLoader", 3, (24, 24)),
-        ("StatefulDataLoader", 2, (0, 0)),
-        ("StatefulDataLoader", 3, (9, 9)),
-        ("Trainer", 3, (0, 0)),
-        ("Accelerate", 3, (0, 0)),
-        ("Lightning", 2, (12, 12)),
-        ("Lightning", 3, (21, 21)),
-    ],
-)
-def test_what_libraries_lose_and_repeat_by_themselves(
-    library: str, ranks: int, wrong: tuple[int, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("library", "ranks", "wrong"), [
+    ("DataLoader", 3, (24, 24)), ("StatefulDataLoader", 2, (0, 0)), ("StatefulDataLoader", 3, (9, 9)),
+    ("Trainer", 3, (0, 0)), ("Accelerate", 3, (0, 0)), ("Lightning", 2, (12, 12)), ("Lightning", 3, (21, 21)),
+])  # fmt: skip
+def test_what_libraries_lose_and_repeat_by_themselves(library: str, ranks: int, wrong, tmp_path: Path) -> None:
     """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
     seen = run(ALONE, library, tmp_path, 2, STOP, STOP, 60)[30:] + run(ALONE, library, tmp_path, ranks, STOP, 10, 60)
     counts = Counter(sample for each in seen for sample in each)

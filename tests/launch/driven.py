@@ -26,8 +26,7 @@ from torusgd.runtime import resolve_auto
 
 
 def job_of(out: Path, recipe: Path, *overrides: str, **options: Any) -> Job:
-    loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
-    return Job(loaded, RuntimeOptions(**options), "cpu", out)
+    return Job(resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu"), RuntimeOptions(**options), "cpu", out)
 
 
 def kill(*pids: int) -> None:
@@ -48,11 +47,7 @@ def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
 
 
 class Driven:
-    """A run in this thread, while a function in another one does something to it.
-
-    Args:
-        job: What is trained; if that function fails, `give_up` lets the run come to its end.
-    """
+    """A run in this thread, while a function in another does something to it; if that fails, the run may `give_up`."""
 
     def __init__(
         self, job: Job, drive: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, entrance: Entrance | None = None

@@ -15,17 +15,7 @@ from tests.commands import command
 from tests.data.pictures import write_folder
 from tests.launch.driven import Driven, job_of, kill
 from tests.polling import until
-from tests.run.processes import (
-    STEPS,
-    Process,
-    ended_well,
-    last_step,
-    pauses,
-    results,
-    summary,
-    torusgd,
-    wait_for_step,
-)
+from tests.run.processes import STEPS, Process, ended_well, last_step, pauses, results, summary, torusgd, wait_for_step
 from tests.run.runs import events, sets
 
 from torusgd.comm import groups
@@ -68,9 +58,7 @@ def assert_verified(folder: Path, out: Path) -> None:
     assert f"equal: {summary(out)['steps']} of" in process.out
 
 
-def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_and_the_last_is_alone(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_lost_one_by_one_till_the_last_is_alone(tmp_path: Path, recipe, undisturbed, monkeypatch) -> None:
     def drive(run: Driven) -> None:
         run.reach(3)
         kill(run.pid(0))
@@ -90,9 +78,7 @@ def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_a
     assert [line.rpartition("; ")[2].split()[0] for line in run.lines] == ["ranks", "ranks", "rank"]
 
 
-def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
-    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], run_cli: Any
-) -> None:
+def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(tmp_path: Path, recipe, undisturbed, run_cli) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "out"
     process, held = held_run(tmp_path, out, recipe, 0.1, "--workers", "1", "--track", "tensorboard")
@@ -245,20 +231,14 @@ def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generati
     assert {line[:6] for line in told if " was ended by SIGKILL" in line} == {"rank 1", "rank 2"}
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks", "taken", "line"),
-    [
-        ({"allreduce": "native"}, 3, "native", ""),
-        ({"allreduce": "ring"}, 3, "ring", ""),
-        ({"allreduce": "torus", "grid": "2x2"}, 3, "torus", "grid 2x2 does not fit 3 ranks"),
-        ({"allreduce": "halving-doubling"}, 3, "halving-doubling", ""),
-        ({"allreduce": "auto", "streams": 2}, 3, "native", "allreduce auto gives way to native"),
-        ({"allreduce": "auto"}, 1, "auto", ""),
-        ({"allreduce": "torus", "grid": "2x2"}, 1, "torus", ""),
-    ],
-)
-def test_options_that_do_not_fit_fewer_ranks_give_way_with_a_line(given, ranks: int, taken: str, line: str) -> None:
-    options, told = fitting(RuntimeOptions(**given), ranks)
+@pytest.mark.parametrize(("name", "given", "ranks", "taken", "line"), [
+    ("native", {}, 3, "native", ""), ("ring", {}, 3, "ring", ""), ("halving-doubling", {}, 3, "halving-doubling", ""),
+    ("auto", {}, 1, "auto", ""), ("auto", {"streams": 2}, 3, "native", "allreduce auto gives way to native"),
+    ("torus", {"grid": "2x2"}, 1, "torus", ""),
+    ("torus", {"grid": "2x2"}, 3, "torus", "grid 2x2 does not fit 3 ranks"),
+])  # fmt: skip
+def test_options_that_do_not_fit_fewer_ranks_give_way_with_a_line(name, given, ranks: int, taken: str, line: str):
+    options, told = fitting(RuntimeOptions(allreduce=name, **given), ranks)
     assert (options.allreduce, options.grid) == (taken, None)
     assert not refusals(Setup(load_recipe("digits").recipe, options, ranks=ranks))
     assert told.partition(":")[0] == line

@@ -1,7 +1,4 @@
-"""Machines that join a run: to the same weights, and strangers get nothing.
-
-The launcher and the agents run in this process, the ranks in processes of their own.
-"""
+"""Machines that join a run, whose launcher and agents are in this process: same weights; strangers get nothing."""
 
 import json
 import os
@@ -89,9 +86,7 @@ def job(tmp_path: Path, recipe: Path) -> Job:
     return job_of(tmp_path / "out", recipe, *own, workers=1, checkpoint_minutes=10)
 
 
-def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_disturb_nothing(
-    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_join_and_are_lost_and_those_refused_disturb_nothing(job: Job, undisturbed, monkeypatch) -> None:
     ended, other = dict[str, Any](), job.out.parent / "other"
     other.mkdir()
     started = list[BaseProcess]()

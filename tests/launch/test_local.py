@@ -161,8 +161,7 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path: Path, recipe: Path, undi
     told = ended_well(out, undisturbed, process)
     assert told["resumed_from"] >= 8
     assert told["world_size"] == 2
-    names = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert names == [f"step-{step:08d}" for step in (28, 30)]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in (28, 30)]
     assert not [path.name for path in out.iterdir() if path.name.startswith(".model")]
 
 
@@ -208,8 +207,7 @@ def test_a_temporary_folder_with_too_long_a_name_is_told(tmp_path: Path, recipe:
 
 
 def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
-    out = tmp_path / "out"
-    words = [*torusgd_words(out, recipe), "--workers", "1", *pauses(0.002)]
+    words = [*torusgd_words(tmp_path / "out", recipe), "--workers", "1", *pauses(0.002)]
     line = " ".join(f"'{word}'" for word in words)
     done = ran(["script", "-qec", line, "/dev/null"])
     assert re.search(r"(?s)stage 2/2.*images/s  data .*left", done.stdout)

@@ -1,7 +1,4 @@
-"""Runs in a real Slurm of two nodes: queued again at the time limit, joined, and with a node that is lost.
-
-The cluster is on this machine: a controller and two nodes, Slurm's daemons, without its accounts and keys.
-"""
+"""Runs in a real Slurm of two nodes, here: queued again at the time limit, joined, and with a node that is lost."""
 
 import os
 import re
@@ -12,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.commands import ran
@@ -62,7 +58,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The variables of the environment that lead to a cluster of two nodes."""
+    """The variables of the environment that lead to Slurm's daemons on this machine, without accounts and keys."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, first = one.getsockname()[1], other.getsockname()[1]
     for name in ("state", "spool.n1", "spool.n2"):
@@ -121,9 +117,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {**environment, "PATH": f"{tmp_path / 'bin'}:{environment['PATH']}"}
 
 
-def test_a_machine_joins_by_srun_is_lost_with_its_node_and_another_one_joins(
-    tmp_path: Path, slurm: dict[str, str], recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_machine_joins_by_srun_is_lost_and_another_joins(tmp_path: Path, slurm, recipe, undisturbed) -> None:
     out, gate = tmp_path / "run", tmp_path / "gate"
     gate.touch()
 

@@ -1,7 +1,4 @@
-"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks.
-
-Workers that torchrun starts again go on from their nodes' memory, on as many nodes as there are.
-"""
+"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
 
 import json
 import multiprocessing
@@ -99,8 +96,7 @@ def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path
     out, slow = tmp_path / "out", [*pauses(0.01), "--no-node-memory"]
     process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
     wait_for_step(out, 6, process)
-    first = children(process.pid)
-    os.kill(first[1], signal.SIGKILL)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     wait_for_step(out, 9, process)
     ranks = children(process.pid)
     os.kill(process.pid, signal.SIGTERM)
@@ -159,10 +155,7 @@ def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path)
 
 
 def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
-    """A rank that has joined; of two, rank 1 is killed when the store knows of it and before its connections are there.
-
-    One alone never closes its group.
-    """
+    """Of two ranks, 1 is killed when the store knows of it, before it is connected; one alone never closes a group."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if rank == 1:
@@ -172,13 +165,10 @@ def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
     run_joined(lambda *arguments: None, "cpu", Limits(beat=1 if size == 1 else 3, start=60))
 
 
-@pytest.mark.parametrize(
-    ("codes", "line"),
-    [
-        ([0], r"torusgd: rank 0 on \S+ ends only now"),
-        pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("codes", "line"), [
+    ([0], r"torusgd: rank 0 on \S+ ends only now"),
+    pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], line: str, tmp_path: Path) -> None:
     port, size, context = str(held_port()), len(codes), multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_run_joined, args=(n, size, port, tmp_path / str(n))) for n in range(size)]
@@ -190,13 +180,10 @@ def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], l
     assert re.match(line, (tmp_path / "0").read_text())
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "line"),
-    [
-        pytest.param("virtual_workers=1", 2, "workers = 2: the recipe has 1 virtual workers", marks=pytest.mark.slow),
-        ("model={name: 'tests.run.slow:Broken'}", 1, "rank 1: KeyError: "),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "line"), [
+    pytest.param("virtual_workers=1", 2, "workers = 2: the recipe has 1 virtual workers", marks=pytest.mark.slow),
+    ("model={name: 'tests.run.slow:Broken'}", 1, "rank 1: KeyError: "),
+])  # fmt: skip
 def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, change: str, code: int, line: str) -> None:
     ranks = by_hand(tmp_path, tmp_path / "out", recipe, 2, ["--set", change])
     assert [process.end() for process in ranks] == [code, code]

@@ -403,9 +403,7 @@ def states_of(folder: Path) -> dict[int, dict[str, str]]:
     return {line.step: line.tensors for line in lines if isinstance(line, StateLine)}
 
 
-def test_a_light_checkpoint_is_what_its_record_hashes_and_takes_the_bytes_that_were_said(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_cli: Any
-) -> None:
+def test_a_light_checkpoint_is_what_its_record_hashes_of_the_bytes_said(run: Path, tmp_path: Path, capsys, run_cli):
     for step, digests in states_of(run).items():
         assert step == 0 or tensor_digests(load_file(light(run, step))) == digests
     assert sorted(path.name for path in (run / "verify").iterdir()) == [light(run, step).name for step in (2, 4, 6)]
@@ -422,9 +420,7 @@ def test_a_light_checkpoint_is_what_its_record_hashes_and_takes_the_bytes_that_w
         assert float(found[1]) == pytest.approx(size, rel=error)
 
 
-def test_a_light_checkpoint_that_can_not_be_written_is_a_warning(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verify: Any
-) -> None:
+def test_a_light_checkpoint_that_can_not_be_written_is_a_warning(run, tmp_path, monkeypatch, capsys, verify) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("torusgd.rundir.checkpoint.shutil.disk_usage", lambda path: full)
     folder = of_two(tmp_path / "run")
@@ -447,11 +443,10 @@ def test_a_run_of_given_weights_begins_with_them(tmp_path: Path, other: Path, ru
     assert list(verify(folder, "--all", "--init", run / "model.safetensors", code=1)) == ["initial weights"]
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["{form: backup, backups: 1, warmup: 2, delays: exponential}", "{form: cutoff, threshold: 1.5, warmup: 2}",
-     "{form: local, local_steps: 3}"],
-)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    "{form: backup, backups: 1, warmup: 2, delays: exponential}", "{form: cutoff, threshold: 1.5, warmup: 2}",
+    "{form: local, local_steps: 3}",
+])  # fmt: skip
 def test_relaxed_forms_are_verified_by_their_journal(form: str, tmp_path: Path, verify: Any) -> None:
     folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", f"synchrony={form}")
     if "delays" in form:

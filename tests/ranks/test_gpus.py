@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.messages import refused
+from tests.messages import refuses
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
@@ -51,11 +51,9 @@ def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPa
 
 def test_torchruns_variable_goes_first_and_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
     assert gpus.local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
-    with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
-        gpus.local_rank({"SLURM_LOCALID": "x"})
+    refuses("a number on the machine that is none", gpus.local_rank, {"SLURM_LOCALID": "x"}, about="SLURM_LOCALID = x")
     four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
-    with refused("more ranks than GPUs", "rank 4 of this machine"):
-        gpus.own_gpu(ranks_per_gpu=1)
+    refuses("more ranks than GPUs", gpus.own_gpu, ranks_per_gpu=1, about="rank 4 of this machine")
     four_gpus.setenv("SLURM_LOCALID", "3")
     four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
     assert gpus.own_gpu(ranks_per_gpu=1).index == 0
@@ -85,12 +83,11 @@ def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gp
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     rank_0_comes(store)
-    with refused("two ranks without a number on the machine", "ranks 0, 1"):
-        meet_within(store, 1, 2, "cuda", 1, seconds=5)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
-    with refused("two ranks on one GPU", "ranks 1, 5"):
-        gpus.check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
+    refuses("two ranks without a number on the machine", meet_within, store, 1, 2, "cuda", 1, 5, about="ranks 0, 1")
+    for rank, gpu in {0: "a", 1: "b", 4: "c", 5: "b"}.items():
+        store.set(keys.GPU.format(rank=rank), gpu)
+    gpus.check_shared_gpus(store, (0, 1, 4, 5), ranks_per_gpu=2)
+    refuses("two ranks on one GPU", gpus.check_shared_gpus, store, (0, 1, 4, 5), ranks_per_gpu=1, about="ranks 1, 5")
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
@@ -98,8 +95,7 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
-    with refused("more workers than GPUs", "workers = 5"):
-        resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
+    refuses("more workers than GPUs", resolve_workers, RuntimeOptions(workers=5), "cuda", recipe, about="workers = 5")
 
 
 class Ended(BaseException):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.commands import command, ran
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.runs import TINY, sets, train
 
 from torusgd.errors import RunError, write_exit
@@ -43,8 +43,7 @@ def test_a_task_of_a_step_becomes_a_rank_and_any_other_process_starts_ranks_of_i
 def test_variables_that_make_no_sense_are_refused() -> None:
     tasks = "SLURM_STEP_TASKS_PER_NODE"
     for name, value in (("SLURM_PROCID", "x"), ("SLURM_STEP_NODELIST", ""), (tasks, "2"), (tasks, "two")):
-        with refused(f"{name}={value}", f"{name} = "):
-            slurm.adopt_step({**STEP, name: value})
+        refuses(f"{name}={value}", slurm.adopt_step, {**STEP, name: value}, about=f"{name} = ")
     slurm.adopt_step({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x99999999999),1"})  # takes no memory for all of them
 
 
@@ -61,8 +60,7 @@ def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: py
     slurm.requeue()
     assert (tmp_path / "said").read_text() == "requeue 77\n"
     put_scontrol(tmp_path, "echo 'Requested operation is presently disabled' >&2; exit 1", monkeypatch)
-    with refused("Slurm does not queue again", "--requeue", RunError):
-        slurm.requeue()
+    refuses("Slurm does not queue again", slurm.requeue, about="--requeue", kind=RunError)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     mistake("train", "digits", "--requeue", "--out", tmp_path / "run", TMP=tmp_path)
 

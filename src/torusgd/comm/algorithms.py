@@ -104,11 +104,7 @@ def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
     return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
 
 
-_REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
-    "ring": _ring,
-    "halving": _halving,
-    "direct": _direct,
-}
+_REDUCE_SCATTER = {"ring": _ring, "halving": _halving, "direct": _direct}
 METHODS = (*_REDUCE_SCATTER, "doubling")
 
 
@@ -185,7 +181,8 @@ def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[in
     for height in range((size - 1).bit_length()):
         senders = range(1 << height, size, 2 << height)
         parent = [position_of(_parent(me, size))] if me in senders else []
-        children = [position_of(number) for number in _children(me, height, size) if number in senders]
+        near = (me - (1 << height), me + (1 << height))
+        children = [position_of(number) for number in near if number in senders and _parent(number, size) == me]
         rounds.append(Round(_whole(axis, parent, low, high), _whole(axis, children, low, high)))
     return rounds
 
@@ -197,19 +194,8 @@ def _parent(number: int, size: int) -> int:
     return above if above < size else number ^ bit
 
 
-def _children(number: int, height: int, size: int) -> list[int]:
-    # The nodes of that height (zeros at the end of the number) whose parent is `number`.
-    near = {number + step for step in (-(1 << height), 1 << height)}
-    return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
-
-
 # methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place
-_UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
-    "doubling": _doubling,
-    "binomial": _binomial,
-    "chain": _chain,
-    "double-tree": _double_tree,
-}
+_UNCUT = {"doubling": _doubling, "binomial": _binomial, "chain": _chain, "double-tree": _double_tree}
 
 
 def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
@@ -283,9 +269,7 @@ class Algorithm:
             return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]
         return [all_reduce([horizontal, vertical], *span) for span in pairwise(edges)]
 
-    def scatter(
-        self, rank: int, length: int, stops: Sequence[int] | None = None
-    ) -> tuple[list[Round], tuple[int, int]]:
+    def scatter(self, rank: int, length: int, stops: Sequence[int] | None) -> tuple[list[Round], tuple[int, int]]:
         """The reduce-scatter of `rank`, cut at `stops`, and the span of the sum that it leaves there."""
         # `hierarchical` is scattered as the torus of its grid.
         rounds, low, high = list[Round](), 0, length
@@ -298,9 +282,8 @@ class Algorithm:
     def axes(self, rank: int) -> tuple[Axis, Axis]:
         rows, columns = self.grid
         y, x = divmod(rank, columns)
-        row = tuple(range(y * columns, (y + 1) * columns))
-        column = tuple(range(x, rows * columns, columns))
-        return Axis(row, x, self.horizontal), Axis(column, y, self.vertical)
+        row, column = range(y * columns, (y + 1) * columns), range(x, rows * columns, columns)
+        return Axis(tuple(row), x, self.horizontal), Axis(tuple(column), y, self.vertical)
 
     def __str__(self) -> str:
         grid = f" {self.grid[0]}x{self.grid[1]}" if self.algorithm in GRIDS else ""
@@ -326,11 +309,9 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     vertical, slash, horizontal = (methods or "ring").partition("/")
     horizontal = horizontal if slash else vertical
     # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
-    rows = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
-    if vertical not in METHODS or horizontal not in rows:
-        raise UserError(
-            f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(rows)}"
-        )
+    row = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
+    if vertical not in METHODS or horizontal not in row:
+        raise UserError(f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(row)}")
     return Algorithm(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 

@@ -176,8 +176,7 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        is_alike = known.hosts == hosts_of(connection.group) and known.streams == connection.streams
-        if is_alike and known.timings:
+        if known.hosts == hosts_of(connection.group) and known.streams == connection.streams and known.timings:
             return known, f"from {path}"
     source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks or streams"
     return measure(connection, _PROBE_SECONDS, short=True), source

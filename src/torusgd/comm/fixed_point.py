@@ -144,8 +144,7 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> tuple[torch.Size, torch.d
         raise UserError(f"exact_all_reduce: {total} addends; add up at most 2^31 at a time")
     dtype, is_cuda, dims = most[:3]
     elsewhere = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    device = addends[0].device if addends else elsewhere
-    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total
+    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], addends[0].device if addends else elsewhere, total
 
 
 def _problem(addends: object, ranks: Group) -> str:

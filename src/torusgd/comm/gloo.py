@@ -1,8 +1,4 @@
-"""Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
-
-Several all-reduces, and the chunks of one, are on their way at the same time: both sides of a message derive its tag
-from the order of calls, the round and the chunk. CUDA tensors travel by way of pinned memory (`StagedEngine`).
-"""
+"""Runs rounds over a Gloo group, in the background: messages between CPU tensors, of several all-reduces at a time."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -141,8 +137,7 @@ class GlooEngine(Engine):
     def __init__(self, group: Group, further: Sequence[Group] = ()) -> None:
         self._streams = (group, *further)
         self._turns = lru_cache(_MOST_SCHEDULES)(lambda algorithm, length: _weave(algorithm.rounds(group.rank, length)))
-        self._started = 0
-        self._lanes = [start_lane() for _ in range(LANES)]
+        self._started, self._lanes = 0, [start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:

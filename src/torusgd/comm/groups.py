@@ -412,10 +412,8 @@ def build(
         own = PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store)
         its = [ranks[member] for member in members]
         meshes.append(build(own, its, rank, device=cpu, timeout=timeout, is_given_up=is_given_up))
-    meeting, nccl = PrefixStore(keys.SUBGROUPS, store), device.type == "cuda" if nccl is None else nccl
-    group = Group(
-        None, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes
-    )
+    under, nccl = PrefixStore(keys.SUBGROUPS, store), device.type == "cuda" if nccl is None else nccl
+    group = Group(None, ranks, index, device, under, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes)
     if nccl or not meshes:
         group.process_group = group._connect(store, split)
     return group

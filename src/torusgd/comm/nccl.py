@@ -1,8 +1,6 @@
 """Runs algorithms on a GPU over NCCL: all is enqueued in the one order of the GPU, and the host never waits.
 
-A torus is NCCL's own reduce-scatter, all-reduce and all-gather on its rows and columns, which are subgroups; the other
-algorithms send their rounds as batches of point-to-point messages. Both are plain functions of groups, and run over
-Gloo on CPU tensors too, which is how they are tested without GPUs.
+A torus by collectives and rounds in batches are functions of groups, which run over Gloo on CPU tensors too.
 """
 
 from collections.abc import Sequence
@@ -54,8 +52,7 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
 
 class NcclEngine:
     def __init__(self, group: Group) -> None:
-        self.device = group.device
-        self._group = group
+        self.device, self._group = group.device, group
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:

@@ -30,8 +30,7 @@ from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
 # Restarts without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again.
-MAX_RESTARTS = 10
-LONGEST_PAUSE = 60.0
+MAX_RESTARTS, LONGEST_PAUSE = 10, 60.0
 # The file in the run's folder of which machines that join need a copy.
 TOKEN = ".join-token"
 # Seconds for a step and a checkpoint after a signal; then the ranks are ended as they are.

@@ -1,8 +1,4 @@
-"""A machine that joins a run: one small agent, which starts ranks here and does what the run's launcher says.
-
-The ranks reach the common store through a port on loopback here, from which each connection is passed on to the
-launcher's listener over an authenticated one. When the launcher goes, so do they.
-"""
+"""A machine that joins a run: an agent, which starts ranks here, does what the launcher says, and goes with it."""
 
 import os
 import socket
@@ -41,7 +37,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > join.MOST_RANKS:
         raise UserError(f"--workers {workers}: one machine may bring {join.MOST_RANKS} ranks at most")
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     with ExitStack() as held:
         link = _connect(address, token, join.NODE)
         interface = join.interface_of(link.getsockname()[0])
@@ -183,7 +179,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     try:
         link = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:

@@ -64,8 +64,7 @@ def run_joined(
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
-    `remedy` gives what is added to the line about a lost rank. UserError if the variables of the environment are wrong,
-    RunError if the ranks did not meet.
+    `remedy`: what is added to the line about a lost rank. UserError for wrong variables, RunError if ranks do not meet.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ def verdict(found: Sequence[Checked]) -> int:
     return 1 if DIFFERS in states else 0 if states == {EQUAL} else 2
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Steps between two records, or after the last one the result (`is_result`)."""
 
     first: int
@@ -91,8 +91,7 @@ def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:
     return sorted(found, key=lambda each: each.first)
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Consecutive ranges that one run computes from one state."""
 
     start: int
@@ -101,10 +100,6 @@ class Segment:
     @property
     def stop(self) -> int:
         return self.ranges[-1].last
-
-    @property
-    def steps(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass
@@ -125,8 +120,7 @@ class Verifier:
         self._conditions = conditions(recipe, device)
         self._bad, self._total = dict[int, str](), 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
-        operators = self.claims.begin.operators
-        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, operators)
+        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, self.claims.begin.operators)
 
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
@@ -142,7 +136,7 @@ class Verifier:
         """Computes the ranges, in their order; what was found."""
         left = [each for each in wanted if not self._is_refused(each)]
         self._check_checkpoints(left)
-        self._total, barrier = sum(segment.steps for segment in self._segments(left, 0)), 0
+        self._total, barrier = sum(each.stop - each.start for each in self._segments(left, 0)), 0
         while left:
             segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
@@ -182,15 +176,12 @@ class Verifier:
         self._note(each, UNKNOWN, why)
         return True
 
-    def _starts(self, barrier: int) -> list[int]:
-        begin, steps = self.claims.begin, {*self._checkpoints.steps()}
-        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
-            steps.add(0)
-        return sorted(step for step in steps if step >= barrier and step not in self._bad)
-
     def _segments(self, left: Sequence[Range], barrier: int) -> list[Segment]:
         """What is to be computed; none if the first range has nothing to begin from."""
-        starts, segments = self._starts(barrier), list[Segment]()
+        begin, steps, segments = self.claims.begin, {*self._checkpoints.steps()}, list[Segment]()
+        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
+            steps.add(0)
+        starts = {step for step in steps if step >= barrier and step not in self._bad}
         for each in left:
             start = max((step for step in starts if step <= each.first), default=None)
             if start is None:
@@ -208,7 +199,7 @@ class Verifier:
         for each in ranges:
             before = max((step for step in steps if step <= each.first), default=-1)
             for step in steps:
-                if step == before or each.first <= step <= each.last:
+                if before <= step <= each.last:
                     self._digest(step)
 
     def _digest(self, step: int) -> Tensors | None:
@@ -259,9 +250,8 @@ class Verifier:
             for each in segment.ranges:
                 self._note(each, UNKNOWN, f"can't be computed: {error}")
             return None
-        self.computed += segment.steps
-        lines = records.parse_records(RunDir(folder).records.read_text())[0]
-        return self._compare(segment, folder, lines, problem)
+        self.computed += stop - start
+        return self._compare(segment, folder, records.parse_records(RunDir(folder).records.read_text())[0], problem)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
         folder, journal = RunDir(job.out), None

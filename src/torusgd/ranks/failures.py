@@ -1,7 +1,4 @@
-"""What ends a rank, and the one channel by which others learn it: the ranks' common store.
-
-A rank that fails writes a `Failure` under its rank; the launcher reads it, or under another launcher the other ranks.
-"""
+"""What ends a rank, and the one channel by which the launcher, or other ranks, learn it: the ranks' common store."""
 
 import json
 import socket
@@ -97,8 +94,7 @@ class FailureChannel:
 
     def reported(self) -> dict[int, Failure]:
         """The failures so far, by rank; for the launcher, since it looks for each rank's."""
-        ranks = filter(self.has_reported, range(self._size))
-        return {rank: self._read(keys.FAILURE.format(rank=rank)) for rank in ranks}
+        return {r: self._read(keys.FAILURE.format(rank=r)) for r in range(self._size) if self.has_reported(r)}
 
     def causes(self) -> list[Failure]:
         """The first failures that are no mere loss of others: a few, whatever the number of ranks."""

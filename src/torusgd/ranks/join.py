@@ -103,8 +103,7 @@ def read_token(path: Path) -> bytes:
 
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
     """The listening side: what the connection is for. Refused, having sent a nonce alone, without the token."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # The listener commits itself first: a proof that was recorded earlier is of another nonce. The client's own
         # nonce does the same for the listener's proof, so nothing that was overheard serves twice.
@@ -124,8 +123,7 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
 
 def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> None:
     """The connecting side of the handshake; `Refused` if the listener doesn't know the token, or hangs up."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # A listener that doesn't know the token gets this proof, which is of its own nonce and serves nowhere else.
         theirs = _receive_line(connection, deadline)["nonce"]
@@ -243,10 +241,6 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     except UnicodeError:
         raise UserError(f"{flag} {text}: {host} is no name of a host") from None
     return host, int(port)
-
-
-def as_text(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 def printable(text: str) -> str:
@@ -394,7 +388,7 @@ class Listener:
             self._socket = socket.create_server(address)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise UserError(f"--listen {as_text(address)}: {why}; choose another port") from None
+            raise UserError(f"--listen {address[0]}:{address[1]}: {why}; choose another port") from None
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 
@@ -426,7 +420,13 @@ class Listener:
             purpose = prove_to_client(connection, self._token)
         except Refused as error:
             hang_up(connection)
-            self._report_stranger(f"refused {host}, which wanted to join: {error}")
+            # At most a line each `STRANGER_SECONDS`, so that nobody can fill a log.
+            if time.monotonic() - self._reported < STRANGER_SECONDS:
+                self._unreported += 1
+            else:
+                others = f"; and {self._unreported} others before" if self._unreported else ""
+                self._report(f"refused {host}, which wanted to join: {error}{others}")
+                self._reported, self._unreported = time.monotonic(), 0
             return
         finally:
             self._pending.release()
@@ -443,8 +443,7 @@ class Listener:
         beaten = time.monotonic()
         try:
             while True:
-                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
-                for message in channel.receive() if readable else ():
+                for message in channel.receive() if wait([channel.fileno()], BEAT_SECONDS / 2) else ():
                     if node is None:
                         node = self._greet(channel, address, message)
                     elif "ready" in message:
@@ -480,14 +479,6 @@ class Listener:
         self._nodes.append(node)
         channel.send(job=self._job, silent=self._silent)
         return node
-
-    def _report_stranger(self, line: str) -> None:
-        """At most a line each `STRANGER_SECONDS`, so that nobody can fill a log."""
-        if time.monotonic() - self._reported < STRANGER_SECONDS:
-            self._unreported += 1
-        else:
-            self._report(line + (f"; and {self._unreported} others before" if self._unreported else ""))
-            self._reported, self._unreported = time.monotonic(), 0
 
 
 def interface_of(address: str) -> str:

@@ -130,7 +130,8 @@ class Watch:
 
     def present(self, seconds: float) -> list[int]:
         """The ranks that have beaten within so many seconds, and have not ended."""
-        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and not _has_ended(self.beats[r])]
+        over = {r for r, beat in self.beats.items() if beat is not None and beat.ended}
+        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and r not in over]
 
     def _silent(self) -> list[LateRank]:
         late = []
@@ -188,7 +189,7 @@ class Watch:
 
     def _working(self) -> dict[int, Beat]:
         """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
-        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
+        beats = {rank: beat for rank, beat in self.beats.items() if beat is None or not beat.ended}
         return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
 
 
@@ -237,10 +238,6 @@ class Unchanged:
 
 def _late(rank: int, beat: Beat, why: str) -> LateRank:
     return LateRank(why, rank, beat.host, beat.phase, beat.step)
-
-
-def _has_ended(beat: Beat | None) -> bool:
-    return beat is not None and beat.ended
 
 
 class Heartbeat(Liveness):
@@ -330,8 +327,7 @@ class Heartbeat(Liveness):
         idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
-                is_last = self._stop.is_set()
-                quiet = idle.seconds(self._units)
+                is_last, quiet = self._stop.is_set(), idle.seconds(self._units)
                 if not quiet:  # processor time counts from the last progress, as the seconds do
                     worked = time.process_time()
                 busy = (time.process_time() - worked) / quiet if quiet else 0.0
@@ -365,8 +361,7 @@ class Heartbeat(Liveness):
         # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         doing = number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack
-        beat = Beat(*doing, self._failed, self._ended)
-        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
+        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(Beat(*doing, self._failed, self._ended))))
 
     def _stack(self) -> str:
         """The innermost frames of the main thread, without those inside torch that lead to them."""

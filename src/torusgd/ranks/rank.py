@@ -7,9 +7,8 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -45,8 +44,7 @@ class LastingFunction(Protocol):
         """Called if the function is not called again after a loss, since the others do not go on."""
 
 
-@dataclass(frozen=True)
-class RankSpec:
+class RankSpec(NamedTuple):
     """What the process of a rank is started with."""
 
     rank: int
@@ -93,8 +91,7 @@ def _be_rank(spec: RankSpec) -> None:
     # there is unpickled.
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(keys.ATTEMPT.format(attempt=spec.attempt), root)
-    generations = Generations(store)
-    is_requested = False
+    generations, is_requested = Generations(store), False
 
     def stop_is_requested() -> bool:
         nonlocal is_requested

@@ -1,7 +1,6 @@
 """Slurm: `srun torusgd train` is a rank of a run, and a run that has to stop is queued again.
 
-Slurm says who a task is in variables of its own. They are turned into those by which ranks of any other launcher
-meet, so nothing further down knows of Slurm. Imports no torch: it runs before the first command.
+Its variables become those by which ranks of any launcher meet. Imports no torch: it runs before the first command.
 """
 
 import os

@@ -1,9 +1,4 @@
-"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
-
-Ranks that are lost leave the others to go on, in the same processes and as the next generation, if the function can;
-any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine joins, ranks are
-started beside those at work, or let go, which is a new generation as well.
-"""
+"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end."""
 
 import json
 import signal
@@ -74,8 +69,7 @@ class RankEntry:
         return self.node is not None
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     rank: int
     code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
     how: str
@@ -128,7 +122,7 @@ class Supervisor:
         self._open_attempt(attempt)
         for _ in range(self.size):
             self._start(Part.MEMBER, function)
-        if len(self._members) < self._quorum.wanted:
+        if len(self._in(Part.MEMBER)) < self._quorum.wanted:
             self._report(self._next())
         ended: list[Exit] = []  # exits of members in this generation
         while any(rank.runs for rank in self._table.values()):
@@ -200,10 +194,6 @@ class Supervisor:
         # Ranks of this machine are first: the first of all writes the run's folder, which is here.
         return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
 
-    @property
-    def _members(self) -> list[int]:
-        return self._in(Part.MEMBER)
-
     def _turn(self, ranks: Iterable[int], part: Part) -> None:
         for rank in ranks:
             self._table[rank].part = part
@@ -218,18 +208,18 @@ class Supervisor:
             rank.runs = False
 
     def _announce(self, lost: Iterable[int] = (), planned: bool = False) -> None:
-        members = self._members
+        members = self._in(Part.MEMBER)
         self._generations.announce(members, lost, planned, waits=len(members) < self._quorum.wanted)
 
     def _next(self) -> str:
-        members, wanted = self._members, self._quorum.wanted
+        members, wanted = self._in(Part.MEMBER), self._quorum.wanted
         if (more := wanted - len(members)) <= 0:
             return f"{ranks_do(members, 'go')} on"
         return f"{ranks_do(members, 'wait')} for {more} more, of {wanted} that the run wants at least"
 
     def _resize(self, function: RankFunction, requested: int | None) -> None:
         """Lets ranks go, or starts some here or elsewhere, which take part as soon as all of them are ready."""
-        members, joining = self._members, self._in(Part.JOINS)
+        members, joining = self._in(Part.MEMBER), self._in(Part.JOINS)
         self._generations.invite(joining)
         if requested is not None and requested != len(members):
             # The last ones leave, so that rank 0, which writes, stays.
@@ -237,7 +227,7 @@ class Supervisor:
                 self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
                 self._report(f"{ranks_do(leaving, 'leave')}; {self._next()}")
-            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._members))
+            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._in(Part.MEMBER)))
             for _ in range(requested - len(members)):
                 self._start(Part.JOINS, function)
             self._joining_since = time.monotonic()
@@ -257,7 +247,7 @@ class Supervisor:
 
     def _admit(self, node: JoinedNode) -> None:
         """Has a machine that wants to join start as many of its ranks as there is room for."""
-        members, most = len(self._members), self._quorum.most or self.size
+        members, most = len(self._in(Part.MEMBER)), self._quorum.most or self.size
         if members >= most:
             node.end(1, f"has {members} ranks, and takes no more")
             return
@@ -294,7 +284,7 @@ class Supervisor:
         # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are killed now.
         failure = self._explain(failed, late)
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
-        members = self._members
+        members = self._in(Part.MEMBER)
         left = [rank for rank in members if self._table[rank].runs and rank not in lost]
         lost_members = [rank for rank in members if rank not in left]
         is_elsewhere = all(self._table[rank].is_remote for rank in left)

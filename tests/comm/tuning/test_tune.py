@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import link, network
 
 from torusgd.comm.algorithms import NAMES, Algorithm
@@ -106,19 +106,17 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
 
 @on_ranks(2)
 def test_mistakes_are_told():
-    wrong: dict[str, dict[str, Any]] = {
-        "sizes 3": {"sizes": [3]},
-        "allreduce tree": {"algorithms": ["tree"]},
-        "grid 3x3": {"algorithms": ["torus"], "grid": (3, 3)},
-    }
-    for about, options in wrong.items():
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("sizes 3", {"sizes": [3]}), ("allreduce tree", {"algorithms": ["tree"]}),
+        ("grid 3x3", {"algorithms": ["torus"], "grid": (3, 3)}),
+    ]  # fmt: skip
+    for about, options in wrong:
         with pytest.raises(UserError, match=f"^{about}:"):
             bench_allreduce(**options)
 
 
 def test_of_one_rank_there_is_nothing_to_measure():
-    with refused("a benchmark of one rank", "bench allreduce"):
-        bench_allreduce()
+    refuses("a benchmark of one rank", bench_allreduce, about="bench allreduce")
 
 
 def test_bus_bandwidth():

@@ -2,9 +2,6 @@
 
 Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
 profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
-
-Contention is how much slower ranks compute (a small convolutional network) while others compute, or while messages
-travel: they share cores, memory and power. The figures hold for whatever it is, so that a plan need not know it.
 """
 
 import math
@@ -28,6 +25,7 @@ from ..groups import AnyGroup, group_of
 from .cost import rank_candidates
 from .profile import Crowd, InStep, Link, Profile, Timing, expect
 
+Plan = Algorithm | None  # None: the backend's own
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 # The sizes that matter most come first: buckets have up to 4 MiB, and the first size foretells what they take.
 _SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
@@ -42,8 +40,7 @@ _ROUNDS = 8
 # factor of the quickest rival's best time beyond which a rival drops out of the timings of a size
 _BEHIND = 1.25
 _MOST_TURNS = 9
-_FAN = 8
-_FAN_ROUNDS = 4
+_FAN, _FAN_ROUNDS = 8, 4
 
 
 def tune(
@@ -66,7 +63,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     how = {"backend": "nccl" if connection.group.has_nccl else "gloo", "hosts": hosts, "streams": connection.streams}
     links = {"message": message, "inside": inside, "between": between}
     profile = _of_rank_0(connection, Profile.model_validate({**how, **links, "timings": ()}))
-    timings, known, took = list[Timing](), set[Algorithm | None](), dict[int, float]()
+    timings, known, took = list[Timing](), set[Plan](), dict[int, float]()
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
     for size in sizes:
         before = time.perf_counter()
@@ -100,13 +97,7 @@ def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
 
 
 def _rivals(
-    connection: Connection,
-    profile: Profile,
-    size: int,
-    rivals: int,
-    repetitions: int,
-    seconds: float,
-    known: set[Algorithm | None],
+    connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int, seconds: float, known: set[Plan]
 ) -> list[Timing]:
     # Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
     # A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
@@ -117,8 +108,8 @@ def _rivals(
     ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
     # An engine may run several alike (`Engine.effective`).
     plans = [*dict.fromkeys(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)]
-    left: list[Algorithm | None] = [None, *plans[:rivals]]
-    times = defaultdict[Algorithm | None, list[Elapsed]](list)
+    left: list[Plan] = [None, *plans[:rivals]]
+    times = defaultdict[Plan, list[Elapsed]](list)
     begun = 0.0
     for plan in left:
         # The first run of an algorithm opens connections between its peers, which would count against it.
@@ -145,7 +136,7 @@ def _rivals(
     return [Timing.of(size, plan, typical(taken)) for plan, taken in times.items()]
 
 
-def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> Span:
+def _time_sum(connection: Connection, size: int, algorithm: Plan) -> Span:
     tensor = connection.zeros(size)
     return connection.clock.span(lambda: connection.engine.run(tensor, algorithm).wait())
 
@@ -187,13 +178,11 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     # Median seconds of a chain of rounds with a small message to each of several ranks, the same number everywhere.
-    rank, size = connection.group.rank, connection.group.size
+    rank, size, hops = connection.group.rank, connection.group.size, range(1, peers + 1)
+    sends = tuple(Message((rank + i) % size, 0, 1) for i in hops)
     rounds = [
-        Round(
-            tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
-            copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
-        )
-        for turn in range(_FAN_ROUNDS)
+        Round(sends, copies=tuple(Message((rank - i) % size, first + i, first + i + 1) for i in hops))
+        for first in range(0, size * _FAN_ROUNDS, size)
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
     clock, engine = connection.clock, connection.engine
@@ -219,8 +208,7 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
 def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Coefficients and their standard errors.
     terms = np.linalg.lstsq(columns, values, rcond=None)[0]
-    freedom = max(1, len(columns) - columns.shape[1])
-    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
+    variance = float(((columns @ terms - values) ** 2).sum()) / max(1, len(columns) - columns.shape[1])
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
@@ -256,6 +244,7 @@ def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -
 
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
+    # They share cores, memory and power; the figure holds for whatever it is, so that a plan need not know it.
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     group, device = connection.group, connection.engine.device
     counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
@@ -269,7 +258,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seconds: float) -> InStep:
+def in_step(connection: Connection, algorithm: Plan, size: int, seconds: float) -> InStep:
     """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows."""
     # Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
     # computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
