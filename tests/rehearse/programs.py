@@ -85,7 +85,7 @@ def sent_bytes(length: str, repeat: int = 3) -> None:
             allreduce.start(tensor).wait()
         dist.barrier()
         after = interface_bytes()
-        counted[name] = [(after[link].sent - before[link].sent) / repeat for link in ("lo", "tun0")]
+        counted[name] = [(after[link] - before[link]) / repeat for link in ("lo", "tun0")]
         dist.barrier()
         allreduce.close()
     found(counted)
