@@ -39,11 +39,8 @@ def index(
     check_here("--out", out)
     listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
     with console().status(f"{path}: looking for images") as status:
-        arrays = make_index(
-            path,
-            read_classes(listed) if listed else None,
-            progress=lambda done: status.update(f"{path}: {done:,} images"),
-        )
+        names = read_classes(listed) if listed else None
+        arrays = make_index(path, names, progress=lambda done: status.update(f"{path}: {done:,} images"))
         write_index(out or path / FILE, arrays)
     counts = count_images(arrays)
     typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
@@ -123,10 +120,9 @@ def recipes(
 
     if keys:
         typer.echo(reference(), nl=False)
-        return
-    if name is not None:
+    elif name is not None:
         typer.echo(recipe_source(name), nl=False)
-        return
-    width = max(map(len, recipe_names()))
-    for each in recipe_names():
-        typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")
+    else:
+        width = max(map(len, recipe_names()))
+        for each in recipe_names():
+            typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")

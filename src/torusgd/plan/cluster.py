@@ -159,8 +159,7 @@ class Software(Section):
     """How well a training program uses a machine, in few numbers."""
 
     name: str
-    program: str | None = None
-    """of other people, in words, which the first line of a plan names; null: torusgd, or one of your own"""
+    program: str | None = None  # other people's, in words, which a plan's first line names; null: torusgd, or your own
     source: str
     measured_on: tuple[str, ...] | None = None  # devices on which it was measured; null: those of its publication
     precision: Precision = "float32"

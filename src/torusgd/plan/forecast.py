@@ -144,10 +144,8 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; all times in seconds."""
-        stages = [
-            {"batch": batch, "seconds": step.seconds, **asdict(step)}
-            for batch, step in zip(self.batches, self.steps, strict=True)
-        ]
+        pairs = zip(self.batches, self.steps, strict=True)
+        stages = [{"batch": batch, "seconds": step.seconds, **asdict(step)} for batch, step in pairs]
         run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
         return {
             "devices": self.devices, "seconds": self.run.seconds, "low": self.low, "high": self.high,

@@ -130,24 +130,18 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     if [row.name for row in few.rows] != [row.name for row in many.rows]:
         raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")
     # Per image: half the difference of 4 and 2 images. The rest of 2 images is there whatever the batch.
-    flops = np.array([(b.flops - a.flops) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
-    values = np.array([(b.values - a.values) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
-    # Not below zero, if a kernel's work grows faster than the images.
-    fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
+    work, more = (np.array([[r.flops for r in t.rows], [r.values for r in t.rows]]) for t in (few, many))
+    flops, values = (more - work) / 2
+    fixed = np.maximum(work[1] - 2 * values, 0.0)  # not below zero, if a kernel's work grows faster than the images
     launches = np.array([2.0 if row.name == "convolution_backward" else 1.0 for row in few.rows])
     elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
     linear = np.array([float(row.name in _PRODUCTS) for row in few.rows])
     columns = (flops, values, fixed, launches, elementwise, linear)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return ModelCost(
-        Kernels(*(column[: few.middle] for column in columns)),
-        Kernels(*(column[few.middle :] for column in columns)),
-        tuple(few.gradients),
-        tuple(few.layers),
-        len(norms),
-        few.written / 2,
-        sum(2 * norm.num_features for norm in norms),
-    )
+    forward, backward = zip(*(np.split(column, [few.middle]) for column in columns), strict=True)
+    statistics = sum(2 * norm.num_features for norm in norms)
+    kernels = Kernels(*forward), Kernels(*backward)
+    return ModelCost(*kernels, tuple(few.gradients), tuple(few.layers), len(norms), few.written / 2, statistics)
 
 
 class _Row(NamedTuple):

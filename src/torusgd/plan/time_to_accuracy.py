@@ -93,12 +93,11 @@ def epochs_known() -> str:
     )
 
 
-_EQUAL = (
+_EQUAL = (  # keys that must have FAMILY's values; rate, warm-up, momentum and weight decay go with the batch
     "data.train_images", "data.classes", "data.channels", "data.image_size", "data.augment", "model", "optimizer.name",
     "optimizer.variant", "optimizer.trust", "optimizer.eps", "optimizer.no_decay", "optimizer.no_trust",
     "label_smoothing", "rate.decay.shape", "rate.decay.power",
 )  # fmt: skip
-"""keys that must have FAMILY's values; rate, warm-up, momentum and weight decay go with the batch"""
 
 
 def check_known(recipe: Recipe, target: float) -> None:

@@ -23,12 +23,11 @@ from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, Pass, pass_seconds, update_seconds
 from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, compose, split_layers
 
-PARTS = {
+PARTS = {  # names of the parts of a `StepTime` for people
     "forward": "forward", "backward": "backward", "exposed": "exposed communication", "contention": "contention",
     "exchange": "exchange within layers", "coordination": "coordination", "update": "update", "input": "input",
     "jitter": "slow devices",
 }  # fmt: skip
-"""names of the parts of a `StepTime` for people"""
 
 
 class Phase(NamedTuple):

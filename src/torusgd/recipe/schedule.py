@@ -74,8 +74,7 @@ class Schedule:
         self.train_images = train_images
         self.spans = self._lay_stages()
         self._first_steps = [span.first_step for span in self.spans]
-        self.stop = self.spans[-1].stop
-        """samples consumed by the whole run"""
+        self.stop = self.spans[-1].stop  # samples consumed by the whole run
         warmup, decay = recipe.rate.warmup, recipe.rate.decay
         self._warmup_end = self.position(warmup.length) if warmup else 0.0
         self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
