@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.commands import command, ran
 from tests.data.tars import write_shards
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
@@ -54,8 +54,7 @@ def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tm
     path = tmp_path / "weights.pth"
     for content in (b"", b"hello\n", b"\x80\x04"):
         path.write_bytes(content)
-        with refused("a file without weights", f"{path}:", TMP=tmp_path):
-            load_weights(path)
+        refuses("a file without weights", load_weights, path, about=f"{path}:", TMP=tmp_path)
 
 
 def test_a_wrong_profile_is_reported_before_ranks_are_started_and_a_file_is_no_folder(mistake, tmp_path, monkeypatch):

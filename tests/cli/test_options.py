@@ -12,7 +12,7 @@ import torch
 import typer
 import yaml
 from tests.commands import ran
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import measured_run, network
 from tests.run.runs import sets
 from typer.main import get_command
@@ -160,8 +160,7 @@ def test_a_group_becomes_options_which_are_checked_as_a_recipe_file_is_and_overr
     assert RuntimeFlags(buckets="8", model_parallel="2").over(block).buckets == 8
     assert RuntimeFlags(track=["wandb"]).over(block).track == ("wandb",)
     for wrong, about in (("many", "flags: buckets"), ("[", "--buckets")):
-        with refused(f"--buckets {wrong}", about):
-            RuntimeFlags(buckets=wrong).over(block)
+        refuses(f"--buckets {wrong}", RuntimeFlags(buckets=wrong).over, block, about=about)
     app = typer.Typer()
     seen: list[object] = []
 

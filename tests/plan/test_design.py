@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd.plan.cluster import load_cluster, load_software
 from torusgd.plan.design import Design, LayerPoint, design, flops_a_byte, flops_a_weight, least_images
 from torusgd.plan.model_cost import Layer, known_cost, read_model
@@ -68,8 +68,7 @@ def test_a_model_is_never_computed_and_one_that_looks_at_values_is_a_users_mista
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) if input.sum().item() > 0 else input
 
-    with refused("a model that looks at values", "model:"):
-        read_model(lambda: Looks(4, 4), (4,))
+    refuses("a model that looks at values", read_model, lambda: Looks(4, 4), (4,), about="model:")
 
 
 def convolution(ifm: int, ofm: int, kernel: int, pixels: int) -> Layer:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.messages import assert_sentence, refused
+from tests.messages import assert_sentence, refuses
 from tests.run.runs import sets
 
 from torusgd.recipe import compatibility
@@ -94,8 +94,7 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
     setup = setup_of(*case)
     broken = [each for each in RUN_RULES if each.is_broken(setup)]
     assert broken[0] is rule
-    with refused(name_of(rule), rule.part.key):
-        check(setup)
+    refuses(name_of(rule), check, setup, about=rule.part.key)
     check(setup, {each.part for each in RUN_RULES} - {each.part for each in broken})
 
 

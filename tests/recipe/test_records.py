@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.plan.cluster import load_software
@@ -229,8 +229,7 @@ def test_resnet50_in_37_epochs_is_nvidias_and_other_items_go_before_a_row() -> N
     assert load_recipe("resnet50", ["batch=3200"]).recipe == plan.recipe
     assert load_recipe("resnet50", ["rate.lr=5.0", "batch=4096"]).recipe.rate.lr == 5.0
     for name, batch in (("resnet50", 5000), ("digits", 64)):
-        with refused(f"batch {batch} of {name}", f"batch = {batch}:"):
-            load_recipe(name, [f"batch={batch}"])
+        refuses(f"batch {batch} of {name}", load_recipe, name, [f"batch={batch}"], about=f"batch = {batch}:")
 
 
 def assert_same(keys: str, one: str, other: str) -> tuple[Recipe, Recipe]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks.rehearse.hybrid import volume
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from tests.rehearse.marks import needs_lab
 from tests.run.processes import descendants, is_alive
@@ -100,8 +100,7 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
     with Lab([Host(ranks=2)]) as lab:
         ranks = lab.start([str(program)])
-        with refused("a lab that takes too long", "the network lab:", RunError):
-            ranks.wait(timeout=3)
+        refuses("a lab that takes too long", ranks.wait, timeout=3, about="the network lab:", kind=RunError)
         assert all(map(is_alive, ranks.processes))
         ranks.end()
         until(lambda: not any(map(is_alive, ranks.processes)), "their end")

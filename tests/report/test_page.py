@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here
 
@@ -148,8 +148,7 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     (nothing / "events.jsonl").unlink()
     Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
     (nothing / "events.jsonl").symlink_to("/dev/zero")
-    with refused("events that are a device", f"{nothing}/events.jsonl:", OTHER=nothing):
-        read_run(nothing)
+    refuses("events that are a device", read_run, nothing, about=f"{nothing}/events.jsonl:", OTHER=nothing)
     diverged = [json.dumps(json.loads(line) | {"loss": None}) for line in lines]
     page = run_page([read_run(copied(run, tmp_path / "diverged", diverged, loss=None))], [None])
     assert Tags(page).seen.count("figure") == 5, "a loss that is none is a gap"
