@@ -20,10 +20,6 @@ from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
 from torusgd.weights import load_weights
 
-Run = Callable[..., tuple[int, str, str]]
-Mistake = Callable[..., None]
-
-
 NO_COMMAND_CAN_MEAN = [
     *("train digits --out=", "train digits --out ftp://host/run", "train digits --out s3://", "train --nothing"),
     *("data info s4://bucket/x", "eval run --json=file:///tmp/x"),
@@ -36,7 +32,7 @@ WRITTEN_HERE_ALONE = [
 
 
 def test_a_word_that_a_command_can_not_mean_leaves_no_folder_and_a_recipe_is_a_file_of_any_name(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (("data", "info", ""), ("train", "digits", "--out", "")):
@@ -82,13 +78,10 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-WRITES: dict[str, Callable[[Path], None]] = {
-    "--out": lambda path: write_file("--out", path, 5000 * "x"),
-    "--json": lambda path: write_json(path, 5000 * [1]),
-}
-
-
-@pytest.mark.parametrize(("flag", "write"), WRITES.items())
+@pytest.mark.parametrize(("flag", "write"), [
+    ("--out", lambda path: write_file("--out", path, 5000 * "x")),
+    ("--json", lambda path: write_json(path, 5000 * [1])),
+])  # fmt: skip
 def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: str, write: Any) -> None:
     path = tmp_path / "page"
     path.write_text("old")

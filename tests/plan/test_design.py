@@ -71,13 +71,10 @@ def test_a_model_is_never_computed_and_one_that_looks_at_values_is_a_users_mista
     refuses("a model that looks at values", read_model, lambda: Looks(4, 4), (4,), about="model:")
 
 
-def convolution(ifm: int, ofm: int, kernel: int, pixels: int) -> Layer:
-    return Layer("conv", False, ifm, ofm, kernel * kernel, pixels * pixels, pixels * pixels)
-
-
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_the_ratio_of_a_convolution_depends_on_its_output_alone(kernel: int) -> None:
-    assert flops_a_byte([convolution(64, 128, kernel, 14)], images=4) == pytest.approx(1.5 * 14 * 14 * 4)
+    layer = Layer("conv", False, 64, 128, kernel * kernel, 14 * 14, 14 * 14)
+    assert flops_a_byte([layer], images=4) == pytest.approx(1.5 * 14 * 14 * 4)
 
 
 @pytest.mark.parametrize(("name", "ratio", "fdr", "ethernet"), [("overfeat-fast", 250.7, 2, 6), ("vgg-a", 1218, 1, 2)])

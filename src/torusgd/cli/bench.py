@@ -1,7 +1,4 @@
-"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan.
-
-A network is measured on somebody's ranks, or on some of our own.
-"""
+"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -2,7 +2,6 @@
 
 A cluster file describes the hardware, a software profile how well a training program uses it. The files have the values
 of data sheets, logs and papers. The published results add one factor a parameter, in calibrated.json: never one a row.
-In a checkout tools/calibrate_planner fits them and writes the file.
 """
 
 import copy
@@ -78,8 +77,7 @@ class Cluster(Section):
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
     crowding: dict[Count, Slowdown] = Field(default_factory=dict)
-    """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
-    one number to the next, constant beyond the last"""
+    """factor of compute time by devices at work, which share cores, memory or power; linear between, constant beyond"""
     speeds: Annotated[tuple[Speed, ...], Field(strict=False)] = ()
     """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
