@@ -247,22 +247,19 @@ def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tenso
 def known_cost(name: str) -> ModelCost:
     """The cost of a built-in network at its published input size; UserError if there is none of that name."""
     if name == "bert-large":  # the layout of its gradients is enough for the published results
+        # Devlin et al. (arXiv 1810.04805): 24 layers of width 1,024, 335 M in all.
+        width, inner, norm = 1024, 4096, [1024, 1024]
+        # Weights and biases: query, key, value and out of the attention, then the two products between its norms.
+        layer = [*[width * width, width] * 4, *norm, width * inner, inner, inner * width, width, *norm]
+        # Of 30,522 word pieces, 512 positions and 2 types; the last two are the pooler's.
+        sizes = [30_522 * width, 512 * width, 2 * width, *norm, *layer * 24, width * width, width]
         nothing = Kernels(*(np.zeros(0) for _ in range(6)))
-        gradients = tuple(Gradient("", values, False, 0) for values in reversed(_bert_large()))
+        gradients = tuple(Gradient("", values, False, 0) for values in reversed(sizes))
         return ModelCost(nothing, nothing, gradients, (), 0, 0.0)
     if name not in MODELS:
         raise UserError(f"model {name}: unknown; there are {', '.join(sorted([*MODELS, 'bert-large']))}")
     *shape, classes = _INPUTS.get(name, (3, 224, 224, 1000))
     return read_model(lambda: MODELS[name](classes=classes, channels=shape[0]), tuple(shape))
-
-
-def _bert_large() -> list[int]:
-    """Values of each parameter of Devlin et al. (arXiv 1810.04805): 24 layers of width 1,024, 335 M in all."""
-    width, inner, norm = 1024, 4096, [1024, 1024]
-    # Weights and biases: query, key, value and out of the attention, then the two products between its norms.
-    layer = [*[width * width, width] * 4, *norm, width * inner, inner, inner * width, width, *norm]
-    # Of 30,522 word pieces, 512 positions and 2 types; the last two are the pooler's.
-    return [30_522 * width, 512 * width, 2 * width, *norm, *layer * 24, width * width, width]
 
 
 @dataclass(frozen=True)

@@ -163,14 +163,13 @@ _SMOOTH = 25  # steps over which images a second are averaged
 
 
 def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    epochs = "epochs"
     charts = [
-        line_chart("loss (log scale)", epochs, [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
-        line_chart("top-1 in %", epochs, [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True),
-        line_chart("learning rate", epochs, _lines(runs, "lr"), floor=True),
-        line_chart("images a step", epochs, _lines(runs, "batch"), floor=True),
-        line_chart("images a second", epochs, _a_second(runs, "batch"), floor=True),
-        line_chart("time waiting for messages, % of a step", epochs, _a_second(runs, "sync_seconds"), percent=True),
+        line_chart("loss (log scale)", "epochs", [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
+        line_chart("top-1 in %", "epochs", [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True),
+        line_chart("learning rate", "epochs", _lines(runs, "lr"), floor=True),
+        line_chart("images a step", "epochs", _lines(runs, "batch"), floor=True),
+        line_chart("images a second", "epochs", _a_second(runs, "batch"), floor=True),
+        line_chart("time waiting for messages, % of a step", "epochs", _a_second(runs, "sync_seconds"), percent=True),
     ]
     return [chart for chart in charts if chart is not None]
 

@@ -159,17 +159,14 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
 def command_of(run: RunRecord) -> str:
     """The command that does the same again, in a shell in which the paths that the run was given still exist."""
     words = ["torusgd", "train", str(run.folder / "recipe.yaml")]
-    for key in ("data", "init", "max_steps"):
-        if run.status.get(key):
-            words += [f"--{key.replace('_', '-')}", str(run.status[key])]
-    ranks = run.summary.get("world_size", len(_shares(run)) or None)
-    words += ["--workers", str(ranks)] if ranks else []
+    given: dict[str, Any] = {key: run.status.get(key) for key in ("data", "init", "max_steps")}
+    given["workers"] = run.summary.get("world_size", len(_shares(run)))
     options = run.status.get("runtime", {})
-    for key in _FLAGS:
-        if key in options:
-            value = options[key]
-            text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
-            words += [f"--{key.replace('_', '-')}", text]
+    flags = {key: value for key, value in given.items() if value}
+    flags |= {key: options[key] for key in _FLAGS if key in options}
+    for key, value in flags.items():
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        words += [f"--{key.replace('_', '-')}", text]
     return shlex.join([*words, "--out", f"{run.folder}-again"])
 
 
