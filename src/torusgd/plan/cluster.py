@@ -305,13 +305,9 @@ def local_cluster(profile: Profile) -> Cluster:
     inside, between = (link or known for link in links)
     peak: dict[Precision, float] = dict.fromkeys(get_args(Precision), _NOMINAL)
     return Cluster(
-        name="local",
-        source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
-        backend=profile.backend,
-        device=Device(name="one worker here", peak=peak, memory_bandwidth=_NOMINAL / 25),
+        name="local", source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
+        backend=profile.backend, device=Device(name="one worker here", peak=peak, memory_bandwidth=_NOMINAL / 25),
         devices_per_node=ranks_a_host(profile.hosts),
         crowding={crowd.ranks: crowd.slowdown for crowd in profile.crowding},
-        inside=inside,
-        between=between,
-        profile=profile,
-    )
+        inside=inside, between=between, profile=profile,
+    )  # fmt: skip

@@ -98,19 +98,11 @@ class Schedule:
         start = span.start + (index - span.first_step) * span.batch
         factor, offset = self._shape(start)  # by samples: an epoch decays as much with any batch
         return Step(
-            index=index,
-            stage=number,
-            epoch=start / self.train_images,
-            start=start,
-            images_per_worker=span.stage.images_per_worker,
-            batch=span.batch,
-            lr=offset + (span.lr - offset) * factor,
-            momentum=span.momentum,
+            index, number, start / self.train_images, start, span.stage.images_per_worker, span.batch,
+            lr=offset + (span.lr - offset) * factor, momentum=span.momentum,
             weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
-            augment=span.stage.augment,
-            extra_pass=span.stage.extra_pass,
-            sizes=span.sizes,
-        )
+            augment=span.stage.augment, extra_pass=span.stage.extra_pass, sizes=span.sizes,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Step]:
         return (self[index] for index in range(len(self)))
