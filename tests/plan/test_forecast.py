@@ -209,15 +209,12 @@ def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_th
     assert local.seconds == pytest.approx(1.6 - 0.5 * 4 / 5)
 
 
-def event(own: float, batch: int = 4) -> dict[str, float]:
-    times = {"data_seconds": 0.1, "sync_seconds": 0.2, "update_seconds": 0.3}
-    return {"step_seconds": own + sum(times.values()), "batch": batch, **times}
-
-
 def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     """Of ten steps one takes 3 s more, at two batches; the first tenth of the run is warm-up."""
     late = [3.0 * (number % 10 == 0) for number in range(50)]
-    steps = [event(50.0)] * 11 + [event(1.0 + each) for each in late] + [event(2.0 + each, batch=8) for each in late]
+    own = [(50.0, 4)] * 11 + [(1.0 + each, 4) for each in late] + [(2.0 + each, 8) for each in late]
+    times = {"data_seconds": 0.1, "sync_seconds": 0.2, "update_seconds": 0.3}
+    steps = [{"step_seconds": seconds + sum(times.values()), "batch": batch, **times} for seconds, batch in own]
     delays = measured_delays(steps)
     assert sorted(delays.amounts)[89:91] == pytest.approx([0.0, 3.0])
     full, cutoff = relaxed_forecasts(*planned(ranks=4), ["cutoff"], delays)

@@ -55,7 +55,6 @@ def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tm
     recipe, runtime = load_recipe(str(path))
     assert recipe.sha256() == base.sha256()
     assert (runtime.workers, runtime.checkpoint_every) == (2, Duration(50, "st"))
-    base = load_recipe("digits").recipe
     assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
     whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
     assert whole.sha256() != none.sha256()
