@@ -295,10 +295,8 @@ def test_axes_have_a_few_ticks_within_their_bounds_whatever_the_values(low: floa
         assert log
         assert low + width <= 0
         return
-    for tick in chart.x_ticks:
-        assert LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1
-    for tick in chart.y_ticks:
-        assert TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1
+    assert all(LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1 for tick in chart.x_ticks)
+    assert all(TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1 for tick in chart.y_ticks)
     assert 1 <= len(chart.y_ticks) <= 12
 
 

@@ -160,7 +160,6 @@ def plan_to_accuracy(
             f"--to with {devices:,} devices: the smallest batch that keeps them busy is {IMAGES[0] * devices:,}, and "
             f"the epochs are known up to {LARGEST:,}; use at most {MOST_DEVICES:,} devices"
         )
-
     # Of cuts whose batches are about the same, the quickest: keys are steps of `_STEP` on a logarithmic scale.
     found: dict[int, tuple[RunTime, Workload]] = {}
     for images, workers in _cuts(workload, cluster, software, devices):

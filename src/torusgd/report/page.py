@@ -26,10 +26,6 @@ class Row(NamedTuple):
     label: str
     cells: tuple[str, ...]
 
-    @property
-    def differs(self) -> bool:
-        return len(set(self.cells)) > 1
-
 
 class Table(NamedTuple):
     title: str
@@ -310,11 +306,9 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
     parts = {name: [float(stage.get(key) or 0) for stage in stages] for key, name in PARTS.items()}
     parts = {name: seconds for name, seconds in parts.items() if any(seconds)}
     whole = [stage["seconds"] for stage in stages]
+    timed = {"a step": whole, **parts}
     shares = [{name: seconds[at] / step for name, seconds in parts.items()} for at, step in enumerate(whole)]
-    rows = [
-        Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds))
-        for name, seconds in {"a step": whole, **parts}.items()
-    ]
+    rows = [Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds)) for name, seconds in timed.items()]
     return _rendered(
         "plan.html",
         title=plan["title"],
