@@ -63,13 +63,10 @@ def pack(
     total = len(train) + len(held_out)
     with console().status(f"{out}: 0 of {total:,} images") as status:
         counts = pack(
-            train,
-            held_out,
-            out,
-            Packing(size, None if png else quality, images_per_shard),
+            train, held_out, out, Packing(size, None if png else quality, images_per_shard),
             leave_out=lambda line: typer.echo(f"left out: {line}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
-        )
+        )  # fmt: skip
     lacking = total - sum(counts.values())  # undecodable images are named while they are met, and counted here
     typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
     typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")

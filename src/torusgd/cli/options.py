@@ -118,9 +118,8 @@ def runtime_flags(command: str) -> Iterator[inspect.Parameter]:
             None,
             *(f"{each}/--no-{each.removeprefix('--')}" if kind is bool else each for each in names),
             help=f"{text} Default: {default}." if default else text,
-            rich_help_panel=flag.panel,
-            metavar=flag.metavar or words or None,
-        )
+            rich_help_panel=flag.panel, metavar=flag.metavar or words or None,
+        )  # fmt: skip
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
 
 

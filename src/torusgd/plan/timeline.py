@@ -45,12 +45,10 @@ def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> T
         per_host=min(ranks, cluster.devices_per_node),
         inside=AlphaBeta(inside.alpha, 1 / (inside.bandwidth * inside.efficiency)),
         between=AlphaBeta(between.alpha, 1 / (between.bandwidth * between.efficiency)),
-        message=communication.message,
+        message=communication.message, rack_hosts=cluster.rack_nodes, taper=cluster.taper,
         start=0.0 if cluster.profile is None else cluster.profile.topology.start,
         stream=0.0 if between.stream is None else 1 / (communication.streams * between.stream),
-        rack_hosts=cluster.rack_nodes,
-        taper=cluster.taper,
-    )
+    )  # fmt: skip
 
 
 def grid_of(communication: Communication, cluster: Cluster, ranks: int) -> tuple[int, int]:

@@ -279,19 +279,13 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
     sections = (result_table, training_table, plan_table, ranks_table)
     shares = [{part: share for part, (_, share) in time_shares(run).items()} for run in runs]
     return _rendered(
-        "run.html",
-        title=" beside ".join(run.name for run in runs),
-        runs=runs,
-        notes=_notes(runs),
-        tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        charts=run_charts(runs),
+        "run.html", title=" beside ".join(run.name for run in runs), runs=runs, notes=_notes(runs),
+        tiles=_tiles(runs[0]) if len(runs) == 1 else [], charts=run_charts(runs), times=time_table(runs),
         bars=[stacked_bar(run.name, each) for run, each in zip(runs, shares, strict=True)],
-        times=time_table(runs),
         tables=[table for section in sections if (table := section(runs)) is not None],
         mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],
-        conditions=conditions_table(runs),
-        commands=[(run.name, command_of(run)) for run in runs],
-    )
+        conditions=conditions_table(runs), commands=[(run.name, command_of(run)) for run in runs],
+    )  # fmt: skip
 
 
 def log_page(logs: Sequence[Log]) -> str:
@@ -310,19 +304,14 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
     shares = [{name: seconds[at] / step for name, seconds in parts.items()} for at, step in enumerate(whole)]
     rows = [Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds)) for name, seconds in timed.items()]
     return _rendered(
-        "plan.html",
-        title=plan["title"],
-        plan=plan,
-        tiles=_plan_tiles(plan),
-        charts=sweep_charts(curve, plan.get("knee")),
+        "plan.html", title=plan["title"], plan=plan, tiles=_plan_tiles(plan),
+        charts=sweep_charts(curve, plan.get("knee")), steps=Table("Where a step's time goes", tuple(rows)),
         bars=[stacked_bar(f"batch {stage['batch']:,}", each) for stage, each in zip(stages, shares, strict=True)],
-        steps=Table("Where a step's time goes", tuple(rows)),
         heads=[head for _, head, _ in columns],
         sweep=[(each["devices"] == plan.get("knee"), [show(each) for _, _, show in columns]) for each in curve],
         choices=[(c["setting"], c["value"], duration(c["saves"])) for c in best.get("choices", [])],
-        best=duration(best.get("seconds")),
-        command=command,
-    )
+        best=duration(best.get("seconds")), command=command,
+    )  # fmt: skip
 
 
 _BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
