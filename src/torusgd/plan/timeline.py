@@ -140,8 +140,7 @@ def _tree(topology: Topology, ranks: int) -> Cost:
     """NCCL's double binary tree: a chain inside each host, two trees of half the bytes each between hosts."""
     # 2 ((g - 1) a_in + log2(hosts) a_out + n b): up the tree and down again, by the slower of the two links.
     # Chunks follow each other: bytes count once up and once down, not for each level; latencies add up along the tree.
-    hosts = math.ceil(ranks / topology.per_host)
-    slower = topology.inside.beta
+    hosts, slower = math.ceil(ranks / topology.per_host), topology.inside.beta
     if hosts > 1:
         slower = max(slower, topology.stream, prices.card_beta(topology, 1, max(1, hosts // 2)))
     inside, between = topology.per_host - 1, math.log2(hosts)
@@ -232,12 +231,11 @@ def compute_seconds(actions: Sequence[Action]) -> float:
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
     """The exposed communication: seconds by which messages make a step longer; `pipelined` on each axis at a time."""
-    network = _Network(price, pipelined)
-    ends = [0.0]
+    network, begin, now = _Network(price, pipelined), 0.0, 0.0
     # A message that a step leaves in flight may hide behind the next step, so that the first step is too short. The
     # third of three is taken, by when all steps are alike.
     for _ in range(3):
-        now = ends[-1]
+        begin = now
         for action in actions:
             match action:
                 case Compute(seconds):
@@ -246,8 +244,7 @@ def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> 
                     network.send(action, now)
                 case Wait(name):
                     now = max(now, network.end_of(name))
-        ends.append(now)
-    return max(0.0, ends[-1] - ends[-2] - compute_seconds(actions))
+    return max(0.0, now - begin - compute_seconds(actions))
 
 
 class _Network:

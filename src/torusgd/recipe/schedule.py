@@ -70,8 +70,7 @@ class Schedule:
     """
 
     def __init__(self, recipe: Recipe, train_images: int) -> None:
-        self.recipe = recipe
-        self.train_images = train_images
+        self.recipe, self.train_images = recipe, train_images
         self.spans = self._lay_stages()
         self._first_steps = [span.first_step for span in self.spans]
         self.stop = self.spans[-1].stop  # samples consumed by the whole run
@@ -149,8 +148,7 @@ class Schedule:
         for number, stage in enumerate(recipe.stages):
             first_step, start = (spans[-1].stop_step, spans[-1].stop) if spans else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
-            first_batch = spans[0].batch if spans else batch
-            lr = recipe.rate.lr
+            first_batch, lr = spans[0].batch if spans else batch, recipe.rate.lr
             if isinstance(stage.lr, float | int):
                 lr = float(stage.lr)
             elif stage.lr is not None:  # scaled by the batch relative to the first stage's

@@ -72,8 +72,7 @@ def read_verified(path: Path) -> Mapping[str, Any]:
 
 def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecord:
     """Reads a run's folder; `checks` are of `read_verified`, those of other runs among them."""
-    status = read_status(folder)
-    recipe = read_run_recipe(folder / "recipe.yaml")
+    status, recipe = read_status(folder), read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
     why = ""
     if status.state == "running":
