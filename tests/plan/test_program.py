@@ -123,13 +123,9 @@ def test_what_does_not_fit_is_one_line() -> None:
 
 
 MINE = """
-name: mine
-source: my own
-backend: nccl
-device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9}
-devices_per_node: 4
-inside: {alpha: 10e-6, bandwidth: 25e9}
-between: {alpha: 30e-6, bandwidth: 3.1e9}
+{name: mine, source: my own, backend: nccl, devices_per_node: 4, inside: {alpha: 10e-6, bandwidth: 25e9},
+ device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9},
+ between: {alpha: 30e-6, bandwidth: 3.1e9}}
 """
 
 

@@ -33,36 +33,23 @@ BROKEN: list[list[str]] = [
 ]  # fmt: skip
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [
-    ([], {"ranks": 1000}),
-    (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
-    (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}),
-    (["synchrony={form: stale, staleness: 2}"], {}),
-    ([CUTOFF], GPU),
-    ([LOCAL, "precision=float16"], {}),
-    ([], {"delays": "lognormal"}),
+    ([], {"ranks": 1000}), (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
+    (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}), (["synchrony={form: stale, staleness: 2}"], {}),
+    ([CUTOFF], GPU), ([LOCAL, "precision=float16"], {}), ([], {"delays": "lognormal"}),
     (["runtime.audit=0.5"], {"ranks": 1}),
     *((["runtime.audit=1.0", other], {"ranks": 2}) for other in (INEXACT, BLOCKS, "runtime.mixed=true", BY_DELAYS)),
     *((["runtime.shares=speed", other], {}) for other in (INEXACT, BLOCKS, CUTOFF)),
     *(([STEALING, other], {"ranks": 2}) for other in ("runtime.audit=0.5", SHARDED, INEXACT, BLOCKS, CUTOFF)),
-    ([FIRST], GPU),
-    *(([FIRST, other], {}) for other in ("compile=true", LOCAL)),
-    (["runtime.model_parallel=2"], {"ranks": 2}),
-    (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
-    (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}),
-    ([STREAMS], {}),
-    ([STREAMS], GPU),
-    *(
-        ([GRAPHS, other], {**GPU, "ranks": 2})
-        for other in (
-            INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
-            STEALING, EACH, EXTRA,
-        )
-    ),
+    ([FIRST], GPU), ([FIRST, "compile=true"], {}), ([FIRST, LOCAL], {}),
+    (["runtime.model_parallel=2"], {"ranks": 2}), (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
+    (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}), ([STREAMS], {}), ([STREAMS], GPU),
+    *(([GRAPHS, other], {**GPU, "ranks": 2}) for other in (
+        INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
+        STEALING, EACH, EXTRA,
+    )),
     ([GRAPHS, PORTABLE], GPU),
-    (["data.decoder=nvjpeg"], {}),
-    (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
-    ([], {"listens": True, "launcher": "other"}),
-    ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
+    (["data.decoder=nvjpeg"], {}), (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
+    ([], {"listens": True, "launcher": "other"}), ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
     *(([RANGE, *overrides], fields) for overrides, fields in CHANGES),
     *((overrides, {"listens": True, **fields}) for overrides, fields in CHANGES),
 ]  # fmt: skip

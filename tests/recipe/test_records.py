@@ -19,12 +19,9 @@ IMAGENET = 1281167
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 # Nodes, batch, steps: Das et al. (arXiv 1602.06709), with the lengths of VGG's and OverFeat's authors.
 INTEL = {
-    "intel-vgga-128": (128, 512, 185169),
-    "intel-vgga-64": (64, 256, 370338),
-    "intel-overfeat-64": (64, 256, 450411),
-    "intel-aws-vgga-16": (16, 256, 370338),
-    "intel-cddnn-16": (16, 1024, 39063),
-}
+    "intel-vgga-128": (128, 512, 185169), "intel-vgga-64": (64, 256, 370338), "intel-overfeat-64": (64, 256, 450411),
+    "intel-aws-vgga-16": (16, 256, 370338), "intel-cddnn-16": (16, 1024, 39063),
+}  # fmt: skip
 
 
 def schedule(name: str) -> Schedule:
@@ -197,14 +194,11 @@ def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:
 
 # MLPerf's reference points: batch, rate, warm-up, momentum, weight decay, images of a batch norm, epochs to 75.9 %.
 POINTS = [
-    (4096, 10, 5, 0.9, 2e-4, 64, 40.0),
-    (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
-    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4),
-    (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
-    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0),
-    (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
+    (4096, 10, 5, 0.9, 2e-4, 64, 40.0), (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
+    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4), (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
+    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0), (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
     (65536, 24.699, 31, 0.951807, 1e-4, 128, 84.5),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch", "lr", "warmup", "momentum", "decay", "images", "epochs"), POINTS)
