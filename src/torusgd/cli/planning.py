@@ -332,8 +332,7 @@ def show_curve(console: Console, sweep: Sweep) -> None:
     """A bar for each number of devices: its share of so many single devices with the same global batch."""
     rows = []
     for each in sweep.forecasts:
-        share = each.speedup / each.devices
-        mark = " knee" if each.devices == sweep.knee else ""
+        share, mark = each.speedup / each.devices, " knee" if each.devices == sweep.knee else ""
         rows.append((f"{each.devices:,}", "#" * round(40 * min(share, 1.25)), f"{share:.0%}{mark}"))
     console.print(table(("devices", "speed-up of a device, the same global batch", ""), rows, left=[1, 2]))
 

@@ -1,8 +1,7 @@
 """One training step on a cluster: what its messages cost, phase by phase, and its timeline.
 
 The price of an all-reduce is that of `comm.tuning.cost`, by which a run chooses too. The algorithms of other programs
-have formulas here: NCCL's trees, and switches that add. In the timeline buckets leave during backward and queue on each
-axis.
+have formulas here: NCCL's trees, and switches that add.
 """
 
 import math

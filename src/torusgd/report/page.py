@@ -342,13 +342,10 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     result = final(run)
     return _known(
-        ("top-1", percent(result.get("top1"))),
-        ("top-5", percent(result.get("top5"))),
-        ("loss", plain(result.get("loss"))),
-        ("training time", duration(run_seconds(run))),
-        ("images a second", count(images_per_second(run))),
-        ("ranks", count(run.summary.get("world_size"))),
-    )
+        ("top-1", percent(result.get("top1"))), ("top-5", percent(result.get("top5"))),
+        ("loss", plain(result.get("loss"))), ("training time", duration(run_seconds(run))),
+        ("images a second", count(images_per_second(run))), ("ranks", count(run.summary.get("world_size"))),
+    )  # fmt: skip
 
 
 def _known(*tiles: tuple[str, str]) -> list[tuple[str, str]]:
@@ -358,16 +355,12 @@ def _known(*tiles: tuple[str, str]) -> list[tuple[str, str]]:
 def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     band = f"{duration(plan['low'])} to {duration(plan['high'])}" if "low" in plan else NONE
     return _known(
-        ("devices", count(plan.get("devices"))),
-        ("time to train", duration(plan.get("seconds"))),
-        ("90 % band", band),
-        ("images a second", count(plan.get("images_per_second"))),
-        ("efficiency", percent(plan.get("efficiency"))),
-        ("top-1 to reach", percent(plan.get("target"))),
-        ("devices at the knee", count(plan.get("knee"))),
+        ("devices", count(plan.get("devices"))), ("time to train", duration(plan.get("seconds"))), ("90 % band", band),
+        ("images a second", count(plan.get("images_per_second"))), ("efficiency", percent(plan.get("efficiency"))),
+        ("top-1 to reach", percent(plan.get("target"))), ("devices at the knee", count(plan.get("knee"))),
         ("devices of the quickest run", count(plan.get("useful"))),
         ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
-    )
+    )  # fmt: skip
 
 
 Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]
