@@ -268,5 +268,4 @@ def show_points(points: Sequence[Point]) -> None:
          f"{1e3 * p.planned_step_seconds:.4g}", f"{p.planned_efficiency:.0%}", f"{p.error:+.1%}")
         for p in points
     ]  # fmt: skip
-    headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
-    console().print(table(headings, rows))
+    console().print(table(("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"), rows))

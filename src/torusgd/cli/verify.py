@@ -48,9 +48,8 @@ def verify(
 
     if ranks_are_given():
         raise UserError("verify: starts its own ranks; give it without torchrun")
-    if sum((steps is not None, sample is not None, final, whole)) > 1 or (
-        seed is not None and (steps or final or whole)
-    ):
+    asked = sum((steps is not None, sample is not None, final, whole))
+    if asked > 1 or (seed is not None and (steps or final or whole)):
         raise UserError("verify: give one of --steps, --sample, --final and --all, and --seed with --sample alone")
     try:
         claims = read_claims(run, overrides or [])
@@ -111,13 +110,12 @@ def _check(
     options = runtime.over().model_copy(update=never)
     data = pinned(data, RunDir(claims.folder).data_revision())
     terminal = console()
-    with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as scratch:
-        job = Job(claims.recipe, options, resolve_device(options), Path(scratch), data, init)
+    with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as folder:
+        scratch = Path(folder)
+        job = Job(claims.recipe, options, resolve_device(options), scratch, data, init)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
             task = bar.add_task("steps")
-            verifier = Verifier(
-                claims, job, Path(scratch), lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            verifier = Verifier(claims, job, scratch, lambda done, total: bar.update(task, completed=done, total=total))
             found = verifier.differing_inputs()
             return (found, 0) if found else (verifier.check(ranges), verifier.computed)
 

@@ -204,10 +204,8 @@ def sweep_to_accuracy(
 
 def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[tuple[int, int]]:
     """Images of a virtual worker and virtual workers of a device: a few batches an octave that fit into memory."""
-    limit, cuts = cluster.device.memory, []
-    for images in IMAGES:
-        if limit is not None and memory_bytes(workload.cost, software, images) > limit:
-            continue
+    limit, cuts = cluster.device.memory or math.inf, []
+    for images in (n for n in IMAGES if memory_bytes(workload.cost, software, n) <= limit):
         last = 0.0
         for workers in range(math.ceil(SMALLEST / (devices * images)), LARGEST // (devices * images) + 1):
             if workers >= _STEP * last:

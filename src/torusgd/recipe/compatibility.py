@@ -183,9 +183,8 @@ NO_GRID = Part("", "`allreduce` other than torus or hierarchical",
 STREAMS = Part("streams", "`streams` above 1", lambda s: s.options.streams > 1)
 NATIVE = Part("", "`allreduce: native`", lambda s: s.options.allreduce == "native")
 SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sharded")
-MODEL_PARALLEL = Part(
-    "model_parallel", "`model_parallel` above 1", lambda s: s.options.model_parallel not in (1, "auto")
-)
+MODEL_PARALLEL = Part("model_parallel", "`model_parallel` above 1",
+                      lambda s: s.options.model_parallel not in (1, "auto"))  # fmt: skip
 DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
                   lambda s: s.ranks is not None and s.options.model_parallel not in allowed_parallel(
                       s.ranks, s.recipe.column_blocks))  # fmt: skip

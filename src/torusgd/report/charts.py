@@ -97,8 +97,7 @@ def line_chart(
     if not shown:
         return None
     # Axes span what is shown of all series, so that their lines can be compared.
-    xs = [x for _, points in shown for x, _ in points]
-    ys = [y for _, points in shown for _, y in points]
+    xs, ys = zip(*(point for _, points in shown for point in points), strict=True)
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
     low, high = _span(min([0.0, *ys] if (floor or percent) and not log_y else ys), max(ys), log_y)
     up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
@@ -221,9 +220,8 @@ def log_charts(logs: Sequence[Log]) -> list[Chart]:
     for name in names:
         found = [log.columns.get(name, []) for log in logs]
         log_y = "loss" in name and all(y > 0 for points in found for _, y in points)
-        lines = [
-            Series(log.name, points, at % COLOURS) for at, (log, points) in enumerate(zip(logs, found, strict=True))
-        ]
+        pairs = enumerate(zip(logs, found, strict=True))
+        lines = [Series(log.name, points, at % COLOURS) for at, (log, points) in pairs]
         charts.append(line_chart(f"{name} (log scale)" if log_y else name, "steps", lines, log_y=log_y))
     return [chart for chart in charts if chart is not None]
 

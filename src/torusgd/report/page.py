@@ -52,10 +52,9 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
         ("precision", lambda run: run.recipe.precision),
         ("seed", lambda run: str(run.recipe.seed)),
     ]
-    note = ""
-    if any(_noise_scales(run) != NONE for run in runs):
-        note = "The batch up to which more images would pay is the gradient noise scale at each stage's end."
-    return _table("What was trained", runs, rows, note)
+    note = "The batch up to which more images would pay is the gradient noise scale at each stage's end."
+    is_measured = any(_noise_scales(run) != NONE for run in runs)
+    return _table("What was trained", runs, rows, note * is_measured)
 
 
 def result_table(runs: Sequence[RunRecord]) -> Table:
