@@ -172,15 +172,11 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
         "    return nn.Sequential(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
         "                         nn.Linear(width, classes))\n"
     )
-    (tmp_path / "mine.yaml").write_text(
-        "name: mine\nsource: mine\nbackend: gloo\n"
-        "inside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
-        "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
-    )
+    (tmp_path / "mine.yaml").write_text(ODD)
     monkeypatch.chdir(tmp_path)
     keys = sets("model.name=mymodel:build", "model.options={width: 16}")
     command = ["folder", *keys, *SIZES, "--cluster", "mine.yaml", "--devices", 2]
-    assert plan(*command)[1]["cluster"] == "mine"
+    assert plan(*command)[1]["cluster"] == "odd"
     mistake("plan", *command, "--set", "model.options={depth: 2}")
 
 

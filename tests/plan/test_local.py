@@ -1,10 +1,11 @@
 """This machine as a cluster: a measured network and a measured run of one worker."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import measured_run, network, timing
 from torusgd.comm.tuning.profile import Crowd, Profile
 from torusgd.gradients.layout import best_buckets
@@ -79,10 +80,8 @@ def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> 
 
 
 def test_runs_that_can_not_be_planned_from(tmp_path: Path) -> None:
-    workload, cluster, software = workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd")
+    plan = partial(measured_software, workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd"))
     for name, change in {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}.items():
         folder = measured_run(tmp_path / "one", 0.2, **change)
-        with refused(f"a measured run {name}", f"measured run {folder}:", TMP=tmp_path):
-            measured_software(workload, cluster, software, folder)
-    with refused("a measured run that is none", f"measured run {tmp_path}:", TMP=tmp_path):
-        measured_software(workload, cluster, software, tmp_path)
+        refuses(f"a measured run {name}", plan, folder, about=f"measured run {folder}:", TMP=tmp_path)
+    refuses("a measured run that is none", plan, tmp_path, about=f"measured run {tmp_path}:", TMP=tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import VGG, vgg
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
 from torusgd.plan import cluster as files
@@ -119,18 +119,13 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def test_what_does_not_fit_is_one_line() -> None:
     for about, options in WRONG.items():
-        with refused(f"a plan with {about}", about):
-            program(**options)
+        refuses(f"a plan with {about}", program, **options, about=about)
 
 
 MINE = """
-name: mine
-source: my own
-backend: nccl
-device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9}
-devices_per_node: 4
-inside: {alpha: 10e-6, bandwidth: 25e9}
-between: {alpha: 30e-6, bandwidth: 3.1e9}
+{name: mine, source: my own, backend: nccl, devices_per_node: 4, inside: {alpha: 10e-6, bandwidth: 25e9},
+ device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9},
+ between: {alpha: 30e-6, bandwidth: 3.1e9}}
 """
 
 
@@ -166,10 +161,7 @@ def test_wrong_keys_and_names_are_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     for key, change in WRONG_KEYS.items():
         path.write_text(yaml.safe_dump({**parse_yaml(MINE, "mine"), **change}))
-        with refused(f"a cluster: {key}", f"cluster {path}: {key}", TMP=tmp_path):
-            load_cluster(str(path))
+        refuses(f"a cluster: {key}", load_cluster, str(path), about=f"cluster {path}: {key}", TMP=tmp_path)
     for name in ("abic", "no/such.yaml", "local"):  # files that are no mapping: tests/recipe/test_recipe.py
-        with refused(f"no cluster {name}", f"cluster {name}:"):
-            load_cluster(name)
-    with refused("no software zzz", "software zzz:"):
-        load_software("zzz")
+        refuses(f"no cluster {name}", load_cluster, name, about=f"cluster {name}:")
+    refuses("no software zzz", load_software, "zzz", about="software zzz:")

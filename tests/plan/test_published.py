@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.forecast import forecast, workload_of
 from torusgd.plan.program import program_for
@@ -85,8 +85,7 @@ def test_two_stages_take_a_time_between_those_of_each_in_any_unit_and_relative_t
     assert {name: base_of(named(name)) for name in bases} == bases
     changes = {"metric": "throughput", "unit": "images/s", "images": (32,)}
     row = next(row for row in ROWS if row.model == "bert-large").model_copy(update=changes)
-    with refused("a network known by its gradients", f"row {row.id}:"):
-        predict_row(row)
+    refuses("a network known by its gradients", predict_row, row, about=f"row {row.id}:")
 
 
 @pytest.mark.parametrize("metric", ["throughput", "iteration", "scaling_efficiency", "speedup"])
@@ -126,5 +125,4 @@ def test_bad_rows_and_tables_are_one_line_that_names_them(tmp_path: Path) -> Non
     (tmp_path / "short.csv").write_text("id,system\nx,y\n")
     (tmp_path / "empty.csv").write_text(table(tmp_path).read_text().splitlines()[0] + "\n")
     for name in ("no-such.csv", "short.csv", "empty.csv"):
-        with refused(f"a published table: {name}", f"{tmp_path / name}:", TMP=tmp_path):
-            read_rows(tmp_path / name)
+        refuses(f"a published table: {name}", read_rows, tmp_path / name, about=f"{tmp_path / name}:", TMP=tmp_path)

@@ -269,6 +269,8 @@ def test_a_clusters_limits_are_those_of_the_topology_and_a_given_grid_goes_befor
     assert topology_of(limited, 2, Communication()).per_host == 2
     communication = Communication(algorithm="torus", grids=((48, 72),))
     assert [grid_of(communication, cluster(), ranks) for ranks in (3456, 1024)] == [(48, 72), (32, 32)]
+    rows = Communication(algorithm="torus", grid="node")
+    assert [grid_of(rows, cluster(), ranks) for ranks in (2048, 12, 4, 6)] == [(512, 4), (3, 4), (1, 4), (3, 2)]
     assert phases(cluster(), Communication(), 4, 1e9, "sum", 1, 4) == ()
     assert phases(cluster(), Communication(), 1, 1e9) == ()
 
@@ -279,11 +281,6 @@ def test_rings_beside_each_other_share_the_cards_of_a_node(apart: int, columns: 
     (phase,) = phases(cluster(), Communication(algorithm="ring"), 8 * apart, 1e6, "sum", 8, apart)
     alpha = 5e-6 if apart == 4 else (1e-6 + 5e-6) / 2
     assert phase.seconds == pytest.approx(2 * 7 * (alpha + 1e6 / 8 / (20e9 / columns)))
-
-
-@pytest.mark.parametrize(("ranks", "grid"), [(2048, (512, 4)), (12, (3, 4)), (4, (1, 4)), (6, (3, 2))])
-def test_rows_of_a_node(ranks: int, grid: tuple[int, int]) -> None:
-    assert grid_of(Communication(algorithm="torus", grid="node"), cluster(), ranks) == grid
 
 
 ALGORITHMS = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.messages import assert_sentence, refused
+from tests.messages import assert_sentence, refuses
 from tests.run.runs import sets
 
 from torusgd.recipe import compatibility
@@ -33,36 +33,23 @@ BROKEN: list[list[str]] = [
 ]  # fmt: skip
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [
-    ([], {"ranks": 1000}),
-    (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
-    (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}),
-    (["synchrony={form: stale, staleness: 2}"], {}),
-    ([CUTOFF], GPU),
-    ([LOCAL, "precision=float16"], {}),
-    ([], {"delays": "lognormal"}),
+    ([], {"ranks": 1000}), (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
+    (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}), (["synchrony={form: stale, staleness: 2}"], {}),
+    ([CUTOFF], GPU), ([LOCAL, "precision=float16"], {}), ([], {"delays": "lognormal"}),
     (["runtime.audit=0.5"], {"ranks": 1}),
     *((["runtime.audit=1.0", other], {"ranks": 2}) for other in (INEXACT, BLOCKS, "runtime.mixed=true", BY_DELAYS)),
     *((["runtime.shares=speed", other], {}) for other in (INEXACT, BLOCKS, CUTOFF)),
     *(([STEALING, other], {"ranks": 2}) for other in ("runtime.audit=0.5", SHARDED, INEXACT, BLOCKS, CUTOFF)),
-    ([FIRST], GPU),
-    *(([FIRST, other], {}) for other in ("compile=true", LOCAL)),
-    (["runtime.model_parallel=2"], {"ranks": 2}),
-    (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
-    (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}),
-    ([STREAMS], {}),
-    ([STREAMS], GPU),
-    *(
-        ([GRAPHS, other], {**GPU, "ranks": 2})
-        for other in (
-            INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
-            STEALING, EACH, EXTRA,
-        )
-    ),
+    ([FIRST], GPU), ([FIRST, "compile=true"], {}), ([FIRST, LOCAL], {}),
+    (["runtime.model_parallel=2"], {"ranks": 2}), (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
+    (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}), ([STREAMS], {}), ([STREAMS], GPU),
+    *(([GRAPHS, other], {**GPU, "ranks": 2}) for other in (
+        INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
+        STEALING, EACH, EXTRA,
+    )),
     ([GRAPHS, PORTABLE], GPU),
-    (["data.decoder=nvjpeg"], {}),
-    (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
-    ([], {"listens": True, "launcher": "other"}),
-    ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
+    (["data.decoder=nvjpeg"], {}), (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
+    ([], {"listens": True, "launcher": "other"}), ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
     *(([RANGE, *overrides], fields) for overrides, fields in CHANGES),
     *((overrides, {"listens": True, **fields}) for overrides, fields in CHANGES),
 ]  # fmt: skip
@@ -94,8 +81,7 @@ def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, A
     setup = setup_of(*case)
     broken = [each for each in RUN_RULES if each.is_broken(setup)]
     assert broken[0] is rule
-    with refused(name_of(rule), rule.part.key):
-        check(setup)
+    refuses(name_of(rule), check, setup, about=rule.part.key)
     check(setup, {each.part for each in RUN_RULES} - {each.part for each in broken})
 
 
@@ -127,14 +113,11 @@ def test_a_plan_notes_what_a_run_refuses_and_a_joined_rank_refuses_flags_of_a_la
 
 
 def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_part_is_there() -> None:
-    setup, inexact = (
-        setup_of(["runtime.audit=0.1", "runtime.workers_range=[2, 4]"], {"ranks": 2}),
-        setup_of([INEXACT], {}),
-    )
+    setup = setup_of(["runtime.audit=0.1", "runtime.workers_range=[2, 4]"], {"ranks": 2})
+    inexact = setup_of([INEXACT], {})
     assert not compatibility.refusals(setup)
     check(setup)
-    for found in (obstacle(compatibility.BY_SPEED, setup), fixed_ranks(setup)):
-        assert not found
+    assert (obstacle(compatibility.BY_SPEED, setup), fixed_ranks(setup)) == ("", "")
     assert obstacle(compatibility.BY_SPEED, inexact)
     assert fixed_ranks(inexact)
     assert obstacle(compatibility.CUDA_GRAPHS, replace(inexact, device="cuda"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe, parse_yaml, recipe_source, validate
@@ -34,21 +34,17 @@ MISTAKES = [
 @pytest.mark.parametrize("override", MISTAKES)
 def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) -> None:
     section = override.partition("=")[0].partition(".")[0]
-    with refused(f"a recipe with {override}", f"recipe digits: {section}"):
-        load_recipe("digits", [override])
+    refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"recipe digits: {section}")
 
 
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
     for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
-        with refused(f"a recipe with {override}", f"--set {override}:"):
-            load_recipe("digits", [override])
-    with refused("a recipe's name with a slip", "recipe 'digit':"):
-        load_recipe("digit")
+        refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
+    refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
     for text in ("a: 1\na: 2\n", "- 1\n", "name: [\n", call, "name: x\n", "name: 2020-01-01\n"):
         path.write_text(text)
-        with refused(f"a recipe file: {text!r}", f"recipe {path}:", TMP=tmp_path):
-            load_recipe(str(path))
+        refuses(f"a recipe file: {text!r}", load_recipe, str(path), about=f"recipe {path}:", TMP=tmp_path)
 
 
 def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tmp_path: Path) -> None:
@@ -59,7 +55,6 @@ def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tm
     recipe, runtime = load_recipe(str(path))
     assert recipe.sha256() == base.sha256()
     assert (runtime.workers, runtime.checkpoint_every) == (2, Duration(50, "st"))
-    base = load_recipe("digits").recipe
     assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
     whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
     assert whole.sha256() != none.sha256()
@@ -141,15 +136,12 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases_and_texts_have_an_end(t
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "file") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
     assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
     (tmp_path / "long").write_bytes(b"x" * 11)
-    with refused("a text of 11 bytes", kind=ValueError):
-        read_text(tmp_path / "long", 10)
-    with refused("an endless text", kind=ValueError):
-        read_text(Path("/dev/zero"))
+    refuses("a text of 11 bytes", read_text, tmp_path / "long", 10, kind=ValueError)
+    refuses("an endless text", read_text, Path("/dev/zero"), kind=ValueError)
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
         load_recipe(str(tmp_path / "zero.yaml"))
-    with refused("lists in lists", kind=ValueError):
-        parse_json("[" * 100_000)
+    refuses("lists in lists", parse_json, "[" * 100_000, kind=ValueError)
 
 
 NO_NUMBERS = (
@@ -163,11 +155,9 @@ def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interv
     for item in NO_NUMBERS:
         key = item.partition("=")[0]
         about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
-        with refused(f"no number: {item}", f"recipe digits: {about}"):
-            load_recipe("digits", [item])
+        refuses(f"no number: {item}", load_recipe, "digits", [item], about=f"recipe digits: {about}")
     schedule, tiny = Schedule(load_recipe("digits").recipe, 1437), Duration.parse("0.0000001ep")
-    with refused("an interval that is too short", "an interval of 0.0000001ep"):
-        schedule.boundaries(tiny)
+    refuses("an interval that is too short", schedule.boundaries, tiny, about="an interval of 0.0000001ep")
     assert Duration.parse(str(tiny)) == tiny
 
 
@@ -181,13 +171,11 @@ def test_archives_of_weights_and_compressed_data_may_not_swell(tmp_path: Path) -
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, bytes(1 << 22) if name == storage else data)
-    with refused("weights that swell", f"{path}:", TMP=tmp_path, STORED=path.stat().st_size):
-        load_weights(path)
+    refuses("weights that swell", load_weights, path, about=f"{path}:", TMP=tmp_path, STORED=path.stat().st_size)
     # Compressed images neither.
     check_swelling(size=1 << 28, stored=1000)
     check_swelling(size=1 << 33, stored=1 << 30)
-    with refused("data that swell", kind=ValueError):
-        check_swelling(size=(1 << 28) + 1, stored=1000)
+    refuses("data that swell", check_swelling, size=(1 << 28) + 1, stored=1000, kind=ValueError)
 
 
 TRAIN = 1437

@@ -30,7 +30,6 @@ def bytes_of(size: int) -> torch.Tensor:
 
 def links() -> None:
     """On hosts 0, 1 and 2: a round trip of 0 and 1, one of 0 and 2, and a megabyte from 0 to 1, in seconds."""
-    dist.init_process_group("gloo")
     seconds = []
     for peer, size in ((1, 1), (2, 1), (1, 1_000_000)):
         begin = time.perf_counter()
@@ -46,7 +45,6 @@ def links() -> None:
 
 def both_ways() -> None:
     """On two hosts: short questions and answers, then 400,000 bytes each way at once; what TCP then has sent twice."""
-    dist.init_process_group("gloo")
     for size in (*[10] * 20, 400_000):
         both = [dist.P2POp(way, bytes_of(size), 1 - RANK) for way in (dist.isend, dist.irecv)]
         for work in dist.batch_isend_irecv(both):
@@ -58,7 +56,6 @@ def both_ways() -> None:
 
 def auto() -> None:
     """Lets `auto` probe the network, and checks its sums from small to large."""
-    dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     allreduce = create("auto")
     print(allreduce.explanation)
@@ -72,7 +69,6 @@ def auto() -> None:
 
 def sent_bytes(length: str, repeat: int = 3) -> None:
     """Sums by torus and by ring; the kernel's counts at this host's interfaces, an all-reduce."""
-    dist.init_process_group("gloo")
     counted = {}
     for name in ("torus", "ring"):
         allreduce = create(name)
@@ -85,7 +81,7 @@ def sent_bytes(length: str, repeat: int = 3) -> None:
             allreduce.start(tensor).wait()
         dist.barrier()
         after = interface_bytes()
-        counted[name] = [(after[link].sent - before[link].sent) / repeat for link in ("lo", "tun0")]
+        counted[name] = [(after[link] - before[link]) / repeat for link in ("lo", "tun0")]
         dist.barrier()
         allreduce.close()
     found(counted)
@@ -93,7 +89,6 @@ def sent_bytes(length: str, repeat: int = 3) -> None:
 
 def cut() -> None:
     """Sums until a link is cut; exit code 3 if the all-reduce reports that."""
-    dist.init_process_group("gloo")
     allreduce = create("ring", timeout=2)
     allreduce.start(torch.ones(1000)).wait()
     print("summed", flush=True)
@@ -108,7 +103,6 @@ def cut() -> None:
 
 def skew(late: float = 0.05, repeat: int = 9) -> None:
     """Times a sum while one rank begins late: by the group's clock, and from a barrier on, as it was done before."""
-    dist.init_process_group("gloo")
     connection = connect()
     doubling = parse_algorithm("doubling", connection.group.size)
     is_late, start = connection.group.rank == 2, Clock.start
@@ -141,4 +135,5 @@ def skew(late: float = 0.05, repeat: int = 9) -> None:
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -60,8 +60,7 @@ def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(ho
 
 def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first():
     script = script_of(program(update="sharded"))
-    scatters = [action for action in script if isinstance(action, Send) and action.kind == "scatter"]
-    gathers = [action for action in script if isinstance(action, Send) and action.kind == "gather"]
+    scatters, gathers = ([s for s in sent(script).values() if s.kind == kind] for kind in ("scatter", "gather"))
     assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * vgg().cost.parameters
     waits = [action.name for action in script if isinstance(action, Wait) and action.name.startswith("weights")]
     assert [send.name for send in gathers] == waits

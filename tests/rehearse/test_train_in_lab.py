@@ -15,16 +15,14 @@ from torusgd.rehearse.lab import Host, Lab
 
 pytestmark = needs_lab
 ROOT = Path(__file__).parents[2]
-PAUSE = "data.options.pause=0.005"
 NEAR = Host(latency=1e-3, rate=1e9)
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 COMMAND = """
 import json, os, sys, time
 rank = int(os.environ["RANK"])
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+for name in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME".split():
     del os.environ[name]
-del os.environ["GLOO_SOCKET_IFNAME"]
 while rank and not os.path.exists(os.environ["STARTED"]):
     time.sleep(0.1)
 os.execv(sys.executable, [sys.executable, "-m", "torusgd", *json.loads(os.environ["WORDS"])[rank]])
@@ -49,8 +47,7 @@ def test_one_slow_host_is_named_with_its_reason(
         lab.run(train(recipe, tmp_path / "out", "--max-steps", "11", *flags), timeout=240, environment=ENVIRONMENT)
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     named = [event["slowest"] for event in events if "slowest" in event]
-    assert len(named) == 1
-    assert {(late["rank"], late["cause"]) for late in named} == {(2, cause)}
+    assert [(late["rank"], late["cause"]) for late in named] == [(2, cause)]
     assert all(0 <= event["hidden_share"] <= 1 for event in events if "loss" in event and "event" not in event)
 
 
@@ -58,7 +55,7 @@ def test_one_slow_host_is_named_with_its_reason(
 def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, undisturbed) -> None:
     out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
     impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
-    words = train(impatient, out, "--set", PAUSE)
+    words = train(impatient, out, "--set", "data.options.pause=0.005")
     with Lab([NEAR] * 3) as lab:
         ranks = lab.start(words, ENVIRONMENT)
         until(lambda: last_step(out) >= 6, "step 6", state=ranks.outputs)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here
 
@@ -148,8 +148,7 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     (nothing / "events.jsonl").unlink()
     Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
     (nothing / "events.jsonl").symlink_to("/dev/zero")
-    with refused("events that are a device", f"{nothing}/events.jsonl:", OTHER=nothing):
-        read_run(nothing)
+    refuses("events that are a device", read_run, nothing, about=f"{nothing}/events.jsonl:", OTHER=nothing)
     diverged = [json.dumps(json.loads(line) | {"loss": None}) for line in lines]
     page = run_page([read_run(copied(run, tmp_path / "diverged", diverged, loss=None))], [None])
     assert Tags(page).seen.count("figure") == 5, "a loss that is none is a gap"
@@ -296,10 +295,8 @@ def test_axes_have_a_few_ticks_within_their_bounds_whatever_the_values(low: floa
         assert log
         assert low + width <= 0
         return
-    for tick in chart.x_ticks:
-        assert LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1
-    for tick in chart.y_ticks:
-        assert TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1
+    assert all(LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1 for tick in chart.x_ticks)
+    assert all(TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1 for tick in chart.y_ticks)
     assert 1 <= len(chart.y_ticks) <= 12
 
 

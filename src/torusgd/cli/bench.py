@@ -1,7 +1,4 @@
-"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan.
-
-A network is measured on somebody's ranks, or on some of our own.
-"""
+"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -71,17 +68,12 @@ def show_records(records: "Sequence[Record]") -> None:
     )
     native = {record.bytes: record.median_s for record in records if record.algorithm == "native"}
     rows = [
-        (
-            byte_size(record.bytes),
-            record.runs if record.algorithm == "auto" else record.algorithm,
-            f"{1e3 * record.median_s:.4g}",
-            f"{1e3 * record.min_s:.3g}-{1e3 * record.max_s:.3g}",
-            f"{1e-6 * record.bus_bandwidth:.0f}",
-            f"{native[record.bytes] / record.median_s:.2f}x" if record.bytes in native else "",
-            f"{1e3 * record.skew_s:.2g} +- {1e3 * record.bound_s:.2g}" + " *" * record.is_doubtful,
-        )
-        for record in records
-    ]
+        (byte_size(r.bytes), r.runs if r.algorithm == "auto" else r.algorithm, f"{1e3 * r.median_s:.4g}",
+         f"{1e3 * r.min_s:.3g}-{1e3 * r.max_s:.3g}", f"{1e-6 * r.bus_bandwidth:.0f}",
+         f"{native[r.bytes] / r.median_s:.2f}x" if r.bytes in native else "",
+         f"{1e3 * r.skew_s:.2g} +- {1e3 * r.bound_s:.2g}" + " *" * r.is_doubtful)
+        for r in records
+    ]  # fmt: skip
     console().print(table(("size", "algorithm", "ms", "min-max", "bus MB/s", "gain", "skew ms"), rows))
 
 
@@ -276,5 +268,4 @@ def show_points(points: Sequence[Point]) -> None:
          f"{1e3 * p.planned_step_seconds:.4g}", f"{p.planned_efficiency:.0%}", f"{p.error:+.1%}")
         for p in points
     ]  # fmt: skip
-    headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
-    console().print(table(headings, rows))
+    console().print(table(("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"), rows))

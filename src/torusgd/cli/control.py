@@ -29,13 +29,11 @@ def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name
     elif found.state == "stopped":
         typer.echo(f"{view.name}: {gone(found)}")
     else:
-        terminal = console()
         try:
             lines = _lines(found.state, found.reported, found.age)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
-        for line in lines:
-            terminal.print(line)
+        console().print("\n".join(lines))
 
 
 def stop(

@@ -39,11 +39,8 @@ def index(
     check_here("--out", out)
     listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
     with console().status(f"{path}: looking for images") as status:
-        arrays = make_index(
-            path,
-            read_classes(listed) if listed else None,
-            progress=lambda done: status.update(f"{path}: {done:,} images"),
-        )
+        names = read_classes(listed) if listed else None
+        arrays = make_index(path, names, progress=lambda done: status.update(f"{path}: {done:,} images"))
         write_index(out or path / FILE, arrays)
     counts = count_images(arrays)
     typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
@@ -66,13 +63,10 @@ def pack(
     total = len(train) + len(held_out)
     with console().status(f"{out}: 0 of {total:,} images") as status:
         counts = pack(
-            train,
-            held_out,
-            out,
-            Packing(size, None if png else quality, images_per_shard),
+            train, held_out, out, Packing(size, None if png else quality, images_per_shard),
             leave_out=lambda line: typer.echo(f"left out: {line}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
-        )
+        )  # fmt: skip
     lacking = total - sum(counts.values())  # undecodable images are named while they are met, and counted here
     typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
     typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")
@@ -123,10 +117,9 @@ def recipes(
 
     if keys:
         typer.echo(reference(), nl=False)
-        return
-    if name is not None:
+    elif name is not None:
         typer.echo(recipe_source(name), nl=False)
-        return
-    width = max(map(len, recipe_names()))
-    for each in recipe_names():
-        typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")
+    else:
+        width = max(map(len, recipe_names()))
+        for each in recipe_names():
+            typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")

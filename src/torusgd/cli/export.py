@@ -33,9 +33,8 @@ def export(
 ) -> None:
     """Write a run for other programs; graphs are checked to give the same logits."""
     wanted = dict.fromkeys(formats or ["onnx"])  # each once, in the order of the flags
-    for name in wanted:
-        if name not in FORMATS:
-            raise UserError(f"--format {name}: choose among {listed(FORMATS)}")
+    if unknown := [name for name in wanted if name not in FORMATS]:
+        raise UserError(f"--format {unknown[0]}: choose among {listed(FORMATS)}")
     if division not in ("open", "closed"):
         raise UserError(f"--division {division}: open or closed")
     check_out(out, run)

@@ -21,24 +21,20 @@ class Wanted:
     sweep: bool = flag("Also plan for 1 to N devices, and find the knee of the curve.", WANTED, default=False)
     design: bool = flag(
         "Also show layer by layer what limits, the best groups and least images a node, and what would pay most.",
-        WANTED,
-        default=False,
-    )
+        WANTED, default=False,
+    )  # fmt: skip
     best: bool = flag("Also look for better settings.", WANTED, default=False)
     to: str | None = flag(
         "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep by devices.", WANTED, "TOP1"
     )
     synchrony: str | None = flag(
-        "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
-        WANTED,
+        "Also plan steps that leave out late work, or exchange every H steps; needs --delays.", WANTED,
         "cutoff|backup:B|local:H",
-    )
+    )  # fmt: skip
     delays: str | None = flag(
         "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
-        "try every form.",
-        WANTED,
-        "MODEL|RUN",
-    )
+        "try every form.", WANTED, "MODEL|RUN",
+    )  # fmt: skip
     cost: float | None = flag("Add the cost at this price of a device and hour.", WANTED, "PRICE")
     published: Path | None = flag("Predict every row of a table of published results.", WANTED)
     plot: Path | None = flag("Draw the sweep as .svg or .png.", OUTPUT)

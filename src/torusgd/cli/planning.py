@@ -1,7 +1,4 @@
-"""Plans: read from a command's arguments, computed, and printed; and their curves over devices as pictures.
-
-Pictures are SVG or PNG, by matplotlib, of the extra `plot`.
-"""
+"""Plans: read from a command's arguments, computed and printed; their curves over devices as pictures by matplotlib."""
 
 import shlex
 import sys
@@ -182,8 +179,7 @@ def _show_plan(
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
         curve = sweep(planned.workload, cluster, planned.program_on, counts)
         show_sweep(terminal, curve, wanted.cost)
-        found["sweep"] = [_priced(wanted, each) for each in curve.forecasts]
-        found["knee"] = curve.knee
+        found |= {"sweep": [_priced(wanted, each) for each in curve.forecasts], "knee": curve.knee}
         if wanted.plot is not None:
             plot_sweep(curve, title, wanted.plot)
             terminal.print(f"wrote {wanted.plot}")
@@ -336,8 +332,7 @@ def show_curve(console: Console, sweep: Sweep) -> None:
     """A bar for each number of devices: its share of so many single devices with the same global batch."""
     rows = []
     for each in sweep.forecasts:
-        share = each.speedup / each.devices
-        mark = " knee" if each.devices == sweep.knee else ""
+        share, mark = each.speedup / each.devices, " knee" if each.devices == sweep.knee else ""
         rows.append((f"{each.devices:,}", "#" * round(40 * min(share, 1.25)), f"{share:.0%}{mark}"))
     console.print(table(("devices", "speed-up of a device, the same global batch", ""), rows, left=[1, 2]))
 

@@ -1,11 +1,7 @@
 """The program that a plan prices: a software profile, changed by a recipe and the runtime options.
 
-Three sources describe what is planned, of which the later goes before the earlier:
-
-1. the profile (`software/*.yaml`), which describes a program as it was published;
-2. the recipe, of its precision and of the bits of a gradient on the wire, batch norm's among them;
-3. the runtime options that the user gave, in a `runtime:` block or as flags. One that was not given stays as published.
-
+The profile (`software/*.yaml`) describes a program as it was published; the recipe, of its precision and of the bits of
+a gradient on the wire, goes before it; and the runtime options that the user gave, as a block or as flags, before both.
 The profile `torusgd` holds the defaults of the options: a plan of it is of what `torusgd train` does with the same
 recipe file and flags. A rehearsal always plays torusgd's messages: `as_torusgd`.
 """

@@ -203,8 +203,7 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The errors of the calibration on the rows that it has, in a few sentences."""
-    parameters = load_parameters()
-    known = [row for row in rows if left_out(row) is not None]
+    parameters, known = load_parameters(), [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
     return (

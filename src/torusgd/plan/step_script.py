@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ..comm.tuning.profile import Profile
 from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost, Pass, update_seconds
@@ -113,13 +112,17 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8
     ready = work.ready[whole]
-    # The same conditions as those of a run (`gradients.reducer`), which rebuilds on CPUs only.
+    # On these conditions a run on CPUs rebuilds its buckets after its first steps (`gradients.reducer`).
     is_auto = communication.algorithm == "auto" and communication.buckets.option == "auto"
-    may_rebuild = is_auto and not software.sharded_update and not any(is_wide)
-    if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":
-        buckets = rebuilt_buckets(gradients, ready, work.backward, cluster.profile, size)
-    else:
+    profile = cluster.profile if is_auto and not software.sharded_update and not any(is_wide) else None
+    if profile is None or profile.backend != "gloo":
         buckets = cut_buckets(gradients, ready, communication.buckets, size, is_wide)
+    elif gradients and profile.timings:
+        numels = [gradient.values for gradient in gradients]
+        layout = best_buckets(profile, numels, (ready - work.backward).tolist())
+        buckets = _departures(layout, numels, ready, size)
+    else:
+        buckets = cut_buckets(gradients, ready, Buckets(), size)
     for number, bucket in enumerate(buckets):
         when = bucket.ready if communication.overlap else work.backward
         # With `gather_ahead` only shards are summed; the layer that needs the new weights first waits for them.
@@ -214,16 +217,6 @@ def cut_buckets(
 def _sending_order(is_wide: Sequence[bool]) -> list[int]:
     """Indices of gradients in the order of sending: that of backward, but the wide ones last."""
     return sorted(range(len(is_wide)), key=lambda number: is_wide[number])
-
-
-def rebuilt_buckets(
-    gradients: tuple[Gradient, ...], ready: Array, backward: float, profile: Profile, wire_bytes: int
-) -> list[Departure]:
-    """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function."""
-    if not gradients or not profile.timings:
-        return cut_buckets(gradients, ready, Buckets(), wire_bytes)
-    numels = [gradient.values for gradient in gradients]
-    return _departures(best_buckets(profile, numels, (ready - backward).tolist()), numels, ready, wire_bytes)
 
 
 def _departures(layout: Sequence[Bucket], numels: Sequence[int], ready: Array, wire_bytes: int) -> list[Departure]:

@@ -70,12 +70,10 @@ class Schedule:
     """
 
     def __init__(self, recipe: Recipe, train_images: int) -> None:
-        self.recipe = recipe
-        self.train_images = train_images
+        self.recipe, self.train_images = recipe, train_images
         self.spans = self._lay_stages()
         self._first_steps = [span.first_step for span in self.spans]
-        self.stop = self.spans[-1].stop
-        """samples consumed by the whole run"""
+        self.stop = self.spans[-1].stop  # samples consumed by the whole run
         warmup, decay = recipe.rate.warmup, recipe.rate.decay
         self._warmup_end = self.position(warmup.length) if warmup else 0.0
         self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
@@ -99,19 +97,11 @@ class Schedule:
         start = span.start + (index - span.first_step) * span.batch
         factor, offset = self._shape(start)  # by samples: an epoch decays as much with any batch
         return Step(
-            index=index,
-            stage=number,
-            epoch=start / self.train_images,
-            start=start,
-            images_per_worker=span.stage.images_per_worker,
-            batch=span.batch,
-            lr=offset + (span.lr - offset) * factor,
-            momentum=span.momentum,
+            index, number, start / self.train_images, start, span.stage.images_per_worker, span.batch,
+            lr=offset + (span.lr - offset) * factor, momentum=span.momentum,
             weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
-            augment=span.stage.augment,
-            extra_pass=span.stage.extra_pass,
-            sizes=span.sizes,
-        )
+            augment=span.stage.augment, extra_pass=span.stage.extra_pass, sizes=span.sizes,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Step]:
         return (self[index] for index in range(len(self)))
@@ -158,8 +148,7 @@ class Schedule:
         for number, stage in enumerate(recipe.stages):
             first_step, start = (spans[-1].stop_step, spans[-1].stop) if spans else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
-            first_batch = spans[0].batch if spans else batch
-            lr = recipe.rate.lr
+            first_batch, lr = spans[0].batch if spans else batch, recipe.rate.lr
             if isinstance(stage.lr, float | int):
                 lr = float(stage.lr)
             elif stage.lr is not None:  # scaled by the batch relative to the first stage's

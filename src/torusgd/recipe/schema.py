@@ -39,7 +39,7 @@ _MEANT_FOR_FORMS = {
     "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
     "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
 }  # fmt: skip
-_NEEDED = {
+_NEEDED = {  # key that a form needs, and its meaning
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
     "sampled": ("sample", "the workers that each of them looks at"),
@@ -47,8 +47,6 @@ _NEEDED = {
     "gossip": ("probability", "that of a mean with another worker after a step"),
     "elastic": ("pull_every", "the steps from one pull towards the centre to the next"),
 }
-"""key that a form needs, and its meaning"""
-
 
 # Steps of a warm-up from which a model of workers' times can be fitted: two of its windows.
 LEAST_LEARNED = 32

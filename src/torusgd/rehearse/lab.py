@@ -44,19 +44,10 @@ class Host(NamedTuple):
     rate: float = 10e9
 
 
-class InterfaceBytes(NamedTuple):
-    received: int
-    sent: int
-
-
-def interface_bytes() -> dict[str, InterfaceBytes]:
-    """The kernel's counts at each interface of this process' host: `lo` within the host, `tun0` to the others."""
-    found = {}
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, numbers = line.split(":")
-        fields = numbers.split()
-        found[name.strip()] = InterfaceBytes(int(fields[0]), int(fields[8]))
-    return found
+def interface_bytes() -> dict[str, int]:
+    """The bytes that have left by each interface of this process' host: `lo` within the host, `tun0` to the others."""
+    rows = (line.replace(":", " ").split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+    return {name: int(numbers[8]) for name, *numbers in rows}
 
 
 class _Helper:
@@ -64,13 +55,10 @@ class _Helper:
 
     def __init__(self, module: str, *message: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.{module}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", f"{__package__}.{module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True,  # Ctrl-C is for the lab's owner alone, which then ends this
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout

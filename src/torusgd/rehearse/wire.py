@@ -21,12 +21,9 @@ from itertools import count
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
-_TUNSETIFF = 0x400454CA
-_IFF_TUN, _IFF_NO_PI = 0x1, 0x1000
-_DEVICE = "/dev/net/tun"
-INTERFACE = "tun0"
+_CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+_DEVICE, INTERFACE = "/dev/net/tun", "tun0"
 
 
 def _checked(result: int, what: str) -> None:
@@ -107,8 +104,7 @@ class Wire:
         self._by_address = {bytes(map(int, address.split("."))): host for host, address in enumerate(addresses)}
         self._latency = [latency / 2 for latency, _ in hosts]
         self._seconds_a_byte = [1 / rate for _, rate in hosts]
-        self._sends_until = [0.0] * len(hosts)
-        self._receives_until = [0.0] * len(hosts)
+        self._sends_until, self._receives_until = [0.0] * len(hosts), [0.0] * len(hosts)
         self._travelling: list[tuple[float, int, int, bytes, bool]] = []
         self._order = count()  # of packets that arrive at the same time, the first one sent comes first
         self._cut: set[int] = set()

@@ -89,7 +89,7 @@ def line_chart(
     """A chart of one or more series, whose x does not fall; None if no series has a point.
 
     The title says what the y axis shows. Values that can't be shown are left out. With `percent` values are fractions;
-    with `floor` the y axis begins at 0.
+    with it or `floor` the y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
     found = ((s, [(x, y * scale) for x, y in s.points if _is_shown(x, log_x) and _is_shown(y, log_y)]) for s in series)
@@ -97,10 +97,9 @@ def line_chart(
     if not shown:
         return None
     # Axes span what is shown of all series, so that their lines can be compared.
-    xs = [x for _, points in shown for x, _ in points]
-    ys = [y for _, points in shown for _, y in points]
+    xs, ys = zip(*(point for _, points in shown for point in points), strict=True)
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
-    low, high = _span(min([0.0, *ys] if floor and not log_y else ys), max(ys), log_y)
+    low, high = _span(min([0.0, *ys] if (floor or percent) and not log_y else ys), max(ys), log_y)
     up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
     lines = [replace(each, points=[(across.at(x), up.at(y)) for x, y in _thinned(points)]) for each, points in shown]
     ends = ", ".join(f"{each.name} ends at {short(points[-1][1])}" for each, points in shown)
@@ -163,18 +162,13 @@ _SMOOTH = 25  # steps over which images a second are averaged
 
 
 def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    epochs = "epochs"
     charts = [
-        line_chart("loss (log scale)", epochs, [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
-        line_chart(
-            "top-1 in %", epochs, [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True, floor=True
-        ),
-        line_chart("learning rate", epochs, _lines(runs, "lr"), floor=True),
-        line_chart("images a step", epochs, _lines(runs, "batch"), floor=True),
-        line_chart("images a second", epochs, _a_second(runs, "batch"), floor=True),
-        line_chart(
-            "time waiting for messages, % of a step", epochs, _a_second(runs, "sync_seconds"), percent=True, floor=True
-        ),
+        line_chart("loss (log scale)", "epochs", [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
+        line_chart("top-1 in %", "epochs", [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True),
+        line_chart("learning rate", "epochs", _lines(runs, "lr"), floor=True),
+        line_chart("images a step", "epochs", _lines(runs, "batch"), floor=True),
+        line_chart("images a second", "epochs", _a_second(runs, "batch"), floor=True),
+        line_chart("time waiting for messages, % of a step", "epochs", _a_second(runs, "sync_seconds"), percent=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -208,8 +202,7 @@ def sweep_charts(forecasts: Sequence[Mapping[str, Any]], knee: object) -> list[C
         ),
         line_chart(
             "efficiency in %", "devices",
-            [Series("predicted", shares, 2), Series("knee", at_knee, 1, dashed=True)],
-            log_x=True, percent=True, floor=True,
+            [Series("predicted", shares, 2), Series("knee", at_knee, 1, dashed=True)], log_x=True, percent=True,
         ),
         line_chart(
             "minutes", "devices",
@@ -227,9 +220,8 @@ def log_charts(logs: Sequence[Log]) -> list[Chart]:
     for name in names:
         found = [log.columns.get(name, []) for log in logs]
         log_y = "loss" in name and all(y > 0 for points in found for _, y in points)
-        lines = [
-            Series(log.name, points, at % COLOURS) for at, (log, points) in enumerate(zip(logs, found, strict=True))
-        ]
+        pairs = enumerate(zip(logs, found, strict=True))
+        lines = [Series(log.name, points, at % COLOURS) for at, (log, points) in pairs]
         charts.append(line_chart(f"{name} (log scale)" if log_y else name, "steps", lines, log_y=log_y))
     return [chart for chart in charts if chart is not None]
 

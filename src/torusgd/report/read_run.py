@@ -72,8 +72,7 @@ def read_verified(path: Path) -> Mapping[str, Any]:
 
 def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecord:
     """Reads a run's folder; `checks` are of `read_verified`, those of other runs among them."""
-    status = read_status(folder)
-    recipe = read_run_recipe(folder / "recipe.yaml")
+    status, recipe = read_status(folder), read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
     why = ""
     if status.state == "running":
@@ -84,18 +83,13 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
     last = summary.get("records", {}).get("sha256")
     found = (each for check in checks if last and check["records_sha256"] == last for each in check["found"])
     return RunRecord(
-        folder=folder,
-        recipe=recipe,
-        state=status.state,
-        why=why,
+        folder, recipe, status.state, why,
         steps=tuple(event for event in events if "event" not in event),
         evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
-        summary=summary,
-        status=_expected(_read_tree(folder / STATUS)),
-        unread=unread,
+        summary=summary, status=_expected(_read_tree(folder / STATUS)), unread=unread,
         records=_chain(folder / RECORDS, last),
         verified=tuple((str(each.get("name")), str(each.get("state"))) for each in found if isinstance(each, dict)),
-    )
+    )  # fmt: skip
 
 
 def _chain(path: Path, last: str | None) -> str:
