@@ -109,7 +109,6 @@ def _samples(duration: str, epoch: int) -> float:
 
 # The network
 
-
 LAYERS = {  # of each convolution its batch norm, outputs, inputs, kernel, stride, padding
     "conv1": ("bn1", 16, 1, 3, 1, 1),
     "blocks.0.conv1": ("blocks.0.bn1", 16, 16, 3, 1, 1),

@@ -16,7 +16,6 @@ from .rules import Rules, aten, in_place
 
 RULES = Rules()
 
-
 # Products of matrices
 
 
@@ -96,7 +95,6 @@ def _convolution_gradients(
 
 
 # Norms
-
 
 RULES |= {
     aten.native_batch_norm.default: normalization.batch_norm,
@@ -208,7 +206,6 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 
 # Pooling
 
-
 RULES |= {
     aten.max_pool2d_with_indices.default: pools.max_pool,
     aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
@@ -219,7 +216,6 @@ RULES |= {
     aten.upsample_nearest2d.default: pools.nearest_upsample,
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }
-
 
 # Softmax, losses, attention
 
@@ -236,7 +232,6 @@ RULES |= {
     aten.nll_loss_backward.default: activations.nll_loss_gradient,
     aten.binary_cross_entropy_with_logits.default: activations.binary_cross_entropy,
 }
-
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.
 

@@ -129,7 +129,6 @@ RULES.both("lerp", _between, "Tensor", "Scalar")
 RULES.both("addcmul", _plus_product)
 RULES.both("addcdiv", _plus_quotient)
 
-
 # Lists of tensors, as optimizers and clipping take them
 
 

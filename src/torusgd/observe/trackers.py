@@ -254,7 +254,6 @@ def _few_attempts() -> Iterator[None]:
 # Of each kind a figure that every event has.
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
 
-
 Maker = Callable[[Path, Mapping[str, Any]], Tracker]
 MAKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
