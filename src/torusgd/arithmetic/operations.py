@@ -112,22 +112,14 @@ def _quotient(x: Tensor, y: Any) -> Tensor:
     return torch.div(x, y if y.dim() else y.to(x.device, x.dtype if y.is_floating_point() else None))
 
 
-def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x + (end - x) * weight
-
-
-def _plus_product(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    return x + scaled(a * b, value)
-
-
-def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    return x + scaled(torch.div(a, b), value)
-
-
-RULES.both("div", _quotient, "Tensor", "Scalar")
-RULES.both("lerp", _between, "Tensor", "Scalar")
-RULES.both("addcmul", _plus_product)
-RULES.both("addcdiv", _plus_quotient)
+_COMBINED: dict[str, Rule] = {
+    "div": _quotient,
+    "lerp": lambda x, end, weight: x + (end - x) * weight,
+    "addcmul": lambda x, a, b, value=1: x + scaled(a * b, value),
+    "addcdiv": lambda x, a, b, value=1: x + scaled(torch.div(a, b), value),
+}
+for _name, _function in _COMBINED.items():
+    RULES.both(_name, _function, "default", "Tensor", "Scalar")
 
 # Lists of tensors, as optimizers and clipping take them
 
@@ -151,10 +143,7 @@ _LISTED: dict[str, tuple[Rule, Rule]] = {
     "zero": (torch.zeros_like, Tensor.zero_),
     "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
 }
-_WRITTEN: dict[str, Rule] = {
-    "div": _quotient, "sqrt": square_root, "reciprocal": _reciprocal, "lerp": _between, "maximum": torch.maximum,
-    "norm": vector_norm, "addcmul": _plus_product, "addcdiv": _plus_quotient,
-}  # fmt: skip
+_WRITTEN = _COMBINED | {"sqrt": square_root, "reciprocal": _reciprocal, "maximum": torch.maximum, "norm": vector_norm}
 _LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
 for _name, _forms in _LISTED.items():
     for _suffix, _form in zip(("", "_"), _forms, strict=True):

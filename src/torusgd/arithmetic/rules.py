@@ -70,8 +70,7 @@ class Rules(dict[Any, Rule]):
         """Makes a function the rule of overloads."""
 
         def register(function: Rule) -> Rule:
-            for overload in overloads:
-                self[overload] = function
+            self.update(dict.fromkeys(overloads, function))
             return function
 
         return register

@@ -61,9 +61,8 @@ class Sgd(SGD):
         # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
             params = [p for p in group["params"] if has_gradient(p)]
-            buffers = [momentum_buffer(self, p) for p in params]
             values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
-            momentum_step(params, [p.grad for p in params], buffers, **values)
+            momentum_step(params, [p.grad for p in params], [momentum_buffer(self, p) for p in params], **values)
         return loss
 
 
