@@ -34,14 +34,9 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         values = {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values)
 
@@ -96,15 +91,9 @@ class Lamb(AdamW):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        norms: Norms = layer_norms,
-    ) -> None:
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
+        weight_decay: float = 0.0, norms: Norms = layer_norms,
+    ) -> None:  # fmt: skip
         self.norms = norms
         super().__init__(params, lr, momentum, beta2, eps, weight_decay)
 
