@@ -23,6 +23,7 @@ from benchmarks.slow_ranks import late_work
 from benchmarks.tables import PAGES, written
 from torch._C._autograd import DeviceType
 
+from tests.arithmetic.test_rules import threads
 from tests.commands import ran
 from torusgd.data.pipeline import Batch
 
@@ -135,15 +136,12 @@ def test_the_steps_of_step_overhead_and_of_hybrid() -> None:
     script = run_module("benchmarks.step.step_overhead")
     case = script["Case"]("digits-net", size=8, channels=1, classes=10, images=4, precision="float32")
     batch = Batch(torch.randn(4, 1, 8, 8), torch.arange(4), np.arange(4), replaced=0)
-    threads = torch.get_num_threads()
-    try:
+    with threads(torch.get_num_threads()):
         script["bare_step"](case, batch, workers=2)(0)
         for reduction in ("float32", "exact"):
             stats = script["our_step"](case, reduction, batch, workers=2)(0)
             assert stats.step.index == 0
             assert 1.0 < stats.loss < 5.0, "of ten classes, untrained"
-    finally:
-        torch.set_num_threads(threads)
     step = run_module("benchmarks.rehearse.hybrid")["make_step"](images=2, parallel=1)
     step()
     step()

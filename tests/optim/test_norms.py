@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.arithmetic.test_rules import threads
 
 from torusgd.optim import BLOCK, layer_norms, norms, norms_from_blocks
 from torusgd.optim import block_norms as block_norms_of
@@ -55,11 +56,8 @@ def test_a_norm_does_not_depend_on_the_tensors_beside_it(sizes: list[int], seed:
 def test_threads_and_memory_formats_change_nothing() -> None:
     tensor = random_tensor(300 * BLOCK + 5, 0)
     one = block_norms(tensor)
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert torch.equal(block_norms(tensor), one)
-    finally:
-        torch.set_num_threads(1)
     tensor = random_tensor(64 * 32 * 9, 1).view(64, 32, 3, 3)
     assert torch.equal(block_norms(tensor.contiguous(memory_format=torch.channels_last)), block_norms(tensor))
 
