@@ -175,22 +175,16 @@ def of_all_channels(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 PLACES: dict[str, list[tuple[Any, str, Any]]] = {
-    "largest": [(scales, "_CARRY", scales._CARRY + (1 << 17))],
+    "largest": [(scales, "_CARRY", scales._CARRY + (1 << 17))], "split": [(arrays, "SPLIT", 106)],
+    "channels": [(convolution, "amax_over", of_all_channels)], "block": [(norms, "BLOCK", 1 << 20)],
     "rounding": [(convolution, "quantised", half_up_of_tensors), (methods, "quantised", half_up_of_tensors)],
-    "channels": [(convolution, "amax_over", of_all_channels)],
     "grid": [(reductions, "grid_offset", lambda amax: scales.grid_offset(amax) * 2)],
     "quotient": [(normalization, "quotient", lambda total, count: torch.div(total.float(), float(count)))],
-    "log2_e": [(functions, "LOG2_E", functions.LOG2_E * (1 + 1e-7))],
-    "ln_2": [(functions, "LN_2", functions.LN_2 * (1 + 1e-7))],
-    "draws": [(draws, "_DRAW", 24)],
-    "weights": [(registry, "INIT", 107)],
-    "order": [(order, "ORDER", 101)],
-    "moves": [(augment, "AUGMENT", 102)],
-    "dropout": [(forward_backward, "DROPOUT", 103)],
-    "split": [(arrays, "SPLIT", 106)],
+    **{name.lower(): [(functions, name, getattr(functions, name) * (1 + 1e-7))] for name in ("LOG2_E", "LN_2")},
+    "draws": [(draws, "_DRAW", 24)], "weights": [(registry, "INIT", 107)], "order": [(order, "ORDER", 101)],
+    "moves": [(augment, "AUGMENT", 102)], "dropout": [(forward_backward, "DROPOUT", 103)],
     "headroom": [(integer_sum.IntegerGradientSum.__init__, "__defaults__", (None, None, None, 4.0))],
-    "block": [(norms, "BLOCK", 1 << 20)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", PLACES)

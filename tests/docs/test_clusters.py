@@ -17,11 +17,7 @@ from torusgd.cli import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KUBERNETES = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
-
-
-def options_of(command: str) -> set[str]:
-    commands: Any = typer.main.get_command(app())
-    return {name for parameter in commands.commands[command].params for name in parameter.opts}
+PATHS = [*KUBERNETES, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "skypilot.yaml"]
 
 
 def containers(tree: Any) -> list[dict[str, Any]]:
@@ -45,16 +41,13 @@ def words_of(path: Path) -> list[list[str]]:
     return [words[words.index("train") :] for words in found]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*KUBERNETES, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "skypilot.yaml"],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_the_command_of_an_example_is_one(path: Path) -> None:
+    tree: Any = typer.main.get_command(app())
+    known = {name for parameter in tree.commands["train"].params for name in parameter.opts}
     commands = words_of(path)
     assert commands
-    for words in commands:
-        assert {word for word in words if word.startswith("--")} <= options_of("train")
+    assert {word for words in commands for word in words if word.startswith("--")} <= known
 
 
 def test_manifests_name_what_the_image_has() -> None:
@@ -75,12 +68,12 @@ def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
     checked = 0
     for path in KUBERNETES:
         tree = yaml.safe_load(path.read_text())
-        if tree["kind"] == "Job":
-            kubernetes_validate.validate(tree, kubernetes_validate.latest_version(), strict=True)
-            checked += 1
-        for replica in tree["spec"].get("pytorchReplicaSpecs", {}).values():
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
-            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+        pods = [
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
+            for replica in tree["spec"].get("pytorchReplicaSpecs", {}).values()
+        ]
+        for manifest in [tree] if tree["kind"] == "Job" else pods:
+            kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
             checked += 1
     assert checked == 3
 
