@@ -34,9 +34,7 @@ RANK_ALONE = {  # as torchrun sets them
 
 
 @pytest.mark.parametrize("command", [" ".join(name) for name in commands()])
-def test_a_benchmark_can_be_started(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     """All that it imports is there, and its options are well formed."""
     monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [])
@@ -92,9 +90,7 @@ def test_what_moved_by_more_than_its_spread_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_what_has_moved_since_the_run_before_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_moved_since_the_run_before_is_shown(tmp_path: Path, monkeypatch, capsys) -> None:
     """Of all records, with two runs of today among them."""
     shutil.copytree(RESULTS, tmp_path / "results")
     monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path / "results"))

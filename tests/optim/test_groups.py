@@ -48,10 +48,8 @@ def test_the_settings_of_lars_reach_its_groups() -> None:
     ("settings", "kind", "expected"),
     [
         ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
-        (
-            {"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
-            {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES},
-        ),
+        ({"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
+         {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES}),
         ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
     ],
 )  # fmt: skip
