@@ -282,13 +282,9 @@ OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()
 _BY_TIMES = {"predicted": 20, "learned": LEAST_LEARNED}
 # Of the text of a form the key of a recipe's `synchrony` that its value stands for.
 _KEYS: dict[str, tuple[str, type]] = {
-    "backup": ("backups", int),
-    "cutoff": ("count", int),
-    "local": ("local_steps", int),
-    "diloco": ("local_steps", int),
-    "gossip": ("probability", float),
-    "elastic": ("pull_every", int),
-}
+    "backup": ("backups", int), "cutoff": ("count", int), "local": ("local_steps", int),
+    "diloco": ("local_steps", int), "gossip": ("probability", float), "elastic": ("pull_every", int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -362,11 +358,9 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
     """What a recipe's `synchrony` does with workers."""
     staleness = form.staleness or 0
     rules = {
-        "synchronous": Barrier(0),
-        "stale": Barrier(staleness),
-        "sampled": Barrier(staleness, form.sample or 0),
+        "synchronous": Barrier(0), "stale": Barrier(staleness), "sampled": Barrier(staleness, form.sample or 0),
         "asynchronous": Barrier(math.inf),
-    }
+    }  # fmt: skip
     if form.form in rules:
         return partial(barrier, rule=rules[form.form])
     if form.probability is not None:

@@ -163,14 +163,10 @@ class WeightsAndBiases(Tracker):
             shutil.rmtree(path)
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                id=_run_id(folder),
-                name=folder.resolve().name,
-                dir=str(folder),
-                config=dict(config),
-                resume="allow",
+                project=os.environ.get("WANDB_PROJECT", PROJECT), id=_run_id(folder), name=folder.resolve().name,
+                dir=str(folder), config=dict(config), resume="allow",
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
-            )
+            )  # fmt: skip
         except Exception as error:
             why = first_line(error).rstrip(".")
             raise UserError(f"--track wandb: {why}; give: wandb login, or set WANDB_MODE=offline") from None
