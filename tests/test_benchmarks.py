@@ -51,8 +51,7 @@ def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatc
      "allreduce exact-all-reduce --elements 100 --repetitions 2", "input decode --rounds 2 --height 60 --width 80"],
 )  # fmt: skip
 def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {"PYTHONPATH": path, "TORUSGD_RESULTS": str(tmp_path)}
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TORUSGD_RESULTS": str(tmp_path)}
     environment |= RANK_ALONE if command.startswith("allreduce") else {}
     words = [sys.executable, "-m", "benchmarks", *command.split()]
     for number in (1, 2):

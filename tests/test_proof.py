@@ -57,8 +57,7 @@ def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() 
     assert not set(found["train"].tolist()) & set(found["validation"].tolist())
     members = quartets.drawn("train", found["train"], 15_000)
     assert hashlib.sha256(members.astype("<i8").tobytes()).hexdigest()[:16] == "c64c38da65182efa"
-    images = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1)
-    pictures = Images(images, np.array([0, 1, 1]), ("a", "b"))
+    pictures = Images(np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1), np.array([0, 1, 1]), ("a", "b"))
     made = quartets.Quartets(pictures, np.array([[0, 1, 2, 1]]))
     assert made.labels.tolist() == [1]
     assert made.read(0)[..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 4, 5], [10, 11, 6, 7]]

@@ -54,8 +54,7 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.loss_scale)
         self.grow()
 
     def grow(self) -> None:

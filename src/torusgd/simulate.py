@@ -75,8 +75,7 @@ class Passes:
         vector_to_parameters(weights, self._parameters)  # views of the vector, through which nothing writes
         self._model.train()
         seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
-        logits = self._model(batch.images)
-        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
+        loss = F.cross_entropy(self._model(batch.images), batch.targets, label_smoothing=self._recipe.label_smoothing)
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self._parameters)])
 
     @torch.no_grad()
@@ -166,8 +165,7 @@ def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     if isinstance(number, int) and not 0 < number <= most:
         there = f"there are {most} workers; wait for 1 to {most} of them"
         raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
-    alone = each_alone(most)
-    limits = Limits(alone, workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
+    limits = Limits(each_alone(most), workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
     steps = VirtualSteps(limits, most, workers.delays, workers.compute)
     weights = workers.passes.initial.clone()
     time, gradients = 0.0, 0

@@ -51,8 +51,7 @@ def read_recipe(file: Path, *changes: str) -> dict[str, Any]:
 
 @cache
 def table_of_digits() -> Array:
-    file = files("sklearn") / "datasets/data/digits.csv.gz"
-    return np.loadtxt(str(file), delimiter=",", dtype=np.int64)
+    return np.loadtxt(str(files("sklearn") / "datasets/data/digits.csv.gz"), delimiter=",", dtype=np.int64)
 
 
 def digits(numbers: Numbers) -> tuple[Array, Array]:
@@ -219,8 +218,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, numbers: Numbers | None = None) -> None:
         self.recipe, self.a = recipe, numbers or Numbers()
-        count = recipe["data"].get("train_images")
-        self.pixels, self.labels = (each[:count] for each in digits(self.a))
+        self.pixels, self.labels = (each[: recipe["data"].get("train_images")] for each in digits(self.a))
         self.schedule = schedule(recipe, len(self.labels))
         self.w = initial_weights(self.a, recipe)
         self.momentum = {name: np.zeros_like(each) for name, each in self.w.items()}
@@ -272,8 +270,7 @@ class Training:
         images, alpha = self._normalised(np.stack(rows)), self.recipe["data"]["augment"].get("mixup", 0.0)
         if not alpha:
             return indices, images, None
-        drawn = [self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)]
-        shares = np.array(drawn, f32)
+        shares = np.array([self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)], f32)
         own = shares.reshape(-1, 1, 1, 1)
         return indices, images * own + images[::-1] * (f32(1) - own), shares
 

@@ -80,8 +80,7 @@ def test_threads_that_take_denormals_for_zero_are_refused() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_has_the_golden_hash_by_every_method(method: str) -> None:
     """Where it has the method: one that is inexact on this device leaves none, which is an error."""
-    device = torch.device("cuda")
-    if method not in order_of_preference(device, torch.get_num_threads()):
+    if method not in order_of_preference(torch.device("cuda"), torch.get_num_threads()):
         pytest.skip(f"no {method} on this device")
     assert train(portable([method]), device="cuda") == GOLDEN
 

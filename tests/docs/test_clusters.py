@@ -26,8 +26,7 @@ def containers(tree: Any) -> list[dict[str, Any]]:
         return [each for item in tree for each in containers(item)]
     if not isinstance(tree, dict):
         return []
-    own = [tree] if "args" in tree else []
-    return [*own, *(each for value in tree.values() for each in containers(value))]
+    return [*([tree] if "args" in tree else []), *(each for value in tree.values() for each in containers(value))]
 
 
 def words_of(path: Path) -> list[list[str]]:
@@ -51,8 +50,7 @@ def test_the_command_of_an_example_is_one(path: Path) -> None:
 
 
 def test_manifests_name_what_the_image_has() -> None:
-    image = (EXAMPLES.parent / "Containerfile").read_text()
-    assert 'ENTRYPOINT ["torusgd"]' in image
+    assert 'ENTRYPOINT ["torusgd"]' in (EXAMPLES.parent / "Containerfile").read_text()
     for path in KUBERNETES:
         for container in containers(yaml.safe_load(path.read_text())):
             assert container["image"].partition(":")[0] == "torusgd"

@@ -161,10 +161,8 @@ def test_nobody_is_sent_to_an_index_that_lacks_torusgd_or_to_an_extra_that_there
     assert len(named) >= 9
     for packages, extra in named:
         assert set(packages) <= {re.split(r"[\[<>=]", requirement)[0] for requirement in known[extra]}, extra
-    text = (DOCS / "install.md").read_text()
-    rows = re.findall(r"^\| (`.*) \| .* \|$", text, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == known.keys() - {"dev", "docs", "dist"}
+    rows = re.findall(r"^\| (`.*) \| .* \|$", (DOCS / "install.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == known.keys() - {"dev", "docs", "dist"}
 
 
 @pytest.mark.slow

@@ -97,8 +97,7 @@ def test_digits_net_learns_the_digits() -> None:
             F.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
         schedule.step()
-    found = model.eval()(images[1437:]).argmax(1)
-    assert (found == labels[1437:]).float().mean() > 0.9
+    assert (model.eval()(images[1437:]).argmax(1) == labels[1437:]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 2, 0), (2, 2, 0), (3, 1, 1)])

@@ -30,8 +30,7 @@ def test_shards_at_block_edges_have_the_bits_of_the_whole(size: int, cuts: list[
     # The shards lie at another alignment in memory.
     moved = torch.empty(size + offset)[offset:].copy_(whole)
     edges = sorted({0, size, *(min(cut * BLOCK, size) for cut in cuts)})
-    shards = [block_norms(moved[start:stop]) for start, stop in itertools.pairwise(edges)]
-    joined = torch.cat(shards)
+    joined = torch.cat([block_norms(moved[start:stop]) for start, stop in itertools.pairwise(edges)])
     assert torch.equal(joined, block_norms(whole))
     assert torch.equal(norms_from_blocks([joined])[0], layer_norms([whole])[0])
 

@@ -59,8 +59,7 @@ def _fill(x: Tensor, generator: torch.Generator | None, transform: Callable[[Ten
     bits = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     values = torch.empty(x.numel(), dtype=x.dtype)
     for begin in range(0, x.numel(), _BLOCK):
-        index = np.arange(begin, min(begin + _BLOCK, x.numel()))
-        draws = torch.from_numpy(keyed_uniform(_DRAW, bits, index))
+        draws = torch.from_numpy(keyed_uniform(_DRAW, bits, np.arange(begin, min(begin + _BLOCK, x.numel()))))
         values[begin : begin + _BLOCK] = transform(draws)
     return x.copy_(values.view(x.shape))
 
@@ -84,8 +83,7 @@ def _log_gamma_draw(alpha: float, number: int, words: tuple[int, ...]) -> float:
     def draw(*more: int) -> float:
         return (int(keyed_hash(_DRAW, *words, number, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
 
-    shape = alpha if alpha >= 1 else alpha + 1
-    d = shape - 1 / 3
+    d = (alpha if alpha >= 1 else alpha + 1) - 1 / 3
     c = 1 / float(np.sqrt(9 * d))
     attempt = 0
     while True:

@@ -137,8 +137,7 @@ def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def _flat(x: Tensor, like: Tensor) -> Tensor:
     """The elements in the order in which `like` has them in memory; a view where `x` has them so too."""
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    return x.permute(order).reshape(-1)
+    return x.permute(sorted(range(like.dim()), key=like.stride, reverse=True)).reshape(-1)
 
 
 exp, log, erf, tanh, sigmoid = (partial(elementwise, each) for each in (exp64, log64, erf64, tanh64, sigmoid64))

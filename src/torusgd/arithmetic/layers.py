@@ -89,8 +89,7 @@ def _convolution_gradients(
     elif needed[0]:
         of_input = input_gradient(out, kernels, (images.shape[2], images.shape[3]), shape).view(x.shape)
     if needed[1]:
-        operands = (images, out) if transposed else (out, images)
-        of_weight = weight_gradient(*operands, shape).view(weight.shape)
+        of_weight = weight_gradient(*((images, out) if transposed else (out, images)), shape).view(weight.shape)
     return of_input, of_weight, grid_sum(out, (0, 2, 3)).float() if needed[2] else None
 
 

@@ -35,8 +35,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        scale = inverse_std(running_var, eps)
-        out = _affine(x, _channels(running_mean, x), scale, weight, bias)
+        out = _affine(x, _channels(running_mean, x), inverse_std(running_var, eps), weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
     least, most = x.amin(dims, True), x.amax(dims, True)

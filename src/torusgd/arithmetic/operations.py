@@ -229,8 +229,7 @@ def _range(*args: float, dtype: Any = None, **options: Any) -> Tensor:
 @RULES.of(aten.linspace.default)
 def _even_points(start: float, end: float, steps: int, *, dtype: Any = None, **options: Any) -> Tensor:
     """start + n * ((end - start) / (steps - 1)) in float64, and the end itself."""
-    numbers = torch.arange(steps, dtype=torch.float64, **options)
-    points = numbers.mul_((end - start) / max(steps - 1, 1)).add_(start)
+    points = torch.arange(steps, dtype=torch.float64, **options).mul_((end - start) / max(steps - 1, 1)).add_(start)
     if steps > 1:
         points[-1] = end
     return points.to(dtype or torch.float32)

@@ -57,8 +57,7 @@ def grid_offset(amax: Tensor) -> Tensor:
     # 2**e is the smallest power of two above `amax`, at least 2**-126, and c = 1.5 * 2**(e + 1): c + x stays within one
     # binade, whose spacing is that of the grid. From 2**126 on, and where `amax` is not finite, c is NaN.
     _check(amax)
-    exponent = (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE)
-    return exponent.add_(2 * _ONE + _ONE // 2).view(torch.float32)
+    return (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE).add_(2 * _ONE + _ONE // 2).view(torch.float32)
 
 
 def grid_unit(offset: Tensor) -> Tensor:

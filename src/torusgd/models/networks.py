@@ -334,8 +334,7 @@ def init_residual(
     # So each residual block begins as its shortcut. After the loop above, which may have drawn these gammas.
     for module in model.modules() if zero_gamma else ():
         if isinstance(module, BasicBlock | Bottleneck):
-            last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
-            nn.init.zeros_(last.weight)
+            nn.init.zeros_((module.bn2 if isinstance(module, BasicBlock) else module.bn3).weight)
 
 
 class ResNet(nn.Module):

@@ -104,7 +104,6 @@ class Lamb(AdamW):
         rates = [group["lr"]] * len(params)
         if group.get("trust", True):
             weights, steps = self.norms([*params, *directions]).tensor_split(2)
-            ratios = torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)
-            rates = (group["lr"] * ratios).tolist()
+            rates = (group["lr"] * torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)).tolist()
         for param, direction, rate in zip(params, directions, rates, strict=True):
             param.sub_(direction.mul_(rate))
