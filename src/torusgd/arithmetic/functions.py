@@ -100,8 +100,7 @@ def tanh64(x: Tensor) -> Tensor:
 
 def sigmoid64(x: Tensor) -> Tensor:
     """1 / (1 + e**-x)."""
-    grown = exp64(x.neg()).add_(1.0)
-    return torch.div(torch.ones((), dtype=x.dtype, device=x.device), grown)
+    return torch.div(torch.ones((), dtype=x.dtype, device=x.device), exp64(x.neg()).add_(1.0))
 
 
 def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,8 +123,7 @@ def layer_norm_gradient(
     biases = grid_sum(gradient, rows).float() if needed[2] else None
     if not needed[0]:
         return None, weights, biases
-    inner = gradient if weight is None else gradient * weight
-    return _behind(inner, normal, deviation, dims), weights, biases
+    return _behind(gradient if weight is None else gradient * weight, normal, deviation, dims), weights, biases
 
 
 def _behind(inner: Tensor, normal: Tensor, deviation: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -48,8 +48,7 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """2**s, float32, for values up to `amax`, float32, and 2**-s, float64, which is NaN where `amax` is not finite."""
     raised = (amax.view(torch.int32) + (_CARRY - _LEAST * _ONE)).clamp_(min=0).bitwise_and_(_EXPONENT)
     scale = (254 * _ONE - raised).view(torch.float32)
-    inverse = torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double())
-    return scale, inverse.add_(amax - amax)
+    return scale, torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double()).add_(amax - amax)
 
 
 def grid_offset(amax: Tensor) -> Tensor:
@@ -62,8 +61,7 @@ def grid_offset(amax: Tensor) -> Tensor:
 
 def grid_unit(offset: Tensor) -> Tensor:
     """2**(e - 22), the distance between multiples of the grid of an offset: float64, NaN where that is."""
-    power = (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double()
-    return power.mul_(2.0**-23).add_(offset - offset)
+    return (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double().mul_(2.0**-23).add_(offset - offset)
 
 
 @dataclass

@@ -37,8 +37,7 @@ class AdamW(Optimizer):
         self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        values = {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values)
+        super().__init__(params, dict(lr=lr, momentum=momentum, beta2=beta2, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}

@@ -180,8 +180,7 @@ def layer_rates(
 ) -> Tensor:  # fmt: skip
     """Each layer's rate, lr * ratio, float64 [layers]: NaN by a NaN norm, 0 by an infinite norm of the gradient."""
     row = VARIANTS[variant]
-    decay = denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr)
-    denominator = grad_norms + decay * weight_norms
+    denominator = grad_norms + denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr) * weight_norms
     # `plain` collects the layers whose ratio is 1: their norms say nothing.
     plain = weight_norms == 0
     if row.eps_is_threshold:
