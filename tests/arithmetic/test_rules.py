@@ -212,6 +212,16 @@ def test_integers_go_by_torchs_own_operators_and_float64_in_row_order_with_ieee_
         assert np.array_equal(x.sqrt().numpy(), np.sqrt(x.numpy()))
 
 
+def test_powers_and_elu_of_float64_leave_their_input_as_it_is() -> None:
+    x = draws(5).double()
+    before = x.clone()
+    with portable():
+        power, bent = 2.0**x, torch.ops.aten.elu(x, 1.0, 1.0, 0.5)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(power, before.exp2(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(bent, torch.where(x > 0, x, (x / 2).expm1()), rtol=1e-7, atol=0)
+
+
 def test_a_sum_of_floats_over_ranks_is_refused_and_messages_that_move_pass() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

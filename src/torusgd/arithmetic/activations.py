@@ -62,7 +62,7 @@ def hardswish_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     """scale * x above 0, else scale * alpha * (e**(x * input_scale) - 1)."""
-    return torch.where(x > 0, x * scale, elementwise(lambda x: expm1_64(x.mul_(input_scale)).mul_(alpha * scale), x))
+    return torch.where(x > 0, x * scale, elementwise(lambda x: expm1_64(x * input_scale).mul_(alpha * scale), x))
 
 
 def elu_gradient(

@@ -86,7 +86,7 @@ RULES.both("pow", _power, "Tensor_Scalar")
 @RULES.of(aten.pow.Scalar)
 def _powers_of(base: float, exponent: Tensor) -> Tensor:
     logarithm = log64(torch.full((), base, dtype=torch.float64, device=exponent.device))
-    return elementwise(lambda v: exp64(v.mul_(logarithm)), exponent)
+    return elementwise(lambda v: exp64(v * logarithm), exponent)
 
 
 # Arithmetic with a factor, or with a Python number
