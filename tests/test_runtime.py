@@ -40,8 +40,7 @@ def test_auto_takes_the_16_bit_type_of_the_tensor_cores(monkeypatch, capability,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # so says torch of emulation too
-    recipe = load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe
-    resolved = runtime.resolve_auto(recipe, "cuda")
+    resolved = runtime.resolve_auto(load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe, "cuda")
     assert (resolved.precision, resolved.memory_format) == (wanted, "channels_last")
     # What was measured on a GPU with this torch goes before.
     monkeypatch.setattr(runtime, "_FASTEST_ON_GPU", {("NVIDIA H200", "2.15.0"): "float16"})

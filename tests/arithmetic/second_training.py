@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -66,8 +66,7 @@ def digits(numbers: Numbers) -> tuple[Array, Array]:
 # The schedule
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     start: int
     images: int
     lr: float
@@ -138,10 +137,8 @@ class Pass:
 
     def __init__(self, a: Arithmetic, w: dict[str, Array], images: Array) -> None:
         self.a, self.w = a, w
-        self.inputs: dict[str, Array] = {}
-        self.saved: dict[str, tuple[Array, ...]] = {}
-        self.statistics: dict[str, tuple[Array, ...]] = {}
-        self.gradients: dict[str, Array] = {}
+        self.inputs, self.gradients = dict[str, Array](), dict[str, Array]()
+        self.saved, self.statistics = dict[str, tuple[Array, ...]](), dict[str, tuple[Array, ...]]()
         self.x0 = relu(self._layer("conv1", images))
         self.y0 = relu(self._layer("blocks.0.conv1", self.x0))
         self.x1 = relu(self._layer("blocks.0.conv2", self.y0) + self.x0)
@@ -225,8 +222,7 @@ class Training:
         norms = {norm: outputs for norm, outputs, *_ in LAYERS.values()}
         self.running = {norm: (np.zeros(n, f32), np.ones(n, f32)) for norm, n in norms.items()}
         self.bounds: dict[str, float] | None = None
-        self.orders: dict[int, Array] = {}
-        self.steps = 0
+        self.orders, self.steps = dict[int, Array](), 0
 
     def step(self) -> None:
         mean = None

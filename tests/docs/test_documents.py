@@ -38,7 +38,6 @@ SOURCE = Path(torusgd.__file__).parent
 MADE = {DOCS / name for name in reference_pages.PAGES}
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("notes/*.md")} - MADE)
 FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "tour.md"]
-EXAMPLES = sorted(ROOT.glob("examples/*"))
 SOURCES = sorted(SOURCE.rglob("*.py"))
 CARDS = sorted((DOCS / "methods").glob("*.md"))
 WITH_EXAMPLES = [path.relative_to(SOURCE.parent) for path in SOURCES if ">>> " in path.read_text()]
@@ -152,7 +151,7 @@ def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
 
 def test_nobody_is_sent_to_an_index_that_lacks_torusgd_or_to_an_extra_that_there_is_not() -> None:
     command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
-    files = [path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file()]
+    files = [path for path in (*DOCUMENTS, *ROOT.glob("examples/*"), *SOURCES) if path.is_file()]
     assert not [path for path in files if command.search(path.read_text())]
     assert command.search("pip install -U 'torusgd[images]'")
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -59,16 +59,13 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
         assert all(sorted(spans[rank]["step"])[number + 1][1] > latest_begin for rank in range(ranks))
 
 
-def test_a_trace_has_the_steps_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_trace_has_the_steps_and_changes_no_bit_and_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     run_of(job_of(out=tmp_path / "alone")).run()
     run_of(job_of(out=tmp_path / "run", trace=TracedSteps(2, 3))).run()
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
-
-
-def test_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     with refused("a trace of steps beyond the run", "--trace 3:5"):
-        run_of(job_of(out=tmp_path, trace=TracedSteps(3, 5)))
+        run_of(job_of(out=tmp_path / "beyond", trace=TracedSteps(3, 5)))
 
 
 @pytest.mark.slow
