@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd import text
 
 
@@ -30,8 +30,7 @@ def test_figures_as_people_read_them(show: Callable[[Any], str], values: Sequenc
 
 def test_sizes_are_read() -> None:
     assert [text.parse_size("--sizes", size) for size in ("4KiB", "1 MiB", "512", "2MB")] == [4096, 1 << 20, 512, 2e6]
-    with refused("a size in furlongs", "--sizes"):
-        text.parse_size("--sizes", "4 furlongs")
+    refuses("a size in furlongs", text.parse_size, "--sizes", "4 furlongs", about="--sizes")
 
 
 @given(st.integers(0, 2**40))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.processes import summary
 from tests.run.runs import train
 from tests.step.trainers import job_of, run_of
@@ -16,8 +16,7 @@ from torusgd.observe.trace import TracedSteps, merged
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
 def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
-    with refused("a span of steps that is none", "TEXT", TEXT=f"--trace {text}:"):
-        TracedSteps.parse(text)
+    refuses("a span of steps that is none", TracedSteps.parse, text, about="TEXT", TEXT=f"--trace {text}:")
 
 
 def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_own() -> None:
