@@ -79,8 +79,7 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
     assert isinstance(train, TableImages)
     assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]
-    assert len(held_out) == 6
-    assert describe(name)[0] == "hf:garden/flowers: data.source parquet, 3 channels"
+    assert (len(held_out), describe(name)[0]) == (6, "hf:garden/flowers: data.source parquet, 3 channels")
     assert str(pinned(name)) == f"hf:garden/flowers@{first}"
     assert not list(tmp_path.rglob("flowers.py")), "no code is fetched"
     second = push_flowers(hub, tmp_path / "set")

@@ -72,16 +72,11 @@ def test_a_key_is_of_what_is_computed() -> None:
 
 def test_verdicts_are_by_the_interval() -> None:
     assert resolved([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
-    least = Criterion(0.5)
-    assert least.verdict([1.0, 1.1, 0.9]) == "held"
-    assert least.verdict([0.0, 0.1, -0.1]) == "refuted"
-    assert least.verdict([0.0, 1.0, 2.0]) == "not resolved"
-    assert least.verdict([9.0]) == "not resolved", "one pair has no interval"
-    assert equal(0.4).verdict([0.1, -0.1, 0.0]) == "held"
-    assert equal(0.4).verdict([1.1, 0.9, 1.0]) == "refuted"
-    assert equal(0.4).verdict([-1.0, 0.9, 0.0]) == "not resolved"
-    assert Criterion().verdict([0.1, 0.11, 0.12]) == "reported"
-    assert Criterion().verdict([-0.1, 0.1]) == "not resolved"
+    found = [Criterion(0.5).verdict(each) for each in ([1.0, 1.1, 0.9], [0.0, 0.1, -0.1], [0.0, 1.0, 2.0], [9.0])]
+    assert found == ["held", "refuted", "not resolved", "not resolved"], "one pair has no interval"
+    found = [equal(0.4).verdict(each) for each in ([0.1, -0.1, 0.0], [1.1, 0.9, 1.0], [-1.0, 0.9, 0.0])]
+    assert found == ["held", "refuted", "not resolved"]
+    assert [Criterion().verdict(each) for each in ([0.1, 0.11, 0.12], [-0.1, 0.1])] == ["reported", "not resolved"]
 
 
 @pytest.fixture
@@ -108,8 +103,7 @@ def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, mo
     played = ((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
     (files / "runs.jsonl").write_text(lines(*played))
     known = proof.Known()
-    assert known.chosen(claim.off) == fast
-    assert known.core_hours() == 1.0
+    assert (known.chosen(claim.off), known.core_hours()) == (fast, 1.0)
     assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
     looked = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
     looks = [(arm, seed, machine, {"top1": top1}) for arm, seed, machine, top1 in looked]
@@ -189,7 +183,6 @@ def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.Mo
     assert runs.go_on(TINY, 0, None, files / "out", minutes=2)
     runs.look(TINY, 0, None, files / "out")
     (result,), (look,) = read(files / "runs.jsonl"), read(files / "looks.jsonl")
-    assert result["images"] == 50
-    assert look["images"] == 360
+    assert (result["images"], look["images"]) == (50, 360)
     assert result["core_seconds"] > 0
     assert [arm for _, arm, _, _ in proof.left(proof.Known())] == list(claim.off.arms)

@@ -108,8 +108,7 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(lines_of_a_run, tmp_pa
     found = opened(["wandb", "mlflow"], tmp_path, lines.append)
     found.catch_up(lines_of_a_run)
     found.close()
-    assert set(sent) == WHOLE
-    assert len(lines) == 1
+    assert (set(sent), len(lines)) == (WHOLE, 1)
     assert_sentence("a tracker that fails", "--track wandb", lines[0])
 
 

@@ -207,8 +207,7 @@ def test_closure_and_schedulers_of_torch_work() -> None:
 
     assert optimizer.step(closure).item() == 3.0
     scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.param_groups[0]["peak_lr"] == 1.0
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["peak_lr"]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
