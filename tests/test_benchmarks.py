@@ -53,9 +53,8 @@ def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatc
 def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TORUSGD_RESULTS": str(tmp_path)}
     environment |= RANK_ALONE if command.startswith("allreduce") else {}
-    words = [sys.executable, "-m", "benchmarks", *command.split()]
     for number in (1, 2):
-        ran(words, cwd=ROOT, env=os.environ | environment)
+        ran([sys.executable, "-m", "benchmarks", *command.split()], cwd=ROOT, env=os.environ | environment)
         (file,) = tmp_path.glob("*.json")
         found = runs(file)
         assert len(found) == number

@@ -59,13 +59,12 @@ def test_auto_on_the_gpu_at_hand():
 @pytest.mark.parametrize("reduction", ["exact", "float32"])
 def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
     """What CUDA is set to needs no GPU."""
-    recipe = load_recipe("digits", [f"reduction={reduction}"]).recipe
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        runtime.prepare_process(recipe, torch.device("cuda"))
+        runtime.prepare_process(load_recipe("digits", [f"reduction={reduction}"]).recipe, torch.device("cuda"))
         assert not torch.backends.cudnn.benchmark
         assert torch.are_deterministic_algorithms_enabled() == (reduction == "exact")
     finally:

@@ -107,8 +107,7 @@ class Arithmetic:
 
     def gridsum(self, x: Array, axes: tuple[int, ...]) -> Array:
         """float64; each term is at most 2**24 steps of the grid, so that the sum of up to 2**29 of them is exact."""
-        amax = np.abs(x).max(axis=axes, keepdims=True)
-        exponent = np.maximum(np.frexp(amax)[1], -126)
+        exponent = np.maximum(np.frexp(np.abs(x).max(axis=axes, keepdims=True))[1], -126)
         c = np.ldexp(f32(1.5), exponent + 23 - self.grid_bits).astype(f32)
         return ((x + c) - c).astype(f64).sum(axis=axes)
 

@@ -57,10 +57,9 @@ def table_of_digits() -> Array:
 def digits(numbers: Numbers) -> tuple[Array, Array]:
     """The training images, uint8 [1437, 1, 8, 8], and their labels."""
     table = table_of_digits()
-    images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     order = np.argsort(numbers.keyed_hash(numbers.split, 0, np.arange(len(table))), kind="stable")
     chosen = np.sort(order[numbers.held_out :])
-    return images[chosen], table[chosen, -1]
+    return np.rint(table[chosen, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8), table[chosen, -1]
 
 
 # The schedule

@@ -185,8 +185,7 @@ def test_pairs_that_multiply_to_nothing_are_counted() -> None:
 def test_pairs_of_a_convolution_are_counted_by_channel(groups: int) -> None:
     x, per_value = torch.ones(1, 4, 3, 3), 4 // groups
     x[:, 1, 0, 0] = 1e-6
-    weight = torch.ones(4, per_value, 1, 1, requires_grad=True)
     with portable(), counting() as pairs:
-        F.conv2d(x, weight, None, 1, 0, 1, groups).sum().backward()
+        F.conv2d(x, torch.ones(4, per_value, 1, 1, requires_grad=True), None, 1, 0, 1, groups).sum().backward()
     assert pairs.all == 36 * per_value + 36 * 36, "of the output and of the weights"
     assert per_value <= pairs.lost

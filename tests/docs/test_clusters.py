@@ -63,17 +63,14 @@ def test_manifests_name_what_the_image_has() -> None:
 def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
     import kubernetes_validate
 
-    checked = 0
-    for path in KUBERNETES:
-        tree = yaml.safe_load(path.read_text())
-        pods = [
-            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
-            for replica in tree["spec"].get("pytorchReplicaSpecs", {}).values()
-        ]
-        for manifest in [tree] if tree["kind"] == "Job" else pods:
-            kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-            checked += 1
-    assert checked == 3
+    trees = [yaml.safe_load(path.read_text()) for path in KUBERNETES]
+    replicas = [each for tree in trees for each in tree["spec"].get("pytorchReplicaSpecs", {}).values()]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+    manifests = [tree for tree in trees if tree["kind"] == "Job"]
+    manifests += [pod | {"spec": replica["template"]["spec"]} for replica in replicas]
+    assert len(manifests) == 3
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_recipe_of_the_image_is_well_formed() -> None:

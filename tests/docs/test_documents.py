@@ -245,7 +245,6 @@ def test_the_made_pages_have_every_key_command_and_sentence_and_cards_name_only_
 LINES = re.findall(r"^\| (?!mechanism or figure).*$", (DOCS / "papers.md").read_text(), re.MULTILINE)
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 PAPERS_COMMANDS = sorted({code for row in ROWS for code in re.findall(r"`((?:torusgd|python) [^`]+)`", row[1])})
-PAPERS_TESTS = sorted({code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])})
 
 
 def test_every_line_of_the_papers_has_four_cells_a_state_and_tests_that_exist() -> None:
@@ -254,7 +253,7 @@ def test_every_line_of_the_papers_has_four_cells_a_state_and_tests_that_exist() 
         assert len(row) == 4, row
         assert re.match(r"whole|part|absent|left to others", row[3]), row
         assert row[1] or row[2] or not row[3].startswith("whole"), row  # by a command or by a test
-    for name in PAPERS_TESTS:
+    for name in {code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])}:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text() if function else (ROOT / file).is_file()
 
