@@ -88,11 +88,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(*entries: tuple[Arm, int, str, dict[str, Any]]) -> str:
-    told = [
-        {**dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)), **more}
+    return "".join(
+        json.dumps(dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)) | more) + "\n"
         for arm, seed, machine, more in entries
-    ]
-    return "".join(json.dumps(each) + "\n" for each in told)
+    )
 
 
 def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,7 @@ def test_every_method_gives_the_exact_integer_rounded_once(m: int, k: int, n: in
 
 @pytest.mark.parametrize("terms", [1024, 1025, 4097, (1 << 17) + 1])
 def test_sums_at_the_bound_are_exact_in_pieces(terms: int) -> None:
-    a = torch.full((2, terms), 127.0 * 128)
-    b = torch.full((terms, 3), -127.0 * 128)
+    a, b = torch.full((2, terms), 127.0 * 128), torch.full((terms, 3), -127.0 * 128)
     b[:, 1] = 16192.0  # both slices are large
     for product in by_every_method(a, b):
         assert product[0, 0].item() == np.float32(-terms * LARGEST**2)
