@@ -32,14 +32,6 @@ class FaultyServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def fault(self) -> str:
-        """What goes wrong with the next request; empty: nothing."""
-        with self.lock:
-            self.requests += 1
-            found = next((kind for kind, every in self.every.items() if self.requests % every == 0), "")
-            self.faults[found] += 1
-            return found
-
     @contextmanager
     def at_work(self) -> Iterator[Self]:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -60,8 +52,12 @@ class FaultyHandler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def fault(self) -> str:
-        """What goes wrong with this request; the pause of a slow one is over already."""
-        found = self.server.fault()
+        """What goes wrong with this request, empty: nothing; the pause of a slow one is over already."""
+        server = self.server
+        with server.lock:
+            server.requests += 1
+            found = next((kind for kind, every in server.every.items() if server.requests % every == 0), "")
+            server.faults[found] += 1
         if found == "slow":
             time.sleep(0.5)
         return found

@@ -51,9 +51,7 @@ def assert_sentence(name: str, about: str, text: str, hidden: Mapping[str, objec
 
 
 @contextmanager
-def refused(
-    name: str, about: str = "", kind: type[Exception] = UserError, **hidden: object
-) -> Iterator[pytest.ExceptionInfo[Exception]]:
+def refused(name: str, about="", kind=UserError, **hidden: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expects an error whose sentence is that of its name; `hidden` as in `assert_sentence`."""
     with pytest.raises(kind) as caught:
         yield caught

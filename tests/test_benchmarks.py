@@ -23,6 +23,7 @@ from benchmarks.slow_ranks import late_work
 from benchmarks.tables import PAGES, written
 from torch._C._autograd import DeviceType
 
+from tests.arithmetic.test_rules import threads
 from tests.commands import ran
 from torusgd.data.pipeline import Batch
 
@@ -33,9 +34,7 @@ RANK_ALONE = {  # as torchrun sets them
 
 
 @pytest.mark.parametrize("command", [" ".join(name) for name in commands()])
-def test_a_benchmark_can_be_started(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     """All that it imports is there, and its options are well formed."""
     monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [])
@@ -52,12 +51,10 @@ def test_a_benchmark_can_be_started(
      "allreduce exact-all-reduce --elements 100 --repetitions 2", "input decode --rounds 2 --height 60 --width 80"],
 )  # fmt: skip
 def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {"PYTHONPATH": path, "TORUSGD_RESULTS": str(tmp_path)}
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TORUSGD_RESULTS": str(tmp_path)}
     environment |= RANK_ALONE if command.startswith("allreduce") else {}
-    words = [sys.executable, "-m", "benchmarks", *command.split()]
     for number in (1, 2):
-        ran(words, cwd=ROOT, env=os.environ | environment)
+        ran([sys.executable, "-m", "benchmarks", *command.split()], cwd=ROOT, env=os.environ | environment)
         (file,) = tmp_path.glob("*.json")
         found = runs(file)
         assert len(found) == number
@@ -91,9 +88,7 @@ def test_what_moved_by_more_than_its_spread_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_what_has_moved_since_the_run_before_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_moved_since_the_run_before_is_shown(tmp_path: Path, monkeypatch, capsys) -> None:
     """Of all records, with two runs of today among them."""
     shutil.copytree(RESULTS, tmp_path / "results")
     monkeypatch.setenv("TORUSGD_RESULTS", str(tmp_path / "results"))
@@ -135,15 +130,12 @@ def test_the_steps_of_step_overhead_and_of_hybrid() -> None:
     script = run_module("benchmarks.step.step_overhead")
     case = script["Case"]("digits-net", size=8, channels=1, classes=10, images=4, precision="float32")
     batch = Batch(torch.randn(4, 1, 8, 8), torch.arange(4), np.arange(4), replaced=0)
-    threads = torch.get_num_threads()
-    try:
+    with threads(torch.get_num_threads()):
         script["bare_step"](case, batch, workers=2)(0)
         for reduction in ("float32", "exact"):
             stats = script["our_step"](case, reduction, batch, workers=2)(0)
             assert stats.step.index == 0
             assert 1.0 < stats.loss < 5.0, "of ten classes, untrained"
-    finally:
-        torch.set_num_threads(threads)
     step = run_module("benchmarks.rehearse.hybrid")["make_step"](images=2, parallel=1)
     step()
     step()

@@ -11,7 +11,6 @@ from importlinter.cli import lint_imports
 import torusgd
 
 SOURCE = Path(torusgd.__file__).parent
-ROOT = Path(__file__).parents[1]
 
 LARGEST_FILE = 600
 LARGEST_ROOM = 0.15  # of the package's lines
@@ -32,7 +31,7 @@ def sources() -> dict[str, str]:
 
 
 def test_imports_run_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # for the contract in pyproject.toml
+    monkeypatch.chdir(Path(__file__).parents[1])  # for the contract in pyproject.toml
     # import-linter would silence the loggers of all other tests of this process.
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     assert lint_imports(no_cache=True, is_debug_mode=False, show_timings=False) == 0

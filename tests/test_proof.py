@@ -57,8 +57,7 @@ def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() 
     assert not set(found["train"].tolist()) & set(found["validation"].tolist())
     members = quartets.drawn("train", found["train"], 15_000)
     assert hashlib.sha256(members.astype("<i8").tobytes()).hexdigest()[:16] == "c64c38da65182efa"
-    images = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1)
-    pictures = Images(images, np.array([0, 1, 1]), ("a", "b"))
+    pictures = Images(np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1), np.array([0, 1, 1]), ("a", "b"))
     made = quartets.Quartets(pictures, np.array([[0, 1, 2, 1]]))
     assert made.labels.tolist() == [1]
     assert made.read(0)[..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 4, 5], [10, 11, 6, 7]]
@@ -73,16 +72,11 @@ def test_a_key_is_of_what_is_computed() -> None:
 
 def test_verdicts_are_by_the_interval() -> None:
     assert resolved([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
-    least = Criterion(0.5)
-    assert least.verdict([1.0, 1.1, 0.9]) == "held"
-    assert least.verdict([0.0, 0.1, -0.1]) == "refuted"
-    assert least.verdict([0.0, 1.0, 2.0]) == "not resolved"
-    assert least.verdict([9.0]) == "not resolved", "one pair has no interval"
-    assert equal(0.4).verdict([0.1, -0.1, 0.0]) == "held"
-    assert equal(0.4).verdict([1.1, 0.9, 1.0]) == "refuted"
-    assert equal(0.4).verdict([-1.0, 0.9, 0.0]) == "not resolved"
-    assert Criterion().verdict([0.1, 0.11, 0.12]) == "reported"
-    assert Criterion().verdict([-0.1, 0.1]) == "not resolved"
+    found = [Criterion(0.5).verdict(each) for each in ([1.0, 1.1, 0.9], [0.0, 0.1, -0.1], [0.0, 1.0, 2.0], [9.0])]
+    assert found == ["held", "refuted", "not resolved", "not resolved"], "one pair has no interval"
+    found = [equal(0.4).verdict(each) for each in ([0.1, -0.1, 0.0], [1.1, 0.9, 1.0], [-1.0, 0.9, 0.0])]
+    assert found == ["held", "refuted", "not resolved"]
+    assert [Criterion().verdict(each) for each in ([0.1, 0.11, 0.12], [-0.1, 0.1])] == ["reported", "not resolved"]
 
 
 @pytest.fixture
@@ -94,11 +88,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(*entries: tuple[Arm, int, str, dict[str, Any]]) -> str:
-    told = [
-        {**dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)), **more}
+    return "".join(
+        json.dumps(dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)) | more) + "\n"
         for arm, seed, machine, more in entries
-    ]
-    return "".join(json.dumps(each) + "\n" for each in told)
+    )
 
 
 def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +102,7 @@ def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, mo
     played = ((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
     (files / "runs.jsonl").write_text(lines(*played))
     known = proof.Known()
-    assert known.chosen(claim.off) == fast
-    assert known.core_hours() == 1.0
+    assert (known.chosen(claim.off), known.core_hours()) == (fast, 1.0)
     assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
     looked = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
     looks = [(arm, seed, machine, {"top1": top1}) for arm, seed, machine, top1 in looked]
@@ -190,7 +182,6 @@ def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.Mo
     assert runs.go_on(TINY, 0, None, files / "out", minutes=2)
     runs.look(TINY, 0, None, files / "out")
     (result,), (look,) = read(files / "runs.jsonl"), read(files / "looks.jsonl")
-    assert result["images"] == 50
-    assert look["images"] == 360
+    assert (result["images"], look["images"]) == (50, 360)
     assert result["core_seconds"] > 0
     assert [arm for _, arm, _, _ in proof.left(proof.Known())] == list(claim.off.arms)

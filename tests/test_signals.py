@@ -22,7 +22,6 @@ except Stopped as stop:
     print(stop.number)
 """
 
-
 LASTING = """
 import threading, time
 from torusgd.signals import leave_within

@@ -27,8 +27,6 @@ EXIT_BASE = 128
 EXIT_AGAIN = 75
 REPEAT_SECONDS = 3.0
 
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-
 
 def exit_code(number: int) -> int:
     """The exit code of a process that a stop signal ended.
@@ -198,7 +196,7 @@ def remove_empty_cache() -> None:
             os.rmdir(cache)
 
 
-def _take(handler: Handler) -> None:
+def _take(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in STOP_SIGNALS:
         # nohup has SIGHUP ignored, and so it stays.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:

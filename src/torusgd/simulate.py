@@ -75,8 +75,7 @@ class Passes:
         vector_to_parameters(weights, self._parameters)  # views of the vector, through which nothing writes
         self._model.train()
         seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
-        logits = self._model(batch.images)
-        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
+        loss = F.cross_entropy(self._model(batch.images), batch.targets, label_smoothing=self._recipe.label_smoothing)
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self._parameters)])
 
     @torch.no_grad()
@@ -166,8 +165,7 @@ def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     if isinstance(number, int) and not 0 < number <= most:
         there = f"there are {most} workers; wait for 1 to {most} of them"
         raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
-    alone = each_alone(most)
-    limits = Limits(alone, workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
+    limits = Limits(each_alone(most), workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
     steps = VirtualSteps(limits, most, workers.delays, workers.compute)
     weights = workers.passes.initial.clone()
     time, gradients = 0.0, 0
@@ -282,13 +280,9 @@ OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()
 _BY_TIMES = {"predicted": 20, "learned": LEAST_LEARNED}
 # Of the text of a form the key of a recipe's `synchrony` that its value stands for.
 _KEYS: dict[str, tuple[str, type]] = {
-    "backup": ("backups", int),
-    "cutoff": ("count", int),
-    "local": ("local_steps", int),
-    "diloco": ("local_steps", int),
-    "gossip": ("probability", float),
-    "elastic": ("pull_every", int),
-}
+    "backup": ("backups", int), "cutoff": ("count", int), "local": ("local_steps", int),
+    "diloco": ("local_steps", int), "gossip": ("probability", float), "elastic": ("pull_every", int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -362,11 +356,9 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
     """What a recipe's `synchrony` does with workers."""
     staleness = form.staleness or 0
     rules = {
-        "synchronous": Barrier(0),
-        "stale": Barrier(staleness),
-        "sampled": Barrier(staleness, form.sample or 0),
+        "synchronous": Barrier(0), "stale": Barrier(staleness), "sampled": Barrier(staleness, form.sample or 0),
         "asynchronous": Barrier(math.inf),
-    }
+    }  # fmt: skip
     if form.form in rules:
         return partial(barrier, rule=rules[form.form])
     if form.probability is not None:

@@ -17,10 +17,8 @@ _SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has
 _SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
 # Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
-    "s3": "fsspec s3fs (the extra s3)",
-    "gs": "gcsfs (the extra gcs)",
-    "hf": "huggingface_hub (the extra huggingface)",
-}
+    "s3": "fsspec s3fs (the extra s3)", "gs": "gcsfs (the extra gcs)", "hf": "huggingface_hub (the extra huggingface)",
+}  # fmt: skip
 
 T = TypeVar("T")
 

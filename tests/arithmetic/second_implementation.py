@@ -95,8 +95,7 @@ class Arithmetic:
             for x in range(w.shape[3]):
                 part = np.tensordot(gradients, weights[:, :, y, x], (1, 0)).transpose(0, 3, 1, 2)
                 total[:, :, y:, x:][:, :, rows, columns][:, :, ::stride, ::stride] += part
-        inside = total[:, :, padding : padding + size, padding : padding + size]
-        return (inside * of_channel * of_image).astype(f32)
+        return (total[:, :, padding : padding + size, padding : padding + size] * of_channel * of_image).astype(f32)
 
     def weight_gradient(self, g: Array, x: Array, kernel: int, stride: int, padding: int) -> Array:
         gradients, of_output = self.integers(g, self.of_gradient_channel)
@@ -108,8 +107,7 @@ class Arithmetic:
 
     def gridsum(self, x: Array, axes: tuple[int, ...]) -> Array:
         """float64; each term is at most 2**24 steps of the grid, so that the sum of up to 2**29 of them is exact."""
-        amax = np.abs(x).max(axis=axes, keepdims=True)
-        exponent = np.maximum(np.frexp(amax)[1], -126)
+        exponent = np.maximum(np.frexp(np.abs(x).max(axis=axes, keepdims=True))[1], -126)
         c = np.ldexp(f32(1.5), exponent + 23 - self.grid_bits).astype(f32)
         return ((x + c) - c).astype(f64).sum(axis=axes)
 
@@ -239,5 +237,4 @@ def wide(values: Array) -> Array:
 def windows_of(x: Array, kernel: int, stride: int, padding: int) -> Array:
     """[N, H', W', C, kernel, kernel] of images [N, C, H, W]."""
     padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
-    found = sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride]
-    return found.transpose(0, 2, 3, 1, 4, 5)
+    return sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride].transpose(0, 2, 3, 1, 4, 5)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -51,24 +51,21 @@ def read_recipe(file: Path, *changes: str) -> dict[str, Any]:
 
 @cache
 def table_of_digits() -> Array:
-    file = files("sklearn") / "datasets/data/digits.csv.gz"
-    return np.loadtxt(str(file), delimiter=",", dtype=np.int64)
+    return np.loadtxt(str(files("sklearn") / "datasets/data/digits.csv.gz"), delimiter=",", dtype=np.int64)
 
 
 def digits(numbers: Numbers) -> tuple[Array, Array]:
     """The training images, uint8 [1437, 1, 8, 8], and their labels."""
     table = table_of_digits()
-    images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     order = np.argsort(numbers.keyed_hash(numbers.split, 0, np.arange(len(table))), kind="stable")
     chosen = np.sort(order[numbers.held_out :])
-    return images[chosen], table[chosen, -1]
+    return np.rint(table[chosen, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8), table[chosen, -1]
 
 
 # The schedule
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     start: int
     images: int
     lr: float
@@ -109,7 +106,6 @@ def _samples(duration: str, epoch: int) -> float:
 
 # The network
 
-
 LAYERS = {  # of each convolution its batch norm, outputs, inputs, kernel, stride, padding
     "conv1": ("bn1", 16, 1, 3, 1, 1),
     "blocks.0.conv1": ("blocks.0.bn1", 16, 16, 3, 1, 1),
@@ -140,10 +136,8 @@ class Pass:
 
     def __init__(self, a: Arithmetic, w: dict[str, Array], images: Array) -> None:
         self.a, self.w = a, w
-        self.inputs: dict[str, Array] = {}
-        self.saved: dict[str, tuple[Array, ...]] = {}
-        self.statistics: dict[str, tuple[Array, ...]] = {}
-        self.gradients: dict[str, Array] = {}
+        self.inputs, self.gradients = dict[str, Array](), dict[str, Array]()
+        self.saved, self.statistics = dict[str, tuple[Array, ...]](), dict[str, tuple[Array, ...]]()
         self.x0 = relu(self._layer("conv1", images))
         self.y0 = relu(self._layer("blocks.0.conv1", self.x0))
         self.x1 = relu(self._layer("blocks.0.conv2", self.y0) + self.x0)
@@ -220,16 +214,14 @@ class Training:
 
     def __init__(self, recipe: Recipe, numbers: Numbers | None = None) -> None:
         self.recipe, self.a = recipe, numbers or Numbers()
-        count = recipe["data"].get("train_images")
-        self.pixels, self.labels = (each[:count] for each in digits(self.a))
+        self.pixels, self.labels = (each[: recipe["data"].get("train_images")] for each in digits(self.a))
         self.schedule = schedule(recipe, len(self.labels))
         self.w = initial_weights(self.a, recipe)
         self.momentum = {name: np.zeros_like(each) for name, each in self.w.items()}
         norms = {norm: outputs for norm, outputs, *_ in LAYERS.values()}
         self.running = {norm: (np.zeros(n, f32), np.ones(n, f32)) for norm, n in norms.items()}
         self.bounds: dict[str, float] | None = None
-        self.orders: dict[int, Array] = {}
-        self.steps = 0
+        self.orders, self.steps = dict[int, Array](), 0
 
     def step(self) -> None:
         mean = None
@@ -273,8 +265,7 @@ class Training:
         images, alpha = self._normalised(np.stack(rows)), self.recipe["data"]["augment"].get("mixup", 0.0)
         if not alpha:
             return indices, images, None
-        drawn = [self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)]
-        shares = np.array(drawn, f32)
+        shares = np.array([self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)], f32)
         own = shares.reshape(-1, 1, 1, 1)
         return indices, images * own + images[::-1] * (f32(1) - own), shares
 

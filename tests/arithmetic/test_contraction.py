@@ -82,8 +82,7 @@ def test_every_method_gives_the_exact_integer_rounded_once(m: int, k: int, n: in
 
 @pytest.mark.parametrize("terms", [1024, 1025, 4097, (1 << 17) + 1])
 def test_sums_at_the_bound_are_exact_in_pieces(terms: int) -> None:
-    a = torch.full((2, terms), 127.0 * 128)
-    b = torch.full((terms, 3), -127.0 * 128)
+    a, b = torch.full((2, terms), 127.0 * 128), torch.full((terms, 3), -127.0 * 128)
     b[:, 1] = 16192.0  # both slices are large
     for product in by_every_method(a, b):
         assert product[0, 0].item() == np.float32(-terms * LARGEST**2)
@@ -185,8 +184,7 @@ def test_pairs_that_multiply_to_nothing_are_counted() -> None:
 def test_pairs_of_a_convolution_are_counted_by_channel(groups: int) -> None:
     x, per_value = torch.ones(1, 4, 3, 3), 4 // groups
     x[:, 1, 0, 0] = 1e-6
-    weight = torch.ones(4, per_value, 1, 1, requires_grad=True)
     with portable(), counting() as pairs:
-        F.conv2d(x, weight, None, 1, 0, 1, groups).sum().backward()
+        F.conv2d(x, torch.ones(4, per_value, 1, 1, requires_grad=True), None, 1, 0, 1, groups).sum().backward()
     assert pairs.all == 36 * per_value + 36 * 36, "of the output and of the weights"
     assert per_value <= pairs.lost

@@ -12,8 +12,7 @@ from torusgd.arithmetic.reductions import square_root
 
 
 def float32_of_all_kinds(count: int = 300_000) -> Tensor:
-    bits = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32)
-    values = bits.view(np.float32)
+    values = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
     ordinary = (np.random.default_rng(2).standard_normal(count) * 4).astype(np.float32)
     return torch.from_numpy(np.concatenate([values[np.isfinite(values)], ordinary]))
 

@@ -212,6 +212,16 @@ def test_integers_go_by_torchs_own_operators_and_float64_in_row_order_with_ieee_
         assert np.array_equal(x.sqrt().numpy(), np.sqrt(x.numpy()))
 
 
+def test_powers_and_elu_of_float64_leave_their_input_as_it_is() -> None:
+    x = draws(5).double()
+    before = x.clone()
+    with portable():
+        power, bent = 2.0**x, torch.ops.aten.elu(x, 1.0, 1.0, 0.5)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(power, before.exp2(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(bent, torch.where(x > 0, x, (x / 2).expm1()), rtol=1e-7, atol=0)
+
+
 def test_a_sum_of_floats_over_ranks_is_refused_and_messages_that_move_pass() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -240,16 +250,13 @@ def test_clipping_takes_lists_of_tensors_in_a_context_within_the_context_too() -
 
 
 def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.CTCLoss()
     with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
-        layer(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
-
+        nn.CTCLoss()(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
     convolution = nn.Conv2d(1, 2, 3)
     with portable(), torch.inference_mode(), pytest.raises(UserError, match=r"Conv2d has no rule.*torch\.no_grad"):
         convolution(draws(1, 1, 4, 4))
     with portable(), torch.no_grad():
         assert convolution(draws(1, 1, 4, 4)).shape == (1, 2, 2, 2)
-
     right = math.erf
     monkeypatch.setattr(math, "erf", lambda x: math.nextafter(right(x), 0.0))
     with portable(), pytest.raises(UserError, match=r"math\.erf of this machine's library is off"):

@@ -92,25 +92,20 @@ def tuple_output(*, classes, channels):
 def a_number(*, classes, channels):
     return 3
 def counting(*, classes, channels):
-    return nn.Sequential(plain(classes=classes, channels=channels), Counter())
+    return nn.Sequential(plain(classes=classes, channels=channels), Counter(True))
 def instance_norm(*, classes, channels):
     norm = nn.InstanceNorm2d(channels, track_running_stats=True)
     return nn.Sequential(norm, plain(classes=classes, channels=channels))
 def norm_and_constants(*, classes, channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), Constant(), plain(classes=classes, channels=channels))
+    return nn.Sequential(nn.BatchNorm2d(channels), Counter(False), plain(classes=classes, channels=channels))
 class Counter(nn.Module):
-    def __init__(self):
+    def __init__(self, counts):
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.counts = counts
+        self.register_buffer("calls", torch.tensor([float("nan"), 0.0]))
     def forward(self, x):
-        self.calls += 1
+        self.calls[1] += self.counts
         return x
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.tensor([float("nan"), 1.0]))
-    def forward(self, x):
-        return x * self.table[1]
 def double(*, classes, channels):
     return plain(classes=classes, channels=channels).double()
 def channels_last(*, classes, channels):
@@ -197,16 +192,12 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(list_models=lambda: ["bare", "net"], **functions))
 
 
-def timms(name: str, channels: int = 1, **options: Any) -> nn.Module:
-    return build_model(Model(name=name, options=options), classes=5, channels=channels, image_size=8, seed=0)
-
-
 @pytest.mark.usefixtures("timm")
 def test_a_network_has_the_datas_classes_its_options_and_the_weights_of_the_seed_or_those_it_was_trained_with() -> None:
-    network = timms("timm:net.some_tag", width=4)
-    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
-    assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 5]
-    assert all(torch.equal(*pair) for pair in zip(*(timms("timm:net").parameters() for _ in "ab"), strict=True))
+    network = build("timm:net.some_tag", {"width": 4})
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 10]
+    assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
     tensors = timm_pretrained("net", channels=1, options={"width": 3})
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
@@ -220,10 +211,10 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     wrong: tuple[dict[str, Any], ...] = ({"pretrained": True}, {"num_classes": 3}, {"depth": 3})
     names = ("timm:nett", "timm:net.wrong", "timm:hf-hub:me/net")
     for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
-        refuses(f"model {name} {options}", timms, name, **options, about="model.")
+        refuses(f"model {name} {options}", build, name, options, about="model.")
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
-        timms("timm:net")
+        build("timm:net")
 
 
 @pytest.mark.timeout(120)

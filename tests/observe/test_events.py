@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.runs import events, run_here
 
 from torusgd.cli.train import show_result
@@ -35,8 +35,7 @@ def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
     planned.check("digits", [96, 192], 1)
     wrong = {"recipe": ("fashion", [96], 1), "batch": ("digits", [100], 1), "number of ranks": ("digits", [96], 2)}
     for what, job in wrong.items():
-        with refused(f"a plan of another {what}", "--plan FOLDER/plan.json", FOLDER=tmp_path):
-            planned.check(*job)
+        refuses(f"a plan of another {what}", planned.check, *job, about="--plan FOLDER/plan.json", FOLDER=tmp_path)
     for text in ("{}", "no", "[1]"):
         (tmp_path / "other.json").write_text(text)
         with refused("a file that is no plan", "--plan FOLDER/other.json", FOLDER=tmp_path):

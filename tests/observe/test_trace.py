@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.processes import summary
 from tests.run.runs import train
 from tests.step.trainers import job_of, run_of
@@ -16,8 +16,7 @@ from torusgd.observe.trace import TracedSteps, merged
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
 def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
-    with refused("a span of steps that is none", "TEXT", TEXT=f"--trace {text}:"):
-        TracedSteps.parse(text)
+    refuses("a span of steps that is none", TracedSteps.parse, text, about="TEXT", TEXT=f"--trace {text}:")
 
 
 def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_own() -> None:
@@ -59,16 +58,13 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
         assert all(sorted(spans[rank]["step"])[number + 1][1] > latest_begin for rank in range(ranks))
 
 
-def test_a_trace_has_the_steps_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_trace_has_the_steps_and_changes_no_bit_and_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     run_of(job_of(out=tmp_path / "alone")).run()
     run_of(job_of(out=tmp_path / "run", trace=TracedSteps(2, 3))).run()
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
-
-
-def test_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     with refused("a trace of steps beyond the run", "--trace 3:5"):
-        run_of(job_of(out=tmp_path, trace=TracedSteps(3, 5)))
+        run_of(job_of(out=tmp_path / "beyond", trace=TracedSteps(3, 5)))
 
 
 @pytest.mark.slow

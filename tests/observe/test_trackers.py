@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.messages import assert_sentence, refused
+from tests.messages import assert_sentence, refuses
 from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of
 
@@ -108,8 +108,7 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(lines_of_a_run, tmp_pa
     found = opened(["wandb", "mlflow"], tmp_path, lines.append)
     found.catch_up(lines_of_a_run)
     found.close()
-    assert set(sent) == WHOLE
-    assert len(lines) == 1
+    assert (set(sent), len(lines)) == (WHOLE, 1)
     assert_sentence("a tracker that fails", "--track wandb", lines[0])
 
 
@@ -125,8 +124,7 @@ def test_figures_of_a_diverged_step_are_left_out() -> None:
 def test_a_tracker_that_is_not_installed_is_one_line(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     for module in ("torch.utils.tensorboard", "wandb", "mlflow", "mlflow.entities"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    with refused(f"{name} is not installed", f"--track {name}"):
-        opened([name], tmp_path)
+    refuses(f"{name} is not installed", opened, [name], tmp_path, about=f"--track {name}")
 
 
 def resumed_twice(out: Path, name: str) -> None:
@@ -207,8 +205,7 @@ def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_mlflow_wants_a_server_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with refused("mlflow without an address", "--track mlflow"):
-        opened(["mlflow"], tmp_path)
+    refuses("mlflow without an address", opened, ["mlflow"], tmp_path, about="--track mlflow")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")  # no pauses: the attempts are counted
     attempts = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused, refuses
+from tests.messages import refuses
 from torch import Tensor, nn
 
 from torusgd.optim import BLOCK, VARIANTS, AdamW, Lars, Sgd, lars, layer_rates
@@ -207,8 +207,7 @@ def test_closure_and_schedulers_of_torch_work() -> None:
 
     assert optimizer.step(closure).item() == 3.0
     scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.param_groups[0]["peak_lr"] == 1.0
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["peak_lr"]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +216,8 @@ def test_closure_and_schedulers_of_torch_work() -> None:
      {"variant": "caffe", "eps": 1e-9}],
 )  # fmt: skip
 def test_a_users_mistake_is_named(wrong: dict[str, Any]) -> None:
-    key = [*wrong][-1]
-    with refused(f"LARS with {key} = {wrong[key]}", f"{key} = "):
-        Lars([nn.Parameter(torch.ones(1))], **{"lr": 1.0, **wrong})
+    key, param = [*wrong][-1], nn.Parameter(torch.ones(1))
+    refuses(f"LARS with {key} = {wrong[key]}", Lars, [param], about=f"{key} = ", **{"lr": 1.0} | wrong)
 
 
 @pytest.mark.parametrize("optimizer", [Lars, Sgd, AdamW], ids=["lars", "sgd", "adamw"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.load import load_recipe
@@ -64,8 +64,7 @@ def test_other_forms_other_weights_and_a_wrong_one_is_one_line() -> None:
         name, _, letters = form.partition(":")
         moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
     for form in WRONG:
-        with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
-            moments(form)
+        refuses("a form that is none", moments, form, about=f"simulate: no form {form!r};", FORM=repr(form))
 
 
 def workers_of(count: int, lr: float = 0.1) -> Workers:

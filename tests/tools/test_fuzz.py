@@ -24,10 +24,8 @@ def test_some_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) 
 
 
 def test_each_reader_is_tried_or_has_a_reason() -> None:
-    found = set(readers.found(Path(torusgd.__file__).parent))
-    assert found == readers.READERS.keys()
-    kinds = {kind for kind in readers.READERS.values() if not kind.startswith("- ")}
-    assert kinds <= {*KINDS, "Parquet"}
+    assert set(readers.found(Path(torusgd.__file__).parent)) == readers.READERS.keys()
+    assert {kind for kind in readers.READERS.values() if not kind.startswith("- ")} <= {*KINDS, "Parquet"}
     missing = [reason.split(": tests/")[1] for reason in readers.READERS.values() if ": tests/" in reason]
     assert all((Path(__file__).parents[1] / path).is_file() for path in missing)
 

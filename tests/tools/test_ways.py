@@ -110,5 +110,4 @@ def test_the_tables_name_what_the_package_has() -> None:
 
 def names_of(code: CodeType) -> set[str]:
     """Qualified names of the classes and functions of a file's code."""
-    inside = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {code.co_qualname}.union(*inside)
+    return {code.co_qualname}.union(*(names_of(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -195,10 +195,9 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
             rows = tuple(part[0] if groups == 1 else part for part in rows)
             yield multiply(method, rows, tuple(windows.of(part, groups) for part in right))
 
-    total = exactly(lambda method: reduce(Tensor.add_, products(method)), x.device).view(
-        groups, -1, windows.taps, size[1]
-    )
-    total.mul_(gradient_units.view(groups, -1, 1, 1)).mul_(image_units.view(groups, 1, 1, -1))
+    total = exactly(lambda method: reduce(Tensor.add_, products(method)), x.device)
+    total = total.view(groups, -1, windows.taps, size[1]).mul_(gradient_units.view(groups, -1, 1, 1))
+    total.mul_(image_units.view(groups, 1, 1, -1))
     return total.flatten(0, 1).transpose(1, 2).float().reshape(size)
 
 

@@ -16,7 +16,6 @@ from .rules import Rules, aten, in_place
 
 RULES = Rules()
 
-
 # Products of matrices
 
 
@@ -90,13 +89,11 @@ def _convolution_gradients(
     elif needed[0]:
         of_input = input_gradient(out, kernels, (images.shape[2], images.shape[3]), shape).view(x.shape)
     if needed[1]:
-        operands = (images, out) if transposed else (out, images)
-        of_weight = weight_gradient(*operands, shape).view(weight.shape)
+        of_weight = weight_gradient(*((images, out) if transposed else (out, images)), shape).view(weight.shape)
     return of_input, of_weight, grid_sum(out, (0, 2, 3)).float() if needed[2] else None
 
 
 # Norms
-
 
 RULES |= {
     aten.native_batch_norm.default: normalization.batch_norm,
@@ -208,7 +205,6 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 
 # Pooling
 
-
 RULES |= {
     aten.max_pool2d_with_indices.default: pools.max_pool,
     aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
@@ -219,7 +215,6 @@ RULES |= {
     aten.upsample_nearest2d.default: pools.nearest_upsample,
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }
-
 
 # Softmax, losses, attention
 
@@ -236,7 +231,6 @@ RULES |= {
     aten.nll_loss_backward.default: activations.nll_loss_gradient,
     aten.binary_cross_entropy_with_logits.default: activations.binary_cross_entropy,
 }
-
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.
 

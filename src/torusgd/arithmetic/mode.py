@@ -38,15 +38,9 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
     """Runs torch's operators inside so that their results are the same bits on any hardware.
 
     The construction of a network, its passes, losses and updates belong inside, in every thread that computes: the
-    context is its thread's own. Products run by the fastest method that is exact on this machine.
-
-    Args:
-        methods: Names of `methods.METHODS` to use, in this order; None: all, the fastest first. It decides the time
-            alone.
-
-    Raises:
-        UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32. At its
-            begin, if torch's threads take denormals for 0.
+    context is its thread's own. Products run by the first of `methods`, names of `methods.METHODS`, that is exact on
+    this machine (None: all, the fastest first), which decides the time alone. UserError for an operator inside that has
+    no rule, or takes floating-point numbers other than float32; at the begin if torch's threads take denormals for 0.
 
     >>> import torch
     >>> with portable():

@@ -35,8 +35,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        scale = inverse_std(running_var, eps)
-        out = _affine(x, _channels(running_mean, x), scale, weight, bias)
+        out = _affine(x, _channels(running_mean, x), inverse_std(running_var, eps), weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
     least, most = x.amin(dims, True), x.amax(dims, True)
@@ -124,8 +123,7 @@ def layer_norm_gradient(
     biases = grid_sum(gradient, rows).float() if needed[2] else None
     if not needed[0]:
         return None, weights, biases
-    inner = gradient if weight is None else gradient * weight
-    return _behind(inner, normal, deviation, dims), weights, biases
+    return _behind(gradient if weight is None else gradient * weight, normal, deviation, dims), weights, biases
 
 
 def _behind(inner: Tensor, normal: Tensor, deviation: Tensor, dims: tuple[int, ...]) -> Tensor:

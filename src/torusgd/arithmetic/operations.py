@@ -86,7 +86,7 @@ RULES.both("pow", _power, "Tensor_Scalar")
 @RULES.of(aten.pow.Scalar)
 def _powers_of(base: float, exponent: Tensor) -> Tensor:
     logarithm = log64(torch.full((), base, dtype=torch.float64, device=exponent.device))
-    return elementwise(lambda v: exp64(v.mul_(logarithm)), exponent)
+    return elementwise(lambda v: exp64(v * logarithm), exponent)
 
 
 # Arithmetic with a factor, or with a Python number
@@ -112,23 +112,14 @@ def _quotient(x: Tensor, y: Any) -> Tensor:
     return torch.div(x, y if y.dim() else y.to(x.device, x.dtype if y.is_floating_point() else None))
 
 
-def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x + (end - x) * weight
-
-
-def _plus_product(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    return x + scaled(a * b, value)
-
-
-def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    return x + scaled(torch.div(a, b), value)
-
-
-RULES.both("div", _quotient, "Tensor", "Scalar")
-RULES.both("lerp", _between, "Tensor", "Scalar")
-RULES.both("addcmul", _plus_product)
-RULES.both("addcdiv", _plus_quotient)
-
+_COMBINED: dict[str, Rule] = {
+    "div": _quotient,
+    "lerp": lambda x, end, weight: x + (end - x) * weight,
+    "addcmul": lambda x, a, b, value=1: x + scaled(a * b, value),
+    "addcdiv": lambda x, a, b, value=1: x + scaled(torch.div(a, b), value),
+}
+for _name, _function in _COMBINED.items():
+    RULES.both(_name, _function, "default", "Tensor", "Scalar")
 
 # Lists of tensors, as optimizers and clipping take them
 
@@ -152,10 +143,7 @@ _LISTED: dict[str, tuple[Rule, Rule]] = {
     "zero": (torch.zeros_like, Tensor.zero_),
     "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
 }
-_WRITTEN: dict[str, Rule] = {
-    "div": _quotient, "sqrt": square_root, "reciprocal": _reciprocal, "lerp": _between, "maximum": torch.maximum,
-    "norm": vector_norm, "addcmul": _plus_product, "addcdiv": _plus_quotient,
-}  # fmt: skip
+_WRITTEN = _COMBINED | {"sqrt": square_root, "reciprocal": _reciprocal, "maximum": torch.maximum, "norm": vector_norm}
 _LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
 for _name, _forms in _LISTED.items():
     for _suffix, _form in zip(("", "_"), _forms, strict=True):
@@ -241,8 +229,7 @@ def _range(*args: float, dtype: Any = None, **options: Any) -> Tensor:
 @RULES.of(aten.linspace.default)
 def _even_points(start: float, end: float, steps: int, *, dtype: Any = None, **options: Any) -> Tensor:
     """start + n * ((end - start) / (steps - 1)) in float64, and the end itself."""
-    numbers = torch.arange(steps, dtype=torch.float64, **options)
-    points = numbers.mul_((end - start) / max(steps - 1, 1)).add_(start)
+    points = torch.arange(steps, dtype=torch.float64, **options).mul_((end - start) / max(steps - 1, 1)).add_(start)
     if steps > 1:
         points[-1] = end
     return points.to(dtype or torch.float32)

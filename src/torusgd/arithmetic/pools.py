@@ -110,9 +110,8 @@ def average_pool_gradient(
     """Each output's gradient, divided, goes to all pixels of its window."""
     shape = _geometry(kernel, stride, padding)
     output = (gradient.shape[2], gradient.shape[3])
-    part = torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float())
+    parts = on_grid(torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float()), _PIXELS)
     padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output, 0.0)
-    parts = on_grid(part, _PIXELS)
     for tap in shape.taps():
         shape.at(padded, tap, output).add_(parts)
     (top, left), (height, width) = shape.padding, x.shape[2:]

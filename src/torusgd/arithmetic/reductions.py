@@ -143,6 +143,5 @@ def variance(x: Tensor, dims: tuple[int, ...], correction: float = 1, keepdim: b
     """Variance and mean, float32: the grid sum of squares of x - mean, divided by the count less the correction."""
     middle = mean(x, dims, True)
     distance = x - middle
-    total = grid_sum(distance.mul_(distance), dims, keepdim)
-    found = quotient(total, max(count_of(x, dims) - correction, 0))
+    found = quotient(grid_sum(distance.mul_(distance), dims, keepdim), max(count_of(x, dims) - correction, 0))
     return found, middle if keepdim else middle.view(found.shape)

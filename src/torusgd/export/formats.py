@@ -54,12 +54,11 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
 
 def export_torch(trained: TrainedModel, path: Path) -> float:
     """Writes what `torch.export.load(path).module()` runs, with this version of torch; returns as `export_onnx`."""
-    images = example_images(trained, _BATCHES[0])
     with _telling("torch"), replacing(path) as temporary:
-        shapes = ({0: torch.export.Dim("batch")},)
+        images, shapes = (example_images(trained, _BATCHES[0]),), ({0: torch.export.Dim("batch")},)
         # Through a buffer: torch wants a file's name to end in .pt2, which that of an unfinished file does not.
         buffer = io.BytesIO()
-        program = torch.export.export(trained.model, (images,), dynamic_shapes=shapes)
+        program = torch.export.export(trained.model, images, dynamic_shapes=shapes)
         torch.export.save(program, buffer, extra_files={"records_sha256": _records_sha256(trained)})
         temporary.write_bytes(buffer.getvalue())
         module: nn.Module = torch.export.load(buffer).module()

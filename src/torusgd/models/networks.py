@@ -334,8 +334,7 @@ def init_residual(
     # So each residual block begins as its shortcut. After the loop above, which may have drawn these gammas.
     for module in model.modules() if zero_gamma else ():
         if isinstance(module, BasicBlock | Bottleneck):
-            last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
-            nn.init.zeros_(last.weight)
+            nn.init.zeros_((module.bn2 if isinstance(module, BasicBlock) else module.bn3).weight)
 
 
 class ResNet(nn.Module):
@@ -346,18 +345,9 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        block: Block,
-        depths: Sequence[int],
-        *,
-        classes: int,
-        channels: int,
-        zero_gamma: bool = False,
-        fan_in: bool = False,
-        uniform_gamma: bool = False,
-        rare: bool = False,
-        blur: str = "none",
-    ) -> None:
+        self, block: Block, depths: Sequence[int], *, classes: int, channels: int, zero_gamma: bool = False,
+        fan_in: bool = False, uniform_gamma: bool = False, rare: bool = False, blur: str = "none",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -401,16 +391,9 @@ class SmallResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        multiples: Sequence[int],
-        strides: Sequence[int],
-        *,
-        classes: int,
-        channels: int,
-        width: int = 16,
-        dropout: float = 0.0,
-        zero_gamma: bool = False,
-    ) -> None:
+        self, multiples: Sequence[int], strides: Sequence[int], *, classes: int, channels: int, width: int = 16,
+        dropout: float = 0.0, zero_gamma: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         _check_width(width)
         _check_dropout(dropout)
@@ -418,8 +401,7 @@ class SmallResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        shapes = zip(widths[:-1], widths[1:], strides, strict=True)
-        self.blocks = nn.Sequential(*(BasicBlock(inputs, width, stride) for inputs, width, stride in shapes))
+        self.blocks = nn.Sequential(*map(BasicBlock, widths, widths[1:], strides))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(widths[-1], classes)

@@ -43,16 +43,9 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        schedule: Schedule,
-        steps: int,
-        first_step: int,
-        evaluated: int,
-        about: Mapping[str, Any],
-        trackers: Trackers,
-        is_quiet: bool = False,
-    ) -> None:
+        self, folder: Path, schedule: Schedule, steps: int, first_step: int, evaluated: int, about: Mapping[str, Any],
+        trackers: Trackers, is_quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
@@ -121,8 +114,7 @@ class Telemetry:
         self._file.close()
 
     def _show(self, stats: StepStats) -> None:
-        if stats.slowest is not None:
-            late = stats.slowest
+        if (late := stats.slowest) is not None:
             self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
         now = stats.step.batch / stats.times.seconds
         self._left_out += 0.1 * (stats.images_left_out / stats.step.batch - self._left_out)
@@ -260,10 +252,7 @@ class PlanComparison:
         predicted = sum(self.seconds[batch] * len(times) for batch, times in steps.items())
         measured = sum(median(times) * len(times) for times in steps.values())
         return {
-            "step_seconds": predicted / number,
-            "measured_step_seconds": measured / number,
-            "step_seconds_error": predicted / measured - 1,
-            "images_per_second": images / predicted,
-            "measured_images_per_second": images / measured,
-            "images_per_second_error": measured / predicted - 1,
-        }
+            "step_seconds": predicted / number, "measured_step_seconds": measured / number,
+            "step_seconds_error": predicted / measured - 1, "images_per_second": images / predicted,
+            "measured_images_per_second": images / measured, "images_per_second_error": measured / predicted - 1,
+        }  # fmt: skip

@@ -22,8 +22,6 @@ from ..weights import write_text
 
 # Of W&B, and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set.
 PROJECT = "torusgd"
-_TRAIN = ("loss", "lr", "momentum", "batch", "epoch")
-_EVALUATED = ("top1", "top5", "loss")
 
 
 class Tracker(ABC):
@@ -116,13 +114,13 @@ def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
     name = event.get("event")
     if name is None:
         seconds = event["step_seconds"]
-        figures = {key: event[key] for key in _TRAIN}
+        figures = {key: event[key] for key in ("loss", "lr", "momentum", "batch", "epoch")}
         figures |= {"images_per_second": event["batch"] / seconds if seconds else None}
         figures |= {f"{part}_wait_share": event[f"{part}_seconds"] / max(seconds, 1e-9) for part in ("data", "sync")}
         figures |= {"hidden_share": event.get("hidden_share")}
         kind = "train"
     elif name in ("evaluation", "polished"):
-        figures = {key: event[key] for key in _EVALUATED}
+        figures = {key: event[key] for key in ("top1", "top5", "loss")}
         kind = "eval" if name == "evaluation" else name
     else:
         return None
@@ -163,14 +161,10 @@ class WeightsAndBiases(Tracker):
             shutil.rmtree(path)
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                id=_run_id(folder),
-                name=folder.resolve().name,
-                dir=str(folder),
-                config=dict(config),
-                resume="allow",
+                project=os.environ.get("WANDB_PROJECT", PROJECT), id=_run_id(folder), name=folder.resolve().name,
+                dir=str(folder), config=dict(config), resume="allow",
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
-            )
+            )  # fmt: skip
         except Exception as error:
             why = first_line(error).rstrip(".")
             raise UserError(f"--track wandb: {why}; give: wandb login, or set WANDB_MODE=offline") from None
@@ -253,7 +247,6 @@ def _few_attempts() -> Iterator[None]:
 
 # Of each kind a figure that every event has.
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
-
 
 Maker = Callable[[Path, Mapping[str, Any]], Tracker]
 MAKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}

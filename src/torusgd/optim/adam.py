@@ -34,16 +34,10 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:
-        values = {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values)
+    ) -> None:  # fmt: skip
+        super().__init__(params, dict(lr=lr, momentum=momentum, beta2=beta2, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
@@ -96,15 +90,9 @@ class Lamb(AdamW):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        norms: Norms = layer_norms,
-    ) -> None:
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
+        weight_decay: float = 0.0, norms: Norms = layer_norms,
+    ) -> None:  # fmt: skip
         self.norms = norms
         super().__init__(params, lr, momentum, beta2, eps, weight_decay)
 
@@ -115,7 +103,6 @@ class Lamb(AdamW):
         rates = [group["lr"]] * len(params)
         if group.get("trust", True):
             weights, steps = self.norms([*params, *directions]).tensor_split(2)
-            ratios = torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)
-            rates = (group["lr"] * ratios).tolist()
+            rates = (group["lr"] * torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)).tolist()
         for param, direction, rate in zip(params, directions, rates, strict=True):
             param.sub_(direction.mul_(rate))

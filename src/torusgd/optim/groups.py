@@ -24,10 +24,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     `norm`: all of a normalisation module (torch's, or with "norm" in its class name); `bias`: of others, named so.
     """
     kinds: dict[str, Kind] = {}
-    modules = dict(model.named_modules())
     for name, _ in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        module = modules[owner]
+        module = model.get_submodule(owner)
         if isinstance(module, _NORMS) or "norm" in type(module).__name__.lower():
             kinds[name] = "norm"
         else:
@@ -60,12 +59,9 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
 
 
 def build_optimizer(
-    settings: recipe.Optimizer,
-    model: nn.Module,
-    lr: float,
-    blocks: Mapping[str, Sequence[Tensor]] | None = None,
+    settings: recipe.Optimizer, model: nn.Module, lr: float, blocks: Mapping[str, Sequence[Tensor]] | None = None,
     head: Collection[str] = (),
-) -> Optimizer:
+) -> Optimizer:  # fmt: skip
     """The optimizer of a recipe over a model's trainable parameters, in groups by weight decay, trust and rate factor.
 
     `lr` is the recipe's highest; each step sets its own (`set_hyperparameters`). `blocks` are column blocks, maybe

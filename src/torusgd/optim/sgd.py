@@ -61,9 +61,8 @@ class Sgd(SGD):
         # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
             params = [p for p in group["params"] if has_gradient(p)]
-            buffers = [momentum_buffer(self, p) for p in params]
             values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
-            momentum_step(params, [p.grad for p in params], buffers, **values)
+            momentum_step(params, [p.grad for p in params], [momentum_buffer(self, p) for p in params], **values)
         return loss
 
 
@@ -76,16 +75,9 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def momentum_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], *, lr: float, momentum: float,
+    dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+) -> None:  # fmt: skip
     """buffer <- momentum * buffer + (1 - dampening) * (grad + weight_decay * param); param <- param - lr * buffer.
 
     With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
