@@ -159,17 +159,16 @@ def test_a_message_that_holds_no_number_ends_its_machine_alone(port: Listener) -
 
 
 GARBAGE = "a first machine that sends garbage"
+FIRST: list[Any] = [{"silent": "long", "job": {}}, {"job": {}}, {"end": "over"}, {"end": "over", "code": 1e400}]
+START = {"start": 1, "rank": -1, "size": 1, "attempt": 0}
+LATER: list[Any] = [{"start": 1}, START, {"kill": [2]}, {"end": "over", "code": -3}]
 
 
 @pytest.mark.parametrize(("name", "kind", "messages"), [
     ("a job that is none", UserError, [{"silent": 5.0, "job": 7}]),
     ("a job without a recipe", UserError, [{"silent": 5.0, "job": {"device": "tpu"}}]),
-    *((GARBAGE, RunError, [tree]) for tree in (
-        {"silent": "long", "job": {}}, {"job": {}}, {"end": "over"}, {"end": "over", "code": 1e400},
-    )),
-    *((GARBAGE, RunError, [None, tree]) for tree in (
-        {"start": 1}, {"start": 1, "rank": -1, "size": 1, "attempt": 0}, {"kill": [2]}, {"end": "over", "code": -3},
-    )),
+    *((GARBAGE, RunError, [tree]) for tree in FIRST),
+    *((GARBAGE, RunError, [None, tree]) for tree in LATER),
 ])  # fmt: skip
 def test_odd_messages_of_the_first_machine_are_one_line(tmp_path, recipe, monkeypatch, name, kind, messages) -> None:
     """None: the job as it should be."""
