@@ -51,7 +51,7 @@ def test_idx(tmp_path: Path, zipped: bool, separator: str) -> None:
     assert isinstance(train, ArraySource)
     assert np.array_equal(train.read_many(np.arange(9))[..., 0], IMAGES["train"])
     assert np.array_equal(held_out.read(3)[..., 0], IMAGES["t10k"][3])
-    assert (held_out.labels.tolist(), held_out.labels.dtype) == (LABELS["t10k"].tolist(), np.int64)
+    assert (held_out.labels.tolist(), held_out.labels.dtype) == (LABELS["t10k"].tolist(), np.dtype(np.int64))
 
 
 GOOD = idx(IMAGES["train"])
