@@ -83,8 +83,7 @@ AFTER: list[tuple[list[str], list[str]]] = [
 ]  # fmt: skip
 # Key of the recipe -> (what must be set before, the change), which begins with the key or with that of its section.
 CHANGES: dict[str, tuple[list[str], str]] = {
-    re.sub(r"\.\d+", "", change.partition("=")[0]): (own, change) for own, changes in AFTER for change in changes
-} | {
+    **{re.sub(r"\.\d+", "", each.partition("=")[0]): (own, each) for own, changes in AFTER for each in changes},
     "data.augment.crop": ([], "data.augment={crop: none, flip: 0.5}"),
     "model.name": ([], "model={name: fashion-net}"),
     "stages.image_size": ([], "stages.1={until: 4st, images_per_worker: 5, image_size: 6, resize: 6}"),
