@@ -424,10 +424,9 @@ def allow_files(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
-        raise UserError(
-            f"ulimit -n: this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks; "
-            f"raise the limit of the service or container that starts it to {needed}"
-        )
+        what = f"this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks"
+        remedy = f"raise the limit of the service or container that starts it to {needed}"
+        raise UserError(f"ulimit -n: {what}; {remedy}")
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
