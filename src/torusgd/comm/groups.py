@@ -89,8 +89,7 @@ class Group:
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
         self._has_gloo = self._tree is None or not nccl
-        self._parts: list[Group] = []
-        self._pairs: dict[int, Group] = {}
+        self._parts, self._pairs = list[Group](), dict[int, Group]()
         self.meshes: Sequence[Group] = meshes or (self,)
         """in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
