@@ -89,8 +89,7 @@ class Group:
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
         self._has_gloo = self._tree is None or not nccl
-        self._parts: list[Group] = []
-        self._pairs: dict[int, Group] = {}
+        self._parts, self._pairs = list[Group](), dict[int, Group]()
         self.meshes: Sequence[Group] = meshes or (self,)
         """in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
@@ -424,10 +423,9 @@ def allow_files(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
-        raise UserError(
-            f"ulimit -n: this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks; "
-            f"raise the limit of the service or container that starts it to {needed}"
-        )
+        what = f"this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks"
+        remedy = f"raise the limit of the service or container that starts it to {needed}"
+        raise UserError(f"ulimit -n: {what}; {remedy}")
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -108,8 +108,7 @@ def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
 
 class _WatchedAllReduce:
     def __init__(self, monitor: Monitor, allreduce: AllReduce) -> None:
-        self.name = allreduce.name
-        self._monitor, self._allreduce = monitor, allreduce
+        self.name, self._monitor, self._allreduce = allreduce.name, monitor, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
         # Gradient 6: a message leaves; from here on its time is measured and late ranks are found.

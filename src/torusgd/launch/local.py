@@ -48,10 +48,9 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         folder.claim(job.recipe, fresh)
         # The launcher lists the images, which outlives its ranks, so that none of them has to walk through them again.
         lists = LauncherArrays()
-        summary = finished(job, lists)
-        job = replace(job, lists=tuple(lists.paths))
-        if summary is not None:
+        if (summary := finished(job, lists)) is not None:
             return RunResult(summary)
+        job = replace(job, lists=tuple(lists.paths))
         check(setup_of(job, None if entrance is not None else workers))
         return _supervise(job, workers, folder, entrance)
 

@@ -165,10 +165,9 @@ def _answer(channel: Channel) -> dict[str, Any]:
     """The first message that is not empty."""
     while True:
         channel.check_silence()
-        if connection.wait([channel.fileno()], BEAT_SECONDS):
-            for message in channel.receive():
-                if message:
-                    return message
+        is_ready = connection.wait([channel.fileno()], BEAT_SECONDS)
+        for message in filter(None, channel.receive() if is_ready else ()):
+            return message
 
 
 def _beat(channel: Channel) -> None:

@@ -140,10 +140,9 @@ class Verifier:
         while left:
             segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
-                why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
-                    "no checkpoint before them, and from the beginning only with the run's --init"
-                )  # fmt: skip
-                self._note(left.pop(0), UNKNOWN, why)
+                none = "no checkpoint before them, and from the beginning only with the run's --init"
+                later = f"no checkpoint between the difference after step {barrier} and these steps"
+                self._note(left.pop(0), UNKNOWN, later if barrier else none)
                 continue
             # {} for the beginning of the run; None: the state is gone or wrong.
             begin = self._digest(segment.start) if segment.start else {}
@@ -327,10 +326,9 @@ class Verifier:
             if recorded[each] != computed[each]:
                 both = f"{recorded[each]} in events.jsonl, {computed[each]} computed"
                 return f"equal after step {last}, and the loss of step {each} is {both}"
-        how = f"the losses of all {len(recorded)} steps between are equal" if recorded.keys() == computed.keys() else (
-            "nothing is left of the steps between"
-        )  # fmt: skip
-        return f"equal after step {last}, {how}"
+        if recorded.keys() != computed.keys():
+            return f"equal after step {last}, nothing is left of the steps between"
+        return f"equal after step {last}, the losses of all {len(recorded)} steps between are equal"
 
     def _described(self, step: int, names: Sequence[str], folder: Path) -> str:
         """What differs after a step, with by how much if the run has a checkpoint of that step."""

@@ -142,8 +142,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, silent: float) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)
-        self._connection, self.silent = connection, silent
-        self._sending = threading.Lock()
+        self._connection, self.silent, self._sending = connection, silent, threading.Lock()
         self._read, self._heard = b"", time.monotonic()
 
     def fileno(self) -> int:

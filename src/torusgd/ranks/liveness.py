@@ -224,8 +224,7 @@ class Unchanged:
 
     def __init__(self) -> None:
         self._value: object = None
-        self._looked = time.monotonic()
-        self.last = 0.0  # seconds at the last look
+        self._looked, self.last = time.monotonic(), 0.0  # `last`: seconds at the last look
 
     def seconds(self, value: object) -> float:
         now = time.monotonic()

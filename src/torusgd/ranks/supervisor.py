@@ -95,8 +95,7 @@ class Supervisor:
         self._root = serve_store()  # of the launcher, so that it outlives every rank
         self.port: int = self._root.port  # of the store, on loopback
         self.listener: Listener | None = None  # where other machines join; None: nobody does
-        self._quorum = Quorum(size)
-        self._open_attempt(0)
+        self._table = dict[int, RankEntry]()
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +168,7 @@ class Supervisor:
     def _open_attempt(self, attempt: int) -> None:
         # A prefix of its own, since addresses of dead ranks would be found under an old one.
         self._attempt, self._store = attempt, PrefixStore(keys.ATTEMPT.format(attempt=attempt), self._root)
-        self._table: dict[int, RankEntry] = {}
+        self._table = {}
         self._watch, self._over = Watch(self._store, range(self.size), self._limits), Unchanged()
         # Step of the last rank that was called in.
         self._joining_since, self._called_in_at = 0.0, -1
