@@ -39,15 +39,12 @@ def test_tune_writes_a_profile_and_bench_measures_auto_by_it_and_names_what_it_d
     assert ("torrus" in wrong.stderr, wrong.stderr.count("\n")) == (True, 1)
 
 
-WRONG = (
-    "bench allreduce --sizes 4q", "bench allreduce --grid 2by2", "bench allreduce --json /nowhere/x.json",
-    "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json",
-    "bench scaling digits --workers 1", "bench scaling digits --workers 1:2",
-)  # fmt: skip
-
-
 def test_mistakes_are_one_line_and_exit_code_2(mistake: Callable[..., None]) -> None:
-    for words in WRONG:
+    for words in (
+        "bench allreduce --sizes 4q", "bench allreduce --grid 2by2", "bench allreduce --json /nowhere/x.json",
+        "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json",
+        "bench scaling digits --workers 1", "bench scaling digits --workers 1:2",
+    ):  # fmt: skip
         mistake(*words.split(), MOST=re.compile(r"(?<=at most )\d+"))
 
 

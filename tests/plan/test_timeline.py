@@ -156,11 +156,10 @@ def test_a_measured_step_is_met_and_slow_input_coordinators_and_sharded_updates_
     assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
-RULES = [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
-
-
 @settings(max_examples=80)
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.sampled_from(RULES))
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.sampled_from([
+    Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999),
+]))  # fmt: skip
 def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buckets) -> None:
     gradients = tuple(Gradient(f"g{i}", size, i % 3 == 0, i + 1) for i, size in enumerate(sizes))
     found = cut_buckets(gradients, np.arange(1.0, len(sizes) + 1), rule, wire_bytes=2)

@@ -23,7 +23,7 @@ EACH, EXTRA = "model.batch_norm_workers=each", "stages.0.extra_pass=true"
 FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
 
 CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([GRAPHS], GPU)]
-BROKEN: list[list[str]] = [
+BROKEN: list[list[str]] = [  # overrides of digits, for each rule of recipes in their order
     ["loss_scale.initial=2.0"], ["compile=true", BLOCKS], ["compile=true", CUTOFF],
     *([BLOCKS, other] for other in ("loss=binary-cross-entropy", INEXACT, "model.freeze=[body]")),
     [BLOCKS, "data.augment.mixup=0.2"], [LOCAL, "clip_grad_norm=1.0"], [LOCAL, "optimizer={name: adamw}"],
@@ -31,8 +31,7 @@ BROKEN: list[list[str]] = [
     *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS)),
     ["data.pixels=portable", "data.decoder=nvjpeg"], [PORTABLE, "data.resize=9"],
 ]  # fmt: skip
-"""overrides of digits, for each rule of recipes in their order"""
-REFUSED: list[tuple[list[str], dict[str, Any]]] = [
+REFUSED: list[tuple[list[str], dict[str, Any]]] = [  # overrides of digits, fields of `Setup`, for each rule of runs
     ([], {"ranks": 1000}), (["runtime.grid=1x2", "runtime.allreduce=ring"], {"ranks": 2}),
     (["runtime.streams=2", "runtime.allreduce=native"], {"ranks": 2}), (["synchrony={form: stale, staleness: 2}"], {}),
     ([CUTOFF], GPU), ([LOCAL, "precision=float16"], {}), ([], {"delays": "lognormal"}),
@@ -53,7 +52,6 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
     *(([RANGE, *overrides], fields) for overrides, fields in CHANGES),
     *((overrides, {"listens": True, **fields}) for overrides, fields in CHANGES),
 ]  # fmt: skip
-"""overrides of digits and fields of `Setup`, for each rule of runs in their order"""
 
 
 def name_of(rule: Rule) -> str:

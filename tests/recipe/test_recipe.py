@@ -144,15 +144,12 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases_and_texts_have_an_end(t
     refuses("lists in lists", parse_json, "[" * 100_000, kind=ValueError)
 
 
-NO_NUMBERS = (
-    "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
-    "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
-    "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
-)  # fmt: skip
-
-
 def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interval() -> None:
-    for item in NO_NUMBERS:
+    for item in (
+        "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
+        "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
+        "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
+    ):  # fmt: skip
         key = item.partition("=")[0]
         about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
         refuses(f"no number: {item}", load_recipe, "digits", [item], about=f"recipe digits: {about}")

@@ -34,29 +34,19 @@ def option(name: str, text: str, panel: str | None = None, metavar: str | None =
 
 
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    option(
-        "--set", "Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
-        RECIPE, "KEY.PATH=VALUE",
-    ),
-]  # fmt: skip
+Overrides = Annotated[list[str] | None, option(
+    "--set", "Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
+    RECIPE, "KEY.PATH=VALUE",
+)]  # fmt: skip
 DataPath = Annotated[Path | None, option("--data", "Read the data set from this folder or file.", DATA)]
-InitialWeights = Annotated[
-    str | None,
-    option(
-        "--init",
-        "Start from these weights: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. A head "
-        "for other classes is made anew.", DATA, "FILE|timm|hf:REPO",
-    ),
-]  # fmt: skip
-JsonFile = Annotated[
-    Path | None,
-    option(
-        "--json", "Also write the result to this file, as JSON.", OUTPUT,
-        callback=lambda path: check_writable("--json", path),
-    ),
-]  # fmt: skip
+InitialWeights = Annotated[str | None, option(
+    "--init", "Start from these weights: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. "
+    "A head for other classes is made anew.", DATA, "FILE|timm|hf:REPO",
+)]  # fmt: skip
+JsonFile = Annotated[Path | None, option(
+    "--json", "Also write the result to this file, as JSON.", OUTPUT,
+    callback=lambda path: check_writable("--json", path),
+)]  # fmt: skip
 
 # The end of a flag's help, with names of rooms above the option's.
 _MORE = {

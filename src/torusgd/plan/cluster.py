@@ -149,8 +149,7 @@ class Evaluation(Section):
 
     every: Positive = 1.0  # epochs between evaluations; a recipe's own value goes before it
     seconds: NotNegative = 0.0  # seconds of an evaluation
-    norm_sums: Annotated[int, Field(ge=0)] = 0
-    """all-reduces a batch-norm layer before each evaluation, if training does not update its statistics"""
+    norm_sums: Annotated[int, Field(ge=0)] = 0  # all-reduces a batch norm before an evaluation, if steps sum none
 
 
 class Software(Section):

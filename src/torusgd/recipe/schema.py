@@ -32,8 +32,7 @@ class Outer(Section):
         return self
 
 
-SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
-"""forms in which workers hold weights of different ages: in virtual time only"""
+SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")  # of weights of many ages, in virtual time
 _MEANT_FOR_FORMS = {
     "backups": ("backup",), "count": ("cutoff",), "threshold": ("cutoff",), "warmup": ("backup", "cutoff"),
     "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),

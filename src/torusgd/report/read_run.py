@@ -74,11 +74,9 @@ def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecor
     """Reads a run's folder; `checks` are of `read_verified`, those of other runs among them."""
     status, recipe = read_status(folder), read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
-    why = ""
+    why = "" if status.state == "finished" else f"This run is not finished: {gone(status)}."
     if status.state == "running":
         why = "The run is still at work; this page shows it as far as it has come."
-    elif status.state != "finished":
-        why = f"This run is not finished: {gone(status)}."
     summary = _expected(status.reported) if status.state == "finished" else {}
     last = summary.get("records", {}).get("sha256")
     found = (each for check in checks if last and check["records_sha256"] == last for each in check["found"])
