@@ -262,7 +262,8 @@ def test_the_gpu_benchmark_first_asks_for_repeatable_products_and_keeps_parts(mo
 
 
 @pytest.mark.parametrize(("words", "listed", "code"), [
-    ("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("slow_ranks --help", 3, 0), ("nope", 20, 2), ("step nope", 3, 2),
+    ("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("slow_ranks --help", 3, 0), ("nope", 20, 2),
+    ("step nope", 3, 2),
 ])  # fmt: skip
 def test_the_list_of_benchmarks(words: str, listed: int, code: int) -> None:
     done = ran([sys.executable, "-m", "benchmarks", *words.split()], cwd=ROOT, code=code)
