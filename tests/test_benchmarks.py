@@ -45,11 +45,10 @@ def test_a_benchmark_can_be_started(command: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    ["step audit --rounds 1 --steps 1", "input node-memory --megabytes 1", "slow-ranks synchrony local --seeds 2",
-     "allreduce exact-all-reduce --elements 100 --repetitions 2", "input decode --rounds 2 --height 60 --width 80"],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [
+    "step audit --rounds 1 --steps 1", "input node-memory --megabytes 1", "slow-ranks synchrony local --seeds 2",
+    "allreduce exact-all-reduce --elements 100 --repetitions 2", "input decode --rounds 2 --height 60 --width 80",
+])  # fmt: skip
 def test_a_benchmark_leaves_its_record(command: str, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TORUSGD_RESULTS": str(tmp_path)}
     environment |= RANK_ALONE if command.startswith("allreduce") else {}
@@ -262,11 +261,10 @@ def test_the_gpu_benchmark_first_asks_for_repeatable_products_and_keeps_parts(mo
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "listed", "code"),
-    [("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("slow_ranks --help", 3, 0), ("nope", 20, 2),
-     ("step nope", 3, 2)],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "listed", "code"), [
+    ("", 20, 0), ("--help", 20, 0), ("elastic", 3, 0), ("slow_ranks --help", 3, 0), ("nope", 20, 2),
+    ("step nope", 3, 2),
+])  # fmt: skip
 def test_the_list_of_benchmarks(words: str, listed: int, code: int) -> None:
     done = ran([sys.executable, "-m", "benchmarks", *words.split()], cwd=ROOT, code=code)
     assert len(done.stdout.splitlines()) >= listed

@@ -148,17 +148,14 @@ CHANGES = {
     "narrow": ("polish=null",),
     **dict.fromkeys(("gamma 0", "gamma 1", "gamma 2", "mix"), ("data.augment={crop: shift, shift: 1, mixup: 0.8}",)),
 }
-
-
-def steps_for(mutant: str) -> int:
-    """At first no layer with more than one block has a gradient; of two steps no draw of a Beta is refused."""
-    return 8 if mutant in ("block", "gamma 2") else 2
+# At first no layer with more than one block has a gradient; of two steps no draw of a Beta is refused.
+LONGER = {"block": 8, "gamma 2": 8}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
     name, value = MUTANTS[mutant]
-    numbers, changes, steps = replace(PLAIN, **{name: value}), CHANGES.get(mutant, ()), steps_for(mutant)
+    numbers, changes, steps = replace(PLAIN, **{name: value}), CHANGES.get(mutant, ()), LONGER.get(mutant, 2)
     assert by_numpy(steps, *SHORT, *changes, numbers=numbers) != by_numpy(steps, *SHORT, *changes)
 
 
@@ -184,5 +181,5 @@ def test_one_change_in_the_package_is_found(tmp_path: Path, monkeypatch: pytest.
     for place, name, value in PLACES[mutant]:
         assert getattr(place, name) != value
         monkeypatch.setattr(place, name, value)
-    steps = steps_for(mutant)
+    steps = LONGER.get(mutant, 2)
     assert by_the_package(tmp_path, steps, *SHORT) != by_numpy(steps, *SHORT)

@@ -117,14 +117,13 @@ def test_the_ordered_gradient_of_max_pooling_is_torchs(window: int, stride: int,
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "pixels", "elements", "tensors", "gmac", "sha256"),
-    [("resnet18", 224, 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
-     ("resnet34", 224, 21_797_672, 110, 3.664, "28f9096d51307499"),
-     ("resnet50", 224, 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
-     ("resnet101", 224, 44_549_160, 314, 7.801, "02c0f34f4842751f"),
-     ("alexnet-bn", 227, 60_966_600, 21, 0.7244, "b2387d4f0faacc25")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "pixels", "elements", "tensors", "gmac", "sha256"), [
+    ("resnet18", 224, 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
+    ("resnet34", 224, 21_797_672, 110, 3.664, "28f9096d51307499"),
+    ("resnet50", 224, 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
+    ("resnet101", 224, 44_549_160, 314, 7.801, "02c0f34f4842751f"),
+    ("alexnet-bn", 227, 60_966_600, 21, 0.7244, "b2387d4f0faacc25"),
+])  # fmt: skip
 def test_parameters_cost_and_the_state_of_resnets_are_the_published_ones(name, pixels, elements, tensors, gmac, sha256):
     """The hash is of names and shapes, in torchvision's order."""
     model = on_meta(name)

@@ -20,6 +20,7 @@ from torusgd.recipe.schema import Model
 from torusgd.recipe.section import Options
 
 REASON = re.compile(r"(?<=_size\): )[^;]*")  # torch's
+MISSING: dict[str, Any] = {"INDEX": INDEX, "TORCH": torch.__version__, "PYTHONS": re.compile(r"\([^()]*\)(?=;)")}
 
 
 def build(name: str, options: Options | None = None, *, seed: int = 0) -> nn.Module:
@@ -64,8 +65,7 @@ def test_mistakes_and_a_size_that_a_network_does_not_take_are_one_line(monkeypat
     build("digits-net", {"dropout": 0})  # a whole number serves as a float
     for name in ("torchvision", "torchvision.models"):  # another test may have imported the second already
         monkeypatch.setitem(sys.modules, name, None)
-    hidden: dict[str, Any] = {"TORCH": torch.__version__, "PYTHONS": re.compile(r"\([^()]*\)(?=;)")}
-    with refused("torchvision is not installed", INDEX=INDEX, **hidden):
+    with refused("torchvision is not installed", **MISSING):
         build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
     small = ["model.options.width=8", "data.classes=20", "column_blocks=1"]
     assert model_of(load_recipe("intel-cddnn-16", small).recipe, 20) is not None
@@ -213,8 +213,7 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
         refuses(f"model {name} {options}", build, name, options, about="model.")
     monkeypatch.setitem(sys.modules, "timm", None)
-    with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
-        build("timm:net")
+    refuses("timm is not installed", build, "timm:net", **MISSING)
 
 
 @pytest.mark.timeout(120)

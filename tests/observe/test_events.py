@@ -58,12 +58,8 @@ def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [0 < each["update_seconds"] < each["step_seconds"] - each["data_seconds"] for each in steps] == [True] * 4
 
 
-LINES = [
-    *({"step": step} for step in range(1, 8)),
-    {"step": 7, "event": "evaluation"},
-    {"step": 7, "event": "polished"},
-    *({"step": step} for step in range(8, 10)),
-]
+STEPS: list[dict[str, object]] = [{"step": step} for step in range(1, 10)]
+LINES = [*STEPS[:7], {"step": 7, "event": "evaluation"}, {"step": 7, "event": "polished"}, *STEPS[7:]]
 
 
 @pytest.mark.parametrize(("step", "count"), [(0, 0), (3, 3), (7, 8), (9, 11), (99, 11)])

@@ -44,15 +44,12 @@ def test_the_settings_of_lars_reach_its_groups() -> None:
     assert (second["trust"], second["weight_decay"]) == (None, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "expected"),
-    [
-        ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
-        ({"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
-         {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES}),
-        ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "kind", "expected"), [
+    ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
+    ({"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
+     {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES}),
+    ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
+])  # fmt: skip
 def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(settings, kind: type, expected) -> None:
     model = Net()
     optimizer = build_optimizer(recipe.Optimizer(weight_decay=1e-4, **settings), model, lr=1.0)

@@ -210,11 +210,10 @@ def test_closure_and_schedulers_of_torch_work() -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["peak_lr"]) == (0.5, 1.0)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"variant": "lamb"}, {"trust": 0.0}, {"momentum": 1.0}, {"lr": -1.0}, {"weight_decay": math.nan},
-     {"variant": "caffe", "eps": 1e-9}],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [
+    {"variant": "lamb"}, {"trust": 0.0}, {"momentum": 1.0}, {"lr": -1.0}, {"weight_decay": math.nan},
+    {"variant": "caffe", "eps": 1e-9},
+])  # fmt: skip
 def test_a_users_mistake_is_named(wrong: dict[str, Any]) -> None:
     key, param = [*wrong][-1], nn.Parameter(torch.ones(1))
     refuses(f"LARS with {key} = {wrong[key]}", Lars, [param], about=f"{key} = ", **{"lr": 1.0} | wrong)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.commands import ran
@@ -38,12 +39,8 @@ def test_all_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) -
 
 def test_the_campaign_sees_a_traceback_and_a_second_line() -> None:
     tally = Tally("own")
-
-    def fails(error: Exception) -> None:
-        raise error
-
-    fed(tally, "defect", lambda: fails(KeyError("x")))
-    fed(tally, "refused", lambda: fails(Undecodable("one\nline")))
+    fed(tally, "defect", Mock(side_effect=KeyError("x")))
+    fed(tally, "refused", Mock(side_effect=Undecodable("one\nline")))
     fed(tally, "fine", lambda: None)
     assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
     assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"], ["refused", "2 lines"]]
