@@ -43,9 +43,16 @@ class Telemetry:
     """
 
     def __init__(
-        self, folder: Path, schedule: Schedule, steps: int, first_step: int, evaluated: int, about: Mapping[str, Any],
-        trackers: Trackers, is_quiet: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        schedule: Schedule,
+        steps: int,
+        first_step: int,
+        evaluated: int,
+        about: Mapping[str, Any],
+        trackers: Trackers,
+        is_quiet: bool = False,
+    ) -> None:
         self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch

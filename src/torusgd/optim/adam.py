@@ -34,9 +34,14 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, beta2=beta2, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,9 +95,15 @@ class Lamb(AdamW):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
-        weight_decay: float = 0.0, norms: Norms = layer_norms,
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        norms: Norms = layer_norms,
+    ) -> None:
         self.norms = norms
         super().__init__(params, lr, momentum, beta2, eps, weight_decay)
 

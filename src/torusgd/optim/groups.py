@@ -59,9 +59,12 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
 
 
 def build_optimizer(
-    settings: recipe.Optimizer, model: nn.Module, lr: float, blocks: Mapping[str, Sequence[Tensor]] | None = None,
+    settings: recipe.Optimizer,
+    model: nn.Module,
+    lr: float,
+    blocks: Mapping[str, Sequence[Tensor]] | None = None,
     head: Collection[str] = (),
-) -> Optimizer:  # fmt: skip
+) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters, in groups by weight decay, trust and rate factor.
 
     `lr` is the recipe's highest; each step sets its own (`set_hyperparameters`). `blocks` are column blocks, maybe

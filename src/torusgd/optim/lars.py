@@ -94,10 +94,19 @@ class Lars(Optimizer):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float | None = 0.001,
-        trust_one_dimensional: bool = False, eps: float = 0.0, variant: str = "paper", peak_lr: float | None = None,
-        foreach: bool | None = None, norms: Norms = layer_norms,
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float | None = 0.001,
+        trust_one_dimensional: bool = False,
+        eps: float = 0.0,
+        variant: str = "paper",
+        peak_lr: float | None = None,
+        foreach: bool | None = None,
+        norms: Norms = layer_norms,
+    ) -> None:
         self.norms = norms
         self.trust_one_dimensional = trust_one_dimensional
         given = (lr, momentum, weight_decay, trust, eps, variant, peak_lr, foreach)
@@ -147,10 +156,20 @@ class Lars(Optimizer):
 
 
 def lars(
-    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, lr: float,
-    momentum: float = 0.9, weight_decay: float = 0.0, trust: float | None = 0.001, eps: float = 0.0,
-    variant: str = "paper", peak_lr: float | None = None, foreach: bool | None = None, norms: Norms = layer_norms,
-) -> None:  # fmt: skip
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    trust: float | None = 0.001,
+    eps: float = 0.0,
+    variant: str = "paper",
+    peak_lr: float | None = None,
+    foreach: bool | None = None,
+    norms: Norms = layer_norms,
+) -> None:
     """One LARS step in place, on tensors of one device; arguments as of `Lars`, and buffers, at first zeros."""
     if not params:
         return
@@ -175,9 +194,16 @@ def lars(
 
 
 def layer_rates(
-    weight_norms: Tensor, grad_norms: Tensor, *, lr: float, weight_decay: float = 0.0, trust: float = 0.001,
-    eps: float = 0.0, variant: str = "paper", peak_lr: float | None = None,
-) -> Tensor:  # fmt: skip
+    weight_norms: Tensor,
+    grad_norms: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    trust: float = 0.001,
+    eps: float = 0.0,
+    variant: str = "paper",
+    peak_lr: float | None = None,
+) -> Tensor:
     """Each layer's rate, lr * ratio, float64 [layers]: NaN by a NaN norm, 0 by an infinite norm of the gradient."""
     row = VARIANTS[variant]
     denominator = grad_norms + denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr) * weight_norms

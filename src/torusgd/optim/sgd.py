@@ -75,9 +75,16 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def momentum_step(
-    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], *, lr: float, momentum: float,
-    dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
-) -> None:  # fmt: skip
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> None:
     """buffer <- momentum * buffer + (1 - dampening) * (grad + weight_decay * param); param <- param - lr * buffer.
 
     With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
