@@ -149,6 +149,7 @@ class Store:
             except Exception as error:  # of the store's library, of its library's library, of the network
                 raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error
 
+        # Whatever the store's library raised is an OSError by now.
         return retry(attempt, PAUSES, lambda error: isinstance(error, OSError) and is_transient(error))
 
 

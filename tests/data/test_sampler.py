@@ -1,7 +1,13 @@
 """The stream of samples, and of a DataLoader: nothing lost or repeated, whatever draws ahead, on any ranks."""
 
 import itertools
+import json
+import multiprocessing
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -12,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.comm.gloo_world import start_forkserver
 from tests.messages import refuses
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
@@ -244,3 +251,42 @@ WRONG: dict[str, Any] = {
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
     "one a rank at least": {"micro_batches": 2, "world_size": 3}, "rank 2 of 2": {"rank": 2, "world_size": 2},
 }  # fmt: skip
+
+
+def train_and_save(folder: Path, sleeps_at: int) -> None:
+    """Twenty steps, saved after each; sleeps for ever between one of them and its save."""
+    os.setsid()  # a group of its own, with its loaders
+    multiprocessing.set_start_method("fork", force=True)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.0)
+    sampler, saved, seen = StreamSampler(LENGTH, 6), folder / "state.json", list[int]()
+    if saved.exists():
+        state, seen = json.loads(saved.read_text()).values()
+        sampler.load_state_dict(state)
+    numbers: Any = range(LENGTH)
+    loader = DataLoader(numbers, batch_sampler=sampler, num_workers=2, persistent_workers=True)
+    while sampler.steps < 20:
+        for batch in loader:
+            seen += batch.tolist()
+            optimizer.step()
+            sampler.step()
+            if sampler.steps == sleeps_at:
+                (folder / "between").touch()
+                time.sleep(600)
+            (folder / "new.json").write_text(json.dumps({"sampler": sampler.state_dict(), "seen": seen}))
+            (folder / "new.json").replace(saved)
+            if sampler.steps == 20:
+                os._exit(0)
+
+
+def test_a_kill_between_the_optimizers_step_and_the_save(tmp_path: Path) -> None:
+    start_forkserver()
+    context = multiprocessing.get_context("forkserver")
+    first, again = (context.Process(target=train_and_save, args=(tmp_path, sleeps_at)) for sleeps_at in (11, 0))
+    first.start()
+    until(lambda: (tmp_path / "between").exists() or None, "the step before the save")
+    os.killpg(first.pid or 0, signal.SIGKILL)
+    first.join()
+    again.start()
+    again.join(240)
+    # The eleventh step's weights are lost with the process, and so it is done again: with the same samples.
+    assert json.loads((tmp_path / "state.json").read_text())["seen"] == stream(120)

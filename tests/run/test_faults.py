@@ -14,7 +14,7 @@ import pytest
 
 from tests.polling import until
 from tests.run import processes
-from tests.run.processes import RECIPE, Process, ended_well, last_step, pauses, results, run_alone, torusgd
+from tests.run.processes import RECIPE, Process, ended_well, last_step, pauses, results, run_alone, summary, torusgd
 from tests.run.slow import Slow
 from torusgd.errors import RunError
 
@@ -159,3 +159,16 @@ def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, rec
     os.close(writer)
     assert done.returncode == 1
     assert done.stderr == "torusgd: nobody reads the output any more; the last checkpoint is good\n"
+
+
+@pytest.mark.slow
+def test_fresh_begins_anew(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    run_alone(out, recipe, "rate.lr=0.7", max_steps=6)
+    (out / "notes.txt").write_text("mine")
+    process = torusgd(tmp_path, out, recipe, "--workers", "1", "--fresh", "--max-steps", "3")
+    assert process.end() == 0, process.output
+    assert (summary(out)["resumed_from"], summary(out)["steps"]) == (0, 3)
+    assert results(summary(out)) == results(run_alone(tmp_path / "undisturbed", recipe, max_steps=3))
+    assert (out / "notes.txt").read_text() == "mine"
+    shutil.rmtree(out)

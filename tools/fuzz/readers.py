@@ -32,7 +32,6 @@ READERS = {
     "launch/verification.py:_watched": "- of a run that this process has begun itself",
     "observe/events.py:PlanComparison": "plans",
     "observe/events.py:Telemetry": "- of a run that goes on: tests/launch/test_elastic.py",
-    "observe/events.py:_drop_later_events": "- of a run that goes on: tests/launch/test_elastic.py",
     "observe/events.py:_stays": "- of a run that goes on: tests/launch/test_elastic.py",
     "observe/trace.py:StepTrace": "- what torch's profiler has written for this process",
     "observe/trackers.py:Trackers": "- of a run that goes on: tests/observe/test_trackers.py",

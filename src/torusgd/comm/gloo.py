@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,8 @@ class _Sum(LaneWork):
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
         lengths = [m.high - m.low for turn in turns for m, _ in turn.adds]
-        self._scratch = iter(torch.empty(sum(lengths), dtype=tensor.dtype).split(lengths))
+        memory, ends = torch.empty(sum(lengths), dtype=tensor.dtype), accumulate(lengths, initial=0)
+        self._scratch = (memory[low:high] for low, high in pairwise(ends))
         # receives of the turns that come next
         self._posted: deque[_Received] = deque()
         for turn in turns[:AHEAD]:

@@ -111,12 +111,16 @@ def mirror(images: Pixels, mirrored: Bools) -> Pixels:
     """The images [n, channels, height, width], the chosen ones mirrored left to right."""
     if not mirrored.any():
         return images
-    images, turned = images.copy(), images[mirrored]
-    if images.shape[-1] % 8 == 0:
-        # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
-        images[mirrored] = np.ascontiguousarray(turned).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
+    turned = images if mirrored.all() else images[mirrored]
+    if images.shape[-1] % 8 != 0:
+        turned = turned[..., ::-1]
     else:
-        images[mirrored] = turned[..., ::-1]
+        # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
+        turned = np.ascontiguousarray(turned).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)
+    if mirrored.all():
+        return turned
+    images = images.copy()
+    images[mirrored] = turned
     return images
 
 

@@ -98,10 +98,9 @@ class StreamSampler(Sampler[list[int]]):
         self._order = StreamOrder(length, seed, repeats)
         self.batches = batch_size
         """as given: a number, or a function of the samples consumed"""
-        self.steps = 0
-        """trained on; `step`, `follow` and `seek` change it"""
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
+        self._steps = 0
         self._epoch_samples = length * repeats
         # The step before which the last iteration began, and that which its samples reach, once all are drawn.
         self._drawn: tuple[int, int] | None = None
@@ -116,9 +115,14 @@ class StreamSampler(Sampler[list[int]]):
         return self._world_size if self._world_size is not None else dist.get_world_size() if _is_distributed() else 1
 
     @property
+    def steps(self) -> int:
+        """Steps trained on."""
+        return self._steps
+
+    @property
     def consumed(self) -> int:
         """Samples trained on, over all ranks."""
-        return self._start(self.steps)
+        return self._start(self._steps)
 
     @property
     def epoch(self) -> int:
@@ -128,11 +132,11 @@ class StreamSampler(Sampler[list[int]]):
     @property
     def epoch_offset(self) -> int:
         """Lists of this rank from the epoch's first step to the next one: where an iteration begins, of `len`."""
-        return (self.steps - self._epoch_first(self.steps)) * len(self.positions())
+        return (self._steps - self._epoch_first(self._steps)) * len(self.positions())
 
     def step(self, count: int = 1) -> None:
         """Counts steps as trained on; every rank calls it after the optimizer's step."""
-        self.seek(self.steps + count)
+        self.seek(self._steps + count)
 
     def follow(self, optimizer: Any) -> None:
         """Counts each step of a torch optimizer from now on, of this one only.
@@ -147,7 +151,7 @@ class StreamSampler(Sampler[list[int]]):
         """Goes on after so many steps, for loops that count them themselves."""
         if steps < 0:
             raise ValueError(f"steps: must not be negative, got {steps}")
-        self.steps = steps
+        self._steps = steps
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted since libraries call it; the steps trained on decide what comes next, not this."""
@@ -158,7 +162,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def positions(self, step: int | None = None) -> list[range]:
         """This rank's micro-batches of a step (None: the present one), as positions in the stream, to key draws by."""
-        step = self.steps if step is None else step
+        step = self._steps if step is None else step
         rank, ranks = self.rank, self.world_size
         start, batch = self._start(step), self.batch(step)
         count = ranks if self._micro_batches is None else self._micro_batches
@@ -171,13 +175,15 @@ class StreamSampler(Sampler[list[int]]):
         return [range(edges[index], edges[index + 1]) for index in mine]
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._drawn is not None and self.steps in range(*self._drawn):
+        if self._drawn is not None and self._steps in range(*self._drawn):
             first, end = self._drawn
-            what = f"the samples of {end - first} steps were drawn and {self.steps - first} steps counted as trained on"
+            what = (
+                f"the samples of {end - first} steps were drawn and {self._steps - first} steps counted as trained on"
+            )
             remedy = "call step() after each step of the optimizer, or follow(optimizer) once"
             also = "no library may divide the batches between ranks again, since each rank's are its own already"
             raise RuntimeError(f"{what}: {remedy}; and {also}")
-        begin, end = self.steps, self._epoch_end(self.steps)
+        begin, end = self._steps, self._epoch_end(self._steps)
         for step in range(begin, end):
             for positions in self.positions(step):
                 yield self._order.at(positions.start, len(positions))[0].tolist()
@@ -185,7 +191,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Lists of this rank in the whole epoch that is being trained on, those before a resume included."""
-        return (self._epoch_end(self.steps) - self._epoch_first(self.steps)) * len(self.positions())
+        return (self._epoch_end(self._steps) - self._epoch_first(self._steps)) * len(self.positions())
 
     @property
     def batch_size(self) -> int:
@@ -196,7 +202,7 @@ class StreamSampler(Sampler[list[int]]):
 
     def state_dict(self) -> State:
         """Plain integers; the same on every rank, and good for any number of ranks."""
-        return {"steps": self.steps, "consumed": self.consumed, **self._identity()}
+        return {"steps": self._steps, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from a state of `state_dict`, of any number of ranks.
@@ -207,8 +213,8 @@ class StreamSampler(Sampler[list[int]]):
         for name, value in {**self._identity(), "consumed": self._start(state["steps"])}.items():
             if state[name] != value:
                 raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
-        if state["steps"] < self.steps:
-            both = f"of step {state['steps']} and step {self.steps} was loaded or trained on already"
+        if state["steps"] < self._steps:
+            both = f"of step {state['steps']} and step {self._steps} was loaded or trained on already"
             remedy = "use seek() to go back, and don't restore a loader's own state beside the sampler's"
             raise ValueError(f"the state is {both}: {remedy}")
         self.seek(state["steps"])

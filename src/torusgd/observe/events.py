@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich import box
 from rich.console import Console
@@ -33,6 +33,7 @@ PLAIN_SECONDS = 5.0
 WIDE = 150
 # Fraction of the images from which on the line says how many are left out.
 _LEFT_OUT_FROM = 0.005
+_BLOCK = 1 << 12
 
 
 class Telemetry:
@@ -43,24 +44,17 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        schedule: Schedule,
-        steps: int,
-        first_step: int,
-        evaluated: int,
-        about: Mapping[str, Any],
-        trackers: Trackers,
-        is_quiet: bool = False,
-    ) -> None:
+        self, folder: Path, schedule: Schedule, steps: int, first_step: int, evaluated: int, about: Mapping[str, Any],
+        trackers: Trackers, is_quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
-        path = folder / "events.jsonl"
-        self._last = _drop_later_events(path, first_step, evaluated)
+        self._path = folder / "events.jsonl"
+        _drop_later_events(self._path, first_step, evaluated)
         self._trackers = trackers
-        trackers.catch_up(path)
-        self._file = LineFile(path)
+        trackers.catch_up(self._path)
+        self._file = LineFile(self._path)
         self.status = StatusFile(folder, about)
         self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
@@ -100,8 +94,10 @@ class Telemetry:
         self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  {evaluation}  {seconds:.1f} s")
 
     def complete(self, event: Mapping[str, Any]) -> None:
-        """Writes the last event of a run whose rank 0 was lost, before any other, unless that rank has written it."""
-        written = json.loads(self._last or "{}")
+        """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""
+        with self._path.open("rb") as file:
+            last = _line_before(file, file.seek(0, os.SEEK_END))
+        written = json.loads(last) if last else {}
         if (written.get("step"), written.get("event")) != (event["step"], event.get("event")):
             self._write(event)
 
@@ -198,15 +194,25 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _drop_later_events(path: Path, first_step: int, evaluated: int) -> bytes:
-    """Returns the last line that stays; empty: none."""
+def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
     if not path.exists():
-        return b""
-    lines = path.read_bytes().splitlines(keepends=True)
-    while lines and not _stays(lines[-1], first_step, evaluated):  # events stand in the order of their steps
-        lines.pop()
-    os.truncate(path, sum(map(len, lines)))
-    return lines[-1] if lines else b""
+        return
+    # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end and not _stays(line := _line_before(file, end), first_step, evaluated):
+            end -= len(line)
+        file.truncate(end)
+
+
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """The line that ends at `end`, with its line feed if it has one."""
+    begin, found = end, b""
+    while begin and b"\n" not in found[:-1]:
+        begin = max(0, begin - _BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin)
+    return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
 
 
 def _stays(line: bytes, first_step: int, evaluated: int) -> bool:

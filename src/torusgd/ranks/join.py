@@ -356,7 +356,8 @@ class JoinedNode:
 
     def lose(self, why: str) -> None:
         """All its ranks count as lost."""
-        self.gone, ranks = why, [*self.ranks.values()]
+        self.gone = why  # before they are listed: `start` adds its ranks first, and then looks here
+        ranks = [*self.ranks.values()]
         for rank in ranks:
             rank.note(-SIGKILL, f"was lost with its machine: {why}")
         for rank in ranks:  # now that all have ended: whoever wakes finds them all, and the others go on once

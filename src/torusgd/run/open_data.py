@@ -47,7 +47,8 @@ class MappedArrays:
     """A `Once` of a rank alone, which maps what its launcher, or another rank, has made; it makes the rest."""
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
-        self.paths, self._left = tuple(paths), iter(paths)
+        self.paths = tuple(paths)
+        self._left = iter(self.paths)
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
         with suppress(OSError, StopIteration):

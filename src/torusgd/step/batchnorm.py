@@ -48,6 +48,7 @@ class BatchNormStatistics:
             for key in _RUNNING:
                 running.append(layer.get_buffer(key).float())
                 momenta.append(torch.full_like(layer.get_buffer(key), layer.momentum))
+        for layer in self.layers.values():  # once all are known to be usable
             layer.momentum = 1.0
         self.running, self.momenta = torch.cat(running), torch.cat(momenta)
         # The layers' buffers are views of one flat scratch tensor: with momentum 1 a pass leaves its statistics there.

@@ -60,7 +60,11 @@ class ControlMessage:
         self.message = self._memory  # int64, what was sent, then summed: limbs (statistics, loss), counts, sections
         # Of the message that was sent last, the length of each section.
         self._words: dict[str, int] = {}
-        self.counts = Counts()  # anew for each step's passes, also when they are repeated
+        self.counts = Counts()
+
+    def clear(self) -> None:
+        """Begins the passes of a step, also when they are repeated."""
+        self.counts = Counts()
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""

@@ -298,5 +298,6 @@ def _at(turns: Sequence[int], workers: Sequence[int]) -> list[int]:
 
 
 def _keyed_sum(seed: int, step: int, hashes: Mapping[int, int]) -> int:
+    # Each hash times an odd key of its virtual worker and the step.
     keys = keyed_hash(AUDIT, seed, step, _KEY, np.array([*hashes], dtype=np.int64)) | np.uint64(1)
     return sum(key * value for key, value in zip(keys.tolist(), hashes.values(), strict=True))

@@ -136,6 +136,7 @@ class StepWindow:
         self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF)
         self._deletes, self._workers = group.rank == 0, virtual_workers
 
+    # Counts from 0; every rank calls it for the same steps.
     def begin(self, step: int, limit: Limit) -> None:
         self._step, self._limit, self._is_counted = step, limit, limit.count < self._workers
         self._began, self._is_closed = time.perf_counter(), False

@@ -23,7 +23,7 @@ from ..gradients.update import Update
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..synchrony.limits import Limit
-from .control_vector import ControlMessage, ControlVector, Counts
+from .control_vector import ControlMessage, ControlVector
 from .deadlines import PassThread, StepDeadline, arrived
 from .forward_backward import ForwardBackward, blank
 from .images import ImageReader
@@ -171,7 +171,7 @@ class TrainStep:
         if self.pass_thread is not None:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
-        self.control.counts = Counts()
+        self.control.clear()
         own = [worker for worker in view.membership.mine if worker in entry.workers]
         work: OwnShare | StealingShare = OwnShare(own) if self.stealing is None else self.stealing(view.membership)
         own_done = sent = None
@@ -239,7 +239,7 @@ class TrainStep:
         # The passes run in a thread of their own: while it is late, or asleep, this rank sends zeros.
         assert self.pass_thread is not None, "only a recipe that leaves out late work has steps that time decides"
         step, membership = view.step, view.membership
-        self.control.counts = Counts()
+        self.control.clear()
         finished = [0] * self.recipe.virtual_workers
         self.update.wait_weights()
 
@@ -260,7 +260,7 @@ class TrainStep:
                     watcher.with_batch(step.index, passed.worker, passed.batch)
                 self.control.counts.replaced += passed.batch.replaced
         except (OSError, RunError) as error:
-            self.images.error = error
+            self.images.note(error)
             self.control.counts.failed = 1
         self.reducer.begin_worker(last=True)
         sent = self._send(view, _FINISHED, finished)

@@ -170,7 +170,7 @@ def join_columns(arrived: Sequence[tuple[ActivationBlock, Tensor]]) -> dict[int,
     found = defaultdict[int, list[Tensor]](list)
     for block, values in sorted(arrived, key=lambda each: each[0]):  # by virtual worker, then by block
         found[block.owner].append(values)
-    return {owner: torch.cat(runs, dim=1) for owner, runs in found.items()}
+    return {owner: runs[0] if len(runs) == 1 else torch.cat(runs, dim=1) for owner, runs in found.items()}
 
 
 def sum_addends(arrived: Sequence[tuple[ActivationBlock, Tensor]]) -> ActivationBlocks:
