@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 
 def command(*arguments: object) -> list[str]:
@@ -11,17 +11,9 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "torusgd", *map(str, arguments)]
 
 
-def ran(
-    words: Sequence[object],
-    *,
-    code: int | None = 0,
-    cwd: Path | None = None,
-    timeout: float = 240,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
+def ran(words: Sequence[object], *, code: int | None = 0, **options: Any) -> subprocess.CompletedProcess[str]:
     """A command that has ended with an exit code (None: with any); else what it printed is the test's failure."""
-    done = subprocess.run(
-        [*map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    options = {"timeout": 240, **options}
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, **options)
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return done

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,13 +16,13 @@ class FaultyServer(ThreadingHTTPServer):
     """Answers requests, some of which go wrong, every so many one.
 
     Args:
-        handler: Answers a request.
+        handler: Makes what answers a request.
         every: How many of the requests that may fail there are for one that goes wrong so: http_500, cut, slow, stale.
     """
 
     daemon_threads = True
 
-    def __init__(self, handler: type["FaultyHandler"], every: dict[str, int]) -> None:
+    def __init__(self, handler: Callable[..., "FaultyHandler"], every: dict[str, int]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
         self.every, self.lock = every, threading.Lock()
         self.requests, self.faults = 0, Counter[str]()
@@ -31,14 +31,6 @@ class FaultyServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
-
-    def fault(self) -> str:
-        """What goes wrong with the next request; empty: nothing."""
-        with self.lock:
-            self.requests += 1
-            found = next((kind for kind, every in self.every.items() if self.requests % every == 0), "")
-            self.faults[found] += 1
-            return found
 
     @contextmanager
     def at_work(self) -> Iterator[Self]:
@@ -60,8 +52,12 @@ class FaultyHandler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def fault(self) -> str:
-        """What goes wrong with this request; the pause of a slow one is over already."""
-        found = self.server.fault()
+        """What goes wrong with this request, empty: nothing; the pause of a slow one is over already."""
+        server = self.server
+        with server.lock:
+            server.requests += 1
+            found = next((kind for kind, every in server.every.items() if server.requests % every == 0), "")
+            server.faults[found] += 1
         if found == "slow":
             time.sleep(0.5)
         return found
@@ -79,18 +75,13 @@ class FaultyHandler(BaseHTTPRequestHandler):
         if is_cut:
             self.close_connection = True
 
-    def answer_json(
-        self, code: int, tree: object, headers: dict[str, str] | None = None, *, is_cut: bool = False
-    ) -> None:
+    def answer_json(self, code: int, tree: object, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
         data = b"" if code == 204 else json.dumps(tree).encode()
         self.answer(code, data, {"Content-Type": "application/json", **(headers or {})}, is_cut)
 
 
-class _Files(SimpleHTTPRequestHandler):
+class _Files(FaultyHandler, SimpleHTTPRequestHandler):
     """A web server that gives parts of files, as those of the net do and Python's own does not."""
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         file = Path(self.translate_path(self.path))
@@ -99,17 +90,11 @@ class _Files(SimpleHTTPRequestHandler):
             return
         begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         data = file.read_bytes()[begin : end + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}")
-        self.end_headers()
-        self.wfile.write(data)
+        self.answer(206, data, {"Content-Range": f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}"})
 
 
 @contextmanager
 def file_server(folder: Path) -> Iterator[str]:
     """The address of a web server at work with the files of a folder."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=folder)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with FaultyServer(partial(_Files, directory=folder), {}).at_work() as server:
+        yield server.url

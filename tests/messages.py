@@ -8,10 +8,11 @@ After a change of sentences, `TORUSGD_WRITE_MESSAGES=1 pytest -n 0 PATHS` writes
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -50,10 +51,15 @@ def assert_sentence(name: str, about: str, text: str, hidden: Mapping[str, objec
 
 
 @contextmanager
-def refused(
-    name: str, about: str = "", kind: type[Exception] = UserError, **hidden: object
-) -> Iterator[pytest.ExceptionInfo[Exception]]:
+def refused(name: str, about="", kind=UserError, **hidden: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expects an error whose sentence is that of its name; `hidden` as in `assert_sentence`."""
     with pytest.raises(kind) as caught:
         yield caught
     assert_sentence(name, about, str(caught.value), hidden)
+
+
+def refuses(name: str, call: Callable[..., object], /, *arguments: Any, about="", kind=UserError, **words: Any) -> None:
+    """Expects `refused` of one call; words in capitals are its `hidden`, all others the call's."""
+    hidden = {word: found for word, found in words.items() if word.isupper()}
+    with refused(name, about, kind, **hidden):
+        call(*arguments, **{word: value for word, value in words.items() if word not in hidden})

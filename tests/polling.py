@@ -11,13 +11,9 @@ T = TypeVar("T")
 
 
 def until(
-    check: Callable[[], T | None],
-    what: str,
-    process: "Process | None" = None,
-    timeout: float = 240,
-    pause: float = 0.01,
-    state: Callable[[], object] = lambda: "",
-) -> T:
+    check: Callable[[], T | None], what: str, process: "Process | None" = None, timeout: float = 240,
+    pause: float = 0.01, state: Callable[[], object] = lambda: "",
+) -> T:  # fmt: skip
     """What `check` gives once that is true; AssertionError after `timeout` seconds, or if the process ends before.
 
     `state` is shown if it takes too long.

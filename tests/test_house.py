@@ -2,7 +2,6 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from importlinter.cli import lint_imports
 import torusgd
 
 SOURCE = Path(torusgd.__file__).parent
-ROOT = Path(__file__).parents[1]
 
 LARGEST_FILE = 600
 LARGEST_ROOM = 0.15  # of the package's lines
@@ -32,30 +30,8 @@ def sources() -> dict[str, str]:
     return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def lines_of(source: str) -> int:
-    """Lines that are no comments: a comment never makes a room too large."""
-    return sum(not line.lstrip().startswith("#") for line in source.splitlines())
-
-
-def functions_of(source: str) -> Iterator[tuple[str, int]]:
-    """Each function's name and the lines of its body, its docstring included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.body[0].lineno + 1
-
-
-def own_imports(source: str) -> set[tuple[int, str]]:
-    """The modules of this package that a file imports, wherever in the file."""
-    found: set[tuple[int, str]] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            found |= {(node.level, node.module)} if node.module else {(node.level, each.name) for each in node.names}
-    return found
-
-
 def test_imports_run_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # for the contract in pyproject.toml
+    monkeypatch.chdir(Path(__file__).parents[1])  # for the contract in pyproject.toml
     # import-linter would silence the loggers of all other tests of this process.
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     assert lint_imports(no_cache=True, is_debug_mode=False, show_timings=False) == 0
@@ -83,11 +59,14 @@ def test_no_two_rooms_have_a_file_of_one_name() -> None:
 def test_rooms_files_and_functions_are_of_a_readable_size() -> None:
     rooms: dict[str, int] = defaultdict(int)
     for file, source in sources().items():
-        rooms[file.partition("/")[0]] += lines_of(source)
-    total = sum(rooms.values())
-    assert not {room: lines for room, lines in rooms.items() if lines > LARGEST_ROOM * total}
-    assert not {file: lines for file, source in sources().items() if (lines := len(source.splitlines())) > LARGEST_FILE}
-    long = [(file, *found) for file, source in sources().items() for found in functions_of(source)]
-    assert not [each for each in long if each[2] > LONGEST_BODY]
-    wide = {file: len(found) for file, source in sources().items() if len(found := own_imports(source)) > MOST_IMPORTS}
-    assert not wide
+        lines, imported = source.splitlines(), set()
+        assert len(lines) <= LARGEST_FILE, file
+        rooms[file.partition("/")[0]] += sum(not line.lstrip().startswith("#") for line in lines)  # no comments
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.body[0].lineno < LONGEST_BODY, (file, node.name)
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                names = [node.module] if node.module else [each.name for each in node.names]
+                imported |= {(node.level, name) for name in names}
+        assert len(imported) <= MOST_IMPORTS, file
+    assert not {room: lines for room, lines in rooms.items() if lines > LARGEST_ROOM * sum(rooms.values())}

@@ -16,7 +16,7 @@ from tests.data.pictures import folder_data, picture
 from tests.data.tables import table, write_parquet
 from tests.data.tars import write_indexed
 from tests.hub_server import COMMITS, Hub
-from tests.messages import LIBRARY, refused
+from tests.messages import LIBRARY, refused, refuses
 from tests.run.runs import sets, train
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
@@ -79,8 +79,7 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
     assert isinstance(train, TableImages)
     assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]
-    assert len(held_out) == 6
-    assert describe(name)[0] == "hf:garden/flowers: data.source parquet, 3 channels"
+    assert (len(held_out), describe(name)[0]) == (6, "hf:garden/flowers: data.source parquet, 3 channels")
     assert str(pinned(name)) == f"hf:garden/flowers@{first}"
     assert not list(tmp_path.rglob("flowers.py")), "no code is fetched"
     second = push_flowers(hub, tmp_path / "set")
@@ -113,8 +112,7 @@ def test_a_cache_serves_without_a_net(hub: Hub, tmp_path: Path, monkeypatch: pyt
     with refused("a data set of the hub without a net", REASON=re.compile("(?<=trees: ).*(?=; )")):
         pinned(Path("hf:garden/trees"))
     next(file for file in (tmp_path / "hub").rglob("snapshots/*/data/test*")).unlink()
-    with refused("a data set of the hub of which a file is gone", REASON=re.compile("(?<=flowers: ).*(?=; )")):
-        pinned(name)
+    refuses("a data set of the hub of which a file is gone", pinned, name, REASON=re.compile("(?<=flowers: ).*(?=; )"))
 
 
 def test_mistakes_are_one_line(hub: Hub, tmp_path: Path) -> None:
@@ -123,8 +121,7 @@ def test_mistakes_are_one_line(hub: Hub, tmp_path: Path) -> None:
     hub.push("datasets/garden/gated", {})
     hub.gated.add("datasets/garden/gated")
     for name in ("nothing", "gated", "flowers@v9", "by-hand"):
-        with refused(f"data info of hf:garden/{name}", REASON=LIBRARY):
-            describe(Path(f"hf:garden/{name}"))
+        refuses(f"data info of hf:garden/{name}", describe, Path(f"hf:garden/{name}"), REASON=LIBRARY)
     with refused("a data set of the hub with another source", "--data hf:garden/flowers: "):
         open_sources(folder_data(), Path("hf:garden/flowers"), 0)
 
@@ -139,17 +136,14 @@ def test_a_data_set_without_images_or_with_several_sets(hub: Hub, tmp_path: Path
             (sets / name / split).mkdir(parents=True)
             pq.write_table(made, sets / name / split / "0000.parquet")
     hub.push("datasets/garden/text", files_of(sets / "text"))
-    with refused("a data set of the hub without images", TMP=tmp_path):
-        describe(Path("hf:garden/text"))
+    refuses("a data set of the hub without images", describe, Path("hf:garden/text"), TMP=tmp_path)
     hub.push("datasets/garden/sets", files_of(sets))
     data = folder_data(source="parquet")
-    with refused("a data set of the hub with several sets", TMP=tmp_path):
-        open_sources(data, Path("hf:garden/sets"), 0)
+    refuses("a data set of the hub with several sets", open_sources, data, Path("hf:garden/sets"), 0, TMP=tmp_path)
     chosen = data.model_copy(update={"options": {"subset": "small"}})
     assert len(open_sources(chosen, Path("hf:garden/sets"), 0)[0]) == 2
     wrong = data.model_copy(update={"options": {"subset": "smal"}})
-    with refused("a data set of the hub without that set", TMP=tmp_path):
-        open_sources(wrong, Path("hf:garden/sets"), 0)
+    refuses("a data set of the hub without that set", open_sources, wrong, Path("hf:garden/sets"), 0, TMP=tmp_path)
 
 
 def test_tar_shards_by_url(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +173,7 @@ def test_weights_to_begin_with(use: Any, tmp_path: Path) -> None:
         hub.every = {}
         with refused("weights of the hub without a file", "--init hf:garden/empty: "):
             read_initial("hf:garden/empty", recipe)
-    with refused("weights of the hub without a name", "--init "):
-        check_initial("hf:a b", recipe)
+    refuses("weights of the hub without a name", check_initial, "hf:a b", recipe, about="--init ")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def test_lines_are_appended_behind_what_stays(tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "deleted": lambda path: path.unlink(),
+    "deleted": Path.unlink,
     "moved": lambda path: path.rename(path.with_name("y")),
     "its folder deleted": lambda path: shutil.rmtree(path.parent),
     "replaced": lambda path: (path.rename(path.with_name("y")), path.write_text("one\n")),

@@ -11,8 +11,7 @@ from torusgd.runtime import resolve_auto
 @pytest.mark.parametrize(("initial", "end"), [(2.0**20, MOST_SCALE), (2.0**30, 2.0**30)])
 def test_the_loss_scale_is_bounded(initial: float, end: float) -> None:
     changes = ["precision=float16", f"loss_scale={{initial: {initial}, growth_interval: 1}}"]
-    recipe = resolve_auto(load_recipe("digits", changes).recipe, "cpu")
-    precision = Precision(recipe, torch.device("cpu"))
+    precision = Precision(resolve_auto(load_recipe("digits", changes).recipe, "cpu"), torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.zeros(1))
     for _ in range(200):  # gradients of zero never overflow
         parameter.grad = torch.zeros(1)

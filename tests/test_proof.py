@@ -36,13 +36,8 @@ def test_every_look_at_the_held_out_images_is_of_a_result_and_the_only_one_of_it
         assert line["date"] >= result["date"]
     known = proof.Known()
     needed = {(arm.sha256, seed) for _, arm, seed, is_final in proof.needed(known) if is_final}
-    counted = {
-        (arm.sha256, seed)
-        for claim in CLAIMS
-        for arm in (known.chosen(claim.on), known.chosen(claim.off))
-        if arm is not None
-        for seed in range(claim.seeds)
-    }
+    chosen = [(known.chosen(side), claim.seeds) for claim in CLAIMS for side in (claim.on, claim.off)]
+    counted = {(arm.sha256, seed) for arm, seeds in chosen if arm is not None for seed in range(seeds)}
     assert {(line["recipe"], line["seed"]) for line in looks} <= needed | counted, "not of a trial that was not taken"
 
 
@@ -53,10 +48,8 @@ def test_what_a_claim_compares_differs_and_leaves_the_held_out_images_alone() ->
         for arm in arms:
             data = load_recipe(arm.recipe, arm.changes).recipe.data
             assert data.train_images is None, "full size"
-            if data.source == "mnist":
-                assert data.validation_images == 5000
-            else:
-                assert data.options.get("of", "validation") == "validation"
+            of_training = data.validation_images == 5000
+            assert of_training if data.source == "mnist" else data.options.get("of", "validation") == "validation"
 
 
 def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() -> None:
@@ -64,8 +57,7 @@ def test_the_harder_set_is_the_same_everywhere_and_no_picture_is_in_two_parts() 
     assert not set(found["train"].tolist()) & set(found["validation"].tolist())
     members = quartets.drawn("train", found["train"], 15_000)
     assert hashlib.sha256(members.astype("<i8").tobytes()).hexdigest()[:16] == "c64c38da65182efa"
-    images = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1)
-    pictures = Images(images, np.array([0, 1, 1]), ("a", "b"))
+    pictures = Images(np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2, 1), np.array([0, 1, 1]), ("a", "b"))
     made = quartets.Quartets(pictures, np.array([[0, 1, 2, 1]]))
     assert made.labels.tolist() == [1]
     assert made.read(0)[..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 4, 5], [10, 11, 6, 7]]
@@ -80,16 +72,11 @@ def test_a_key_is_of_what_is_computed() -> None:
 
 def test_verdicts_are_by_the_interval() -> None:
     assert resolved([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
-    least = Criterion(0.5)
-    assert least.verdict([1.0, 1.1, 0.9]) == "held"
-    assert least.verdict([0.0, 0.1, -0.1]) == "refuted"
-    assert least.verdict([0.0, 1.0, 2.0]) == "not resolved"
-    assert least.verdict([9.0]) == "not resolved", "one pair has no interval"
-    assert equal(0.4).verdict([0.1, -0.1, 0.0]) == "held"
-    assert equal(0.4).verdict([1.1, 0.9, 1.0]) == "refuted"
-    assert equal(0.4).verdict([-1.0, 0.9, 0.0]) == "not resolved"
-    assert Criterion().verdict([0.1, 0.11, 0.12]) == "reported"
-    assert Criterion().verdict([-0.1, 0.1]) == "not resolved"
+    found = [Criterion(0.5).verdict(each) for each in ([1.0, 1.1, 0.9], [0.0, 0.1, -0.1], [0.0, 1.0, 2.0], [9.0])]
+    assert found == ["held", "refuted", "not resolved", "not resolved"], "one pair has no interval"
+    found = [equal(0.4).verdict(each) for each in ([0.1, -0.1, 0.0], [1.1, 0.9, 1.0], [-1.0, 0.9, 0.0])]
+    assert found == ["held", "refuted", "not resolved"]
+    assert [Criterion().verdict(each) for each in ([0.1, 0.11, 0.12], [-0.1, 0.1])] == ["reported", "not resolved"]
 
 
 @pytest.fixture
@@ -101,16 +88,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(*entries: tuple[Arm, int, str, dict[str, Any]]) -> str:
-    told = [
-        {**dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)), **more}
+    return "".join(
+        json.dumps(dict(zip(KEY, (arm.sha256, seed, machine, "t", "p"), strict=True)) | more) + "\n"
         for arm, seed, machine, more in entries
-    ]
-    return "".join(json.dumps(each) + "\n" for each in told)
+    )
 
 
-def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_validation_images(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_are_of_one_seed_and_machine_choices_by_validation(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = rates(TINY, 0.5, 1.0)
     claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(0.5), "nobody", seeds=2)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
@@ -118,27 +102,18 @@ def test_pairs_are_of_one_seed_on_one_machine_and_a_choice_is_made_by_the_valida
     played = ((arm, 0, "a", {"validation": top1, "core_seconds": 1800.0}) for arm, top1 in ((slow, 0.8), (fast, 0.9)))
     (files / "runs.jsonl").write_text(lines(*played))
     known = proof.Known()
-    assert known.chosen(claim.off) == fast
-    assert known.core_hours() == 1.0
+    assert (known.chosen(claim.off), known.core_hours()) == (fast, 1.0)
     assert {arm for _, arm, _, _ in proof.left(known)} == {TINY, fast}, "a choice holds on other machines too"
-    (files / "looks.jsonl").write_text(
-        lines(
-            (TINY, 0, "a", {"top1": 0.9}),
-            (fast, 0, "a", {"top1": 0.88}),
-            (TINY, 1, "a", {"top1": 0.9}),
-            (fast, 1, "b", {"top1": 0.5}),
-        )
-    )
-    pairs = proof.Known().pairs(TINY, fast)
-    assert pairs == {(("a", "t"), 0): (90.0, 88.0)}
+    looked = ((TINY, 0, "a", 0.9), (fast, 0, "a", 0.88), (TINY, 1, "a", 0.9), (fast, 1, "b", 0.5))
+    looks = [(arm, seed, machine, {"top1": top1}) for arm, seed, machine, top1 in looked]
+    (files / "looks.jsonl").write_text(lines(*looks))
+    assert proof.Known().pairs(TINY, fast) == {(("a", "t"), 0): (90.0, 88.0)}
     (row,) = proof.rows(proof.Known())
     assert row.endswith("| +2.00 |  | at least +0.5 | 1 | a | not resolved: 1 of 2 pairs |")
     assert "| off | 1 | 90.00 | taken |" in proof.choices()
 
 
-def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smallest_batchs_noise_scale_predicts_images_of_all(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other, large = TINY.but("rate.lr=0.5"), TINY.but("rate.lr=0.7")
     claims = [
         Claim("x", Side("LARS", (on,)), Side("SGD", (other,)), Criterion(), "nobody", batch=batch)
@@ -148,15 +123,11 @@ def test_the_noise_scale_of_the_smallest_batch_predicts_the_images_of_the_others
     told = [(arm, 0, "a", {"validation": 0.9, "core_seconds": 1.0, "noise_scale": 200.0}) for arm in (TINY, large)]
     (files / "runs.jsonl").write_text(lines(*told))
     (files / "looks.jsonl").write_text(lines((TINY, 0, "a", {"top1": 0.9}), (large, 0, "a", {"top1": 0.8})))
-    assert proof.noise().splitlines()[2:] == [
-        "| 100 | 90.00 | 200 | 1.50 |  |  |  |",
-        "| 400 | 80.00 | 200 | 3.00 |  |  |  |",
-    ]
+    expected = ["| 100 | 90.00 | 200 | 1.50 |  |  |  |", "| 400 | 80.00 | 200 | 3.00 |  |  |  |"]
+    assert proof.noise().splitlines()[2:] == expected
 
 
-def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_take_different_trainings_and_wait_for_a_choice(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = rates(TINY, 0.5, 1.0)
     claim = Claim("x", Side("on", (TINY,)), Side("off", (slow, fast)), Criterion(), "nobody", seeds=2)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
@@ -164,11 +135,8 @@ def test_jobs_beside_each_other_take_different_trainings_and_wait_for_a_choice(
     while task := proof.next_task(proof.Known(), at):
         at.add(task[1:3])
     assert at == {(slow, 0), (fast, 0), (TINY, 0), (TINY, 1)}, "not yet the other seed of a choice"
-    machine = TINY.key(0)[2:]
-    told = [
-        {**dict(zip(KEY, (arm.sha256, 0, *machine), strict=True)), "validation": top1, "core_seconds": 1.0}
-        for arm, top1 in ((slow, 0.8), (fast, 0.9))
-    ]
+    told = [{"validation": top1, "core_seconds": 1.0} | dict(zip(KEY, arm.key(0), strict=True))
+            for arm, top1 in ((slow, 0.8), (fast, 0.9))]  # fmt: skip
     (files / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
     assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1)}) == (claim, fast, 0, True)
     assert proof.next_task(proof.Known(), {(TINY, 0), (TINY, 1), (fast, 0)}) == (claim, fast, 1, True)
@@ -194,7 +162,7 @@ def test_a_job_that_is_ended_ends_its_training_and_counts_its_time(tmp_path: Pat
         f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(50)"
     )
     job = (
-        f"from benchmarks.accuracy import proof, runs; import sys; proof._exit_by_sigterm(); "
+        f"from benchmarks.accuracy import runs; import sys; "
         f"code, _, seconds = runs.ended([sys.executable, '-c', {burn!r}], 1); print(code, seconds >= 0.5)"
     )
     root = Path(__file__).parents[1]
@@ -214,7 +182,6 @@ def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.Mo
     assert runs.go_on(TINY, 0, None, files / "out", minutes=2)
     runs.look(TINY, 0, None, files / "out")
     (result,), (look,) = read(files / "runs.jsonl"), read(files / "looks.jsonl")
-    assert result["images"] == 50
-    assert look["images"] == 360
+    assert (result["images"], look["images"]) == (50, 360)
     assert result["core_seconds"] > 0
     assert [arm for _, arm, _, _ in proof.left(proof.Known())] == list(claim.off.arms)

@@ -35,17 +35,13 @@ def test_freed_memory_stays_for_the_next_step_unless_the_environment_tunes_the_a
     assert pages_taken_again(MALLOC_TOP_PAD_="131072") > 4 * (64 << 20) // (2 << 20)
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision"),
-    [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16"), ((10, 0), "bfloat16")],
-)
-def test_auto_takes_the_16_bit_type_of_the_tensor_cores(monkeypatch, capability, precision):
+@pytest.mark.parametrize(("capability", "wanted"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((10, 0), "bfloat16")])
+def test_auto_takes_the_16_bit_type_of_the_tensor_cores(monkeypatch, capability, wanted):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # so says torch of emulation too
-    recipe = load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe
-    resolved = runtime.resolve_auto(recipe, "cuda")
-    assert (resolved.precision, resolved.memory_format) == (precision, "channels_last")
+    resolved = runtime.resolve_auto(load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe, "cuda")
+    assert (resolved.precision, resolved.memory_format) == (wanted, "channels_last")
     # What was measured on a GPU with this torch goes before.
     monkeypatch.setattr(runtime, "_FASTEST_ON_GPU", {("NVIDIA H200", "2.15.0"): "float16"})
     assert runtime.precision_of_gpu("NVIDIA H200", (9, 0), "2.15.0+cu132") == "float16"
@@ -63,15 +59,13 @@ def test_auto_on_the_gpu_at_hand():
 @pytest.mark.parametrize("reduction", ["exact", "float32"])
 def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
     """What CUDA is set to needs no GPU."""
-    recipe = load_recipe("digits", [f"reduction={reduction}"]).recipe
-    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        torch.backends.cudnn.benchmark = True
-        runtime.prepare_process(recipe, torch.device("cuda"))
+        runtime.prepare_process(load_recipe("digits", [f"reduction={reduction}"]).recipe, torch.device("cuda"))
         assert not torch.backends.cudnn.benchmark
         assert torch.are_deterministic_algorithms_enabled() == (reduction == "exact")
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = before

@@ -1,9 +1,8 @@
 """Signals that ask for a stop, as a process of its own gets them."""
 
+import os
 import re
 import sys
-
-import pytest
 
 from tests.commands import ran
 
@@ -23,7 +22,6 @@ except Stopped as stop:
     print(stop.number)
 """
 
-
 LASTING = """
 import threading, time
 from torusgd.signals import leave_within
@@ -33,11 +31,8 @@ leave_within(0.1, 3)
 """
 
 
-def test_a_process_that_a_thread_keeps_after_its_work_ends_with_its_code_and_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "2")
-    kept = ran([sys.executable, "-c", LASTING], code=3)
+def test_a_process_that_a_thread_keeps_after_its_work_ends_with_its_code_and_a_line() -> None:
+    kept = ran([sys.executable, "-c", LASTING], code=3, env=os.environ | {"RANK": "2"})
     assert re.fullmatch(r"torusgd: rank 2 on \S+ ends only now, 0.1 s after its work was done\n", kept.stderr)
 
 

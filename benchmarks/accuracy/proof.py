@@ -17,7 +17,6 @@ Needs: Fashion-MNIST; 16 core-hours in all, in pieces of any length.
 
 import math
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -150,13 +149,15 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
     flying: dict[Future[bool], tuple[Arm, int]] = {}
 
     def end_jobs(*_: Any) -> None:
+        nonlocal end
+        end = -math.inf
         for job in active_children():
             job.terminate()
 
-    # So that no training goes on alone, its processor time uncounted; the first job that ends so ends the run.
+    # So that no training goes on alone, its processor time uncounted.
     signal.signal(signal.SIGTERM, end_jobs)
     # A process for each job, since the processor time of a training is that of the process's children.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _exit_by_sigterm) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _ignore_sigterm) as pool:
         while True:
             task = None if time.monotonic() >= end or len(flying) == jobs else next_task(Known(), set(flying.values()))
             if task is not None:
@@ -173,8 +174,8 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
     show_plan(Known())
 
 
-def _exit_by_sigterm() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while a job waits for work; `ended` has its own
 
 
 def next_task(known: Known, flying: set[tuple[Arm, int]]) -> Task | None:

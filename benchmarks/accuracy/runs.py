@@ -137,23 +137,32 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
 def ended(words: Sequence[str], minutes: float) -> tuple[int, str, float]:
     """Exit code, errors and processor time of a command with all its processes.
 
-    It gets SIGTERM after `minutes`, or when this process is interrupted or told to exit.
+    It gets SIGTERM after `minutes`, and whenever this process gets it.
     """
     # Ranks are of a fork server, which outlives the command that started it: it comes to this process then, and its
     # time counts here once it has ended.
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), list[subprocess.Popen[str]]()
+
+    def end(*_: Any) -> None:
+        for each in started:
+            each.terminate()  # writes a checkpoint first; the same command goes on from there
+
+    outer = signal.signal(signal.SIGTERM, end)
     with subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
     ) as process:
+        started.append(process)
         try:
             _, errors = process.communicate(timeout=60 * minutes)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
-            process.terminate()  # writes a checkpoint first; the same command goes on from there
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            end()
             _, errors = process.communicate()
         except BaseException:
-            process.terminate()
+            end()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, outer)
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-process.pid, 0)

@@ -60,9 +60,9 @@ def be_a_rank(images: list[int], parallel: list[int], repetitions: int) -> None:
     for repetition in range(repetitions + 1):
         for n, m, take in cases:
             dist.barrier()
-            sent, span = interface_bytes()["tun0"].sent, clock.span(take)
+            sent, span = interface_bytes()["tun0"], clock.span(take)
             dist.barrier()
-            sent_by_all = torch.tensor([interface_bytes()["tun0"].sent - sent])
+            sent_by_all = torch.tensor([interface_bytes()["tun0"] - sent])
             dist.all_reduce(sent_by_all)
             taken = clock.elapsed([span])[0]
             if repetition:  # the first one also measures the gradients' scales

@@ -167,7 +167,7 @@ def main() -> None:
         try:
             torusgd()
         finally:
-            print(interface_bytes()["tun0"].sent, flush=True)
+            print(interface_bytes()["tun0"], flush=True)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["pauses", "slow-link"])
     with tempfile.TemporaryDirectory() as folder:

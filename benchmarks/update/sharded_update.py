@@ -173,10 +173,10 @@ def be_a_rank(width: int, runs: int, adam: bool, only: str | None) -> None:
         for turn in range(runs + 1):
             for name, made in ready.items():
                 dist.barrier()
-                sent, span = interface_bytes()["tun0"].sent, clock.span(partial(whole_run, made))
+                sent, span = interface_bytes()["tun0"], clock.span(partial(whole_run, made))
                 dist.barrier()
                 taken = clock.elapsed([span])[0]
-                sent_a_step, state = largest((interface_bytes()["tun0"].sent - sent) / STEPS, made.state())
+                sent_a_step, state = largest((interface_bytes()["tun0"] - sent) / STEPS, made.state())
                 milliseconds = [1e3 * each / STEPS for each in (taken.seconds, taken.skew + taken.bound)]
                 found = [milliseconds[0], sent_a_step, state, milliseconds[1]]
                 if turn:  # DDP lays out its buckets anew after the first step

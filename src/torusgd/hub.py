@@ -60,8 +60,7 @@ def hub_name(text: Path | str | None) -> Name | None:
 
 def weight_file(name: Name, flag: str) -> Path:
     """The model.safetensors of a repository, in the hub's cache; its folder has the name of the commit."""
-    hub = _hub(flag)
-    download = partial(hub.hf_hub_download, name.repository, _WEIGHTS, revision=name.revision or None)
+    download = partial(_hub(flag).hf_hub_download, name.repository, _WEIGHTS, revision=name.revision or None)
     return Path(_patiently(download, flag, f"{_WEIGHTS} of {name}"))
 
 
@@ -69,9 +68,8 @@ def table_folder(path: Path) -> Path:
     """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, by its commit."""
     name = hub_name(path)
     assert name is not None, "called only for a name of the hub"
-    hub = _hub("--data")
     which = {"repo_type": "dataset", "revision": name.revision or None, "allow_patterns": [_TABLES]}
-    download = partial(hub.snapshot_download, name.repository, **which)
+    download = partial(_hub("--data").snapshot_download, name.repository, **which)
     folder = Path(_patiently(download, "--data", f"the data set {name}"))
     if not any(folder.rglob(_TABLES)):
         raise UserError(

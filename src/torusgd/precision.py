@@ -34,8 +34,7 @@ class Precision:
         self.memory_format = _FORMATS[recipe.memory_format]
         self._device = device
         self.is_scaling = recipe.precision == "float16"
-        self._is_portable = recipe.precision == "portable"
-        self._interval = recipe.loss_scale.growth_interval
+        self._recipe = recipe
         self.loss_scale = recipe.loss_scale.initial if self.is_scaling else 1.0
         self.accepted_in_a_row = 0
 
@@ -46,7 +45,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of a forward pass, in a thread that is inside of `arithmetic_of` the recipe."""
-        if self._is_portable and not is_portable():
+        if self._recipe.precision == "portable" and not is_portable():
             raise RunError(
                 "precision = portable: a pass outside of portable arithmetic; its bits would be the machine's"
             )
@@ -55,8 +54,7 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.loss_scale)
         self.grow()
 
     def grow(self) -> None:
@@ -64,7 +62,7 @@ class Precision:
         if not self.is_scaling:
             return
         self.accepted_in_a_row += 1
-        if self.accepted_in_a_row == self._interval:
+        if self.accepted_in_a_row == self._recipe.loss_scale.growth_interval:
             self.loss_scale = max(self.loss_scale, min(2.0 * self.loss_scale, MOST_SCALE))
             self.accepted_in_a_row = 0
 

@@ -21,9 +21,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
 # Compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type.
 _BFLOAT16_FROM = (8, 0)
-# Most bytes of a freed block that stays in the process.
-_LARGEST = 1 << 30
-_NEVER = -1
 
 
 def ranks_are_given() -> bool:
@@ -104,8 +101,8 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # neither musl nor macOS has it
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
-        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, 1 << 30)  # most bytes of a freed block that stays in the process
+        mallopt(_TRIM_THRESHOLD, -1)  # never
 
 
 def loader_threads(device: torch.device) -> int:

@@ -27,8 +27,6 @@ EXIT_BASE = 128
 EXIT_AGAIN = 75
 REPEAT_SECONDS = 3.0
 
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-
 
 def exit_code(number: int) -> int:
     """The exit code of a process that a stop signal ended.
@@ -50,7 +48,7 @@ def how_it_ended(code: int) -> str:
 
 
 def stop_after(seconds: float) -> None:
-    _send_after(seconds, OUT_OF_TIME)
+    _after(seconds, os.kill, os.getpid(), OUT_OF_TIME)
 
 
 def leave_within(seconds: float, code: int = 0) -> threading.Timer:
@@ -66,10 +64,6 @@ def leave_within(seconds: float, code: int = 0) -> threading.Timer:
         os._exit(code)
 
     return _after(seconds, leave)
-
-
-def _send_after(seconds: float, number: int) -> None:
-    _after(seconds, os.kill, os.getpid(), number)
 
 
 def _after(seconds: float, call: Callable[..., object], *arguments: object) -> threading.Timer:
@@ -92,7 +86,7 @@ def raise_on_stop(again: float = 5.0) -> None:
 
     def stop(number: int, frame: FrameType | None) -> None:
         # Some modules catch every exception while they are imported, and the stop with it.
-        _send_after(again, number)
+        _after(again, os.kill, os.getpid(), number)
         raise Stopped(number)
 
     _take(stop)
@@ -202,7 +196,7 @@ def remove_empty_cache() -> None:
             os.rmdir(cache)
 
 
-def _take(handler: Handler) -> None:
+def _take(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in STOP_SIGNALS:
         # nohup has SIGHUP ignored, and so it stays.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:

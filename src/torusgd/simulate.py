@@ -60,6 +60,8 @@ class Passes:
         self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
         self._model = model_of(recipe, len(train.source.classes))
         self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
+        for layer in self._norms:
+            layer.momentum = None  # a plain average over the passes of `error`; those of gradients read none
         self._parameters = list(self._model.parameters())
         self.initial = parameters_to_vector(self._parameters).detach().clone()
         known = min(_CHUNK * _STATISTICS, len(train.source))
@@ -73,8 +75,7 @@ class Passes:
         vector_to_parameters(weights, self._parameters)  # views of the vector, through which nothing writes
         self._model.train()
         seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
-        logits = self._model(batch.images)
-        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
+        loss = F.cross_entropy(self._model(batch.images), batch.targets, label_smoothing=self._recipe.label_smoothing)
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self._parameters)])
 
     @torch.no_grad()
@@ -84,14 +85,10 @@ class Passes:
         self._model.train()
         # Workers see different images with different weights, so there are no running statistics that were theirs all:
         # batch norm takes those of fixed training images with the weights that are judged.
-        momenta = [layer.momentum for layer in self._norms]
         for layer in self._norms:
             layer.reset_running_stats()
-            layer.momentum = None  # a plain average over the passes that follow
         for images in self._known.images.split(_CHUNK):
             self._model(images)
-        for layer, momentum in zip(self._norms, momenta, strict=True):
-            layer.momentum = momentum
         self._model.eval()
         found = torch.cat([self._model(images).argmax(dim=1) for images in self._held_out.images.split(_CHUNK)])
         return float((found != self._held_out.targets).double().mean())
@@ -162,10 +159,15 @@ def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
         yield Moment(time, gradients, weights.clone)
 
 
-def leaving_out(workers: Workers, limits: Limits) -> Iterator[Moment]:
+def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     """Synchronous steps that take the mean over the workers that finish before a step is closed."""
+    most, number, warmup = workers.count, form.count_of(workers.count), form.warmup
+    if isinstance(number, int) and not 0 < number <= most:
+        there = f"there are {most} workers; wait for 1 to {most} of them"
+        raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
+    limits = Limits(each_alone(most), workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
+    steps = VirtualSteps(limits, most, workers.delays, workers.compute)
     weights = workers.passes.initial.clone()
-    steps = VirtualSteps(limits, workers.count, workers.delays, workers.compute)
     time, gradients = 0.0, 0
     for step in count():
         taken = steps.at(step)
@@ -278,13 +280,9 @@ OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()
 _BY_TIMES = {"predicted": 20, "learned": LEAST_LEARNED}
 # Of the text of a form the key of a recipe's `synchrony` that its value stands for.
 _KEYS: dict[str, tuple[str, type]] = {
-    "backup": ("backups", int),
-    "cutoff": ("count", int),
-    "local": ("local_steps", int),
-    "diloco": ("local_steps", int),
-    "gossip": ("probability", float),
-    "elastic": ("pull_every", int),
-}
+    "backup": ("backups", int), "cutoff": ("count", int), "local": ("local_steps", int),
+    "diloco": ("local_steps", int), "gossip": ("probability", float), "elastic": ("pull_every", int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -358,11 +356,9 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
     """What a recipe's `synchrony` does with workers."""
     staleness = form.staleness or 0
     rules = {
-        "synchronous": Barrier(0),
-        "stale": Barrier(staleness),
-        "sampled": Barrier(staleness, form.sample or 0),
+        "synchronous": Barrier(0), "stale": Barrier(staleness), "sampled": Barrier(staleness, form.sample or 0),
         "asynchronous": Barrier(math.inf),
-    }
+    }  # fmt: skip
     if form.form in rules:
         return partial(barrier, rule=rules[form.form])
     if form.probability is not None:
@@ -371,17 +367,7 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
         return partial(elastic, every=form.pull_every, beta=ELASTIC_BETA)
     if form.local_steps is not None:
         return partial(local, steps=form.local_steps, outer=form.outer)
-
-    def leave_out(workers: Workers) -> Iterator[Moment]:
-        count, most, warmup = form.count_of(workers.count), workers.count, form.warmup
-        if isinstance(count, int) and not 0 < count <= most:
-            there = f"there are {most} workers; wait for 1 to {most} of them"
-            raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
-        alone = each_alone(most)
-        limits = Limits(alone, workers.seed, count=count, threshold=form.threshold, warmup=warmup, warm=warmup)
-        return leaving_out(workers, limits)
-
-    return leave_out
+    return partial(leaving_out, form=form)
 
 
 def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:

@@ -17,10 +17,8 @@ _SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has
 _SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
 # Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
-    "s3": "fsspec s3fs (the extra s3)",
-    "gs": "gcsfs (the extra gcs)",
-    "hf": "huggingface_hub (the extra huggingface)",
-}
+    "s3": "fsspec s3fs (the extra s3)", "gs": "gcsfs (the extra gcs)", "hf": "huggingface_hub (the extra huggingface)",
+}  # fmt: skip
 
 T = TypeVar("T")
 
@@ -138,23 +136,21 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
-        # Whatever the store's library raised is an OSError by now.
-        return retry(
-            lambda: self._as_os_error(name, call), PAUSES, lambda e: isinstance(e, OSError) and is_transient(e)
-        )
+        def attempt() -> T:
+            try:
+                return call()
+            except FileExistsError:
+                raise
+            except (FileNotFoundError, PermissionError) as error:
+                # fsspec reports a web server that can't be reached as one that lacks the file.
+                if isinstance(error.__cause__, OSError):
+                    raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
+                raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
+            except Exception as error:  # of the store's library, of its library's library, of the network
+                raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error
 
-    def _as_os_error(self, name: str, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except FileExistsError:
-            raise
-        except (FileNotFoundError, PermissionError) as error:
-            # fsspec reports a web server that can't be reached as one that lacks the file.
-            if isinstance(error.__cause__, OSError):
-                raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
-            raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
-        except Exception as error:  # of the store's library, of its library's library, of the network
-            raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error
+        # Whatever the store's library raised is an OSError by now.
+        return retry(attempt, PAUSES, lambda error: isinstance(error, OSError) and is_transient(error))
 
 
 def _line(error: BaseException) -> str:

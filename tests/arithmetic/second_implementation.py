@@ -36,7 +36,7 @@ def horner(x: Array, terms: tuple[float, ...]) -> Array:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Every number of the document's arithmetic; the numbers of a run are `second_training.Numbers`."""
+    """Every number of the document's arithmetic; `second_training.Numbers` has those of a run too."""
 
     largest: int = 16256
     rne: Callable[[Array], Array] = np.rint
@@ -95,8 +95,7 @@ class Arithmetic:
             for x in range(w.shape[3]):
                 part = np.tensordot(gradients, weights[:, :, y, x], (1, 0)).transpose(0, 3, 1, 2)
                 total[:, :, y:, x:][:, :, rows, columns][:, :, ::stride, ::stride] += part
-        inside = total[:, :, padding : padding + size, padding : padding + size]
-        return (inside * of_channel * of_image).astype(f32)
+        return (total[:, :, padding : padding + size, padding : padding + size] * of_channel * of_image).astype(f32)
 
     def weight_gradient(self, g: Array, x: Array, kernel: int, stride: int, padding: int) -> Array:
         gradients, of_output = self.integers(g, self.of_gradient_channel)
@@ -108,8 +107,7 @@ class Arithmetic:
 
     def gridsum(self, x: Array, axes: tuple[int, ...]) -> Array:
         """float64; each term is at most 2**24 steps of the grid, so that the sum of up to 2**29 of them is exact."""
-        amax = np.abs(x).max(axis=axes, keepdims=True)
-        exponent = np.maximum(np.frexp(amax)[1], -126)
+        exponent = np.maximum(np.frexp(np.abs(x).max(axis=axes, keepdims=True))[1], -126)
         c = np.ldexp(f32(1.5), exponent + 23 - self.grid_bits).astype(f32)
         return ((x + c) - c).astype(f64).sum(axis=axes)
 
@@ -198,20 +196,20 @@ class Arithmetic:
         return float(1 / (1 + self.exp64(np.array(second - first))))
 
     def _log_gamma(self, alpha: float, *words: int) -> float:
-        third, nine, half = self.gamma
+        (third, nine, half), attempt = self.gamma, 0
 
         def draw(*more: int) -> float:
             return (float(self.keyed_hash(self.draw_word, *words, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
 
         d = (alpha if alpha >= 1 else alpha + 1) - third
-        c, attempt, is_taken, v = 1 / math.sqrt(nine * d), 0, False, 0.0
-        while not is_taken:
+        c = 1 / math.sqrt(nine * d)
+        while True:
             attempt += 1
             z = float(self.erfinv(np.array([2 * draw(attempt, 0) - 1]))[0]) * self.root_2
             root = 1 + c * z
             v = root * root * root
-            is_taken = v > 0 and self._log(draw(attempt, 1)) < half * z * z + d - d * v + d * self._log(v)
-        return self._log(d * v) + (0.0 if alpha >= 1 else self._log(draw(0, 2)) / alpha)
+            if v > 0 and self._log(draw(attempt, 1)) < half * z * z + d - d * v + d * self._log(v):
+                return self._log(d * v) + (0.0 if alpha >= 1 else self._log(draw(0, 2)) / alpha)
 
     def _log(self, x: float) -> float:
         return float(self.log64(np.array([x]))[0])
@@ -219,26 +217,17 @@ class Arithmetic:
     # Exact sums
 
     def exact_sum(self, values: list[Array], top: int, limbs: int) -> Array:
-        """float64, of arrays of one shape: exact, read from limbs of 40 bits."""
+        """float64, of arrays of one shape: in units of 2**lowest, towards zero, and read from limbs of 40 bits."""
         lowest = top - 40 * (limbs - 1)
-        flat = [value.astype(f64).ravel() for value in values]
-        found = [self._read(sum(truncated(x[i], lowest) for x in flat), lowest, limbs) for i in range(len(flat[0]))]
+        columns = zip(*(value.astype(f64).ravel().tolist() for value in values), strict=True)
+        found = [self._read(sum(int(math.ldexp(x, -lowest)) for x in each), lowest, limbs) for each in columns]
         return np.array(found).reshape(values[0].shape)
 
     def _read(self, total: int, lowest: int, limbs: int) -> float:
-        digits = []
-        for _ in range(limbs - 1):
-            total, digit = divmod(total, 2**40)
-            digits.append(digit)
-        result = 0.0
-        for number, digit in enumerate([total, *reversed(digits)]):
-            result += float(digit) * 2.0 ** (lowest + 40 * (limbs - 1 - number))
+        result = float(total >> 40 * (limbs - 1)) * 2.0 ** (lowest + 40 * (limbs - 1))
+        for number in reversed(range(limbs - 1)):
+            result += float(total >> 40 * number & 2**40 - 1) * 2.0 ** (lowest + 40 * number)
         return result
-
-
-def truncated(x: float, lowest: int) -> int:
-    """x in units of 2**lowest, towards zero."""
-    return int(math.ldexp(float(x), -lowest))
 
 
 def wide(values: Array) -> Array:
@@ -248,5 +237,4 @@ def wide(values: Array) -> Array:
 def windows_of(x: Array, kernel: int, stride: int, padding: int) -> Array:
     """[N, H', W', C, kernel, kernel] of images [N, C, H, W]."""
     padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
-    found = sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride]
-    return found.transpose(0, 2, 3, 1, 4, 5)
+    return sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride].transpose(0, 2, 3, 1, 4, 5)

@@ -6,12 +6,12 @@ From docs/methods/portable-arithmetic.md alone, like it; it imports nothing of t
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -21,10 +21,9 @@ Recipe = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What the document fixes beside the arithmetic and the recipe."""
+class Numbers(Arithmetic):
+    """The arithmetic, and what else the document fixes beside the recipe."""
 
-    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     order: int = 1
     augment: int = 2
     dropout: int = 3
@@ -52,27 +51,21 @@ def read_recipe(file: Path, *changes: str) -> dict[str, Any]:
 
 @cache
 def table_of_digits() -> Array:
-    package = find_spec("sklearn")
-    assert package is not None
-    assert package.submodule_search_locations
-    file = Path(package.submodule_search_locations[0], "datasets/data/digits.csv.gz")
-    return np.loadtxt(file, delimiter=",", dtype=np.int64)
+    return np.loadtxt(str(files("sklearn") / "datasets/data/digits.csv.gz"), delimiter=",", dtype=np.int64)
 
 
 def digits(numbers: Numbers) -> tuple[Array, Array]:
     """The training images, uint8 [1437, 1, 8, 8], and their labels."""
     table = table_of_digits()
-    images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    order = np.argsort(numbers.arithmetic.keyed_hash(numbers.split, 0, np.arange(len(table))), kind="stable")
+    order = np.argsort(numbers.keyed_hash(numbers.split, 0, np.arange(len(table))), kind="stable")
     chosen = np.sort(order[numbers.held_out :])
-    return images[chosen], table[chosen, -1]
+    return np.rint(table[chosen, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8), table[chosen, -1]
 
 
 # The schedule
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     start: int
     images: int
     lr: float
@@ -113,7 +106,6 @@ def _samples(duration: str, epoch: int) -> float:
 
 # The network
 
-
 LAYERS = {  # of each convolution its batch norm, outputs, inputs, kernel, stride, padding
     "conv1": ("bn1", 16, 1, 3, 1, 1),
     "blocks.0.conv1": ("blocks.0.bn1", 16, 16, 3, 1, 1),
@@ -126,17 +118,16 @@ CLASSES = 10
 
 
 def initial_weights(numbers: Numbers, recipe: Recipe) -> dict[str, Array]:
-    a = numbers.arithmetic
-    twister = a.twister(int(a.keyed_hash(numbers.initial, recipe["seed"])))
+    twister = numbers.twister(int(numbers.keyed_hash(numbers.initial, recipe["seed"])))
     for _ in range(len(LAYERS) + 2):  # PyTorch's own initial weights, and the bias, which are drawn and not used
-        a.draws(twister, (1,))
+        numbers.draws(twister, (1,))
     w: dict[str, Array] = {}
     for name, (norm, outputs, inputs, kernel, _, _) in LAYERS.items():
         std = math.sqrt(2.0) / math.sqrt(outputs * kernel * kernel)
-        w[f"{name}.weight"] = a.normal(twister, (outputs, inputs, kernel, kernel), std)
+        w[f"{name}.weight"] = numbers.normal(twister, (outputs, inputs, kernel, kernel), std)
         is_zero = recipe["model"]["options"]["zero_gamma"] and norm.endswith("bn2")
         w[f"{norm}.weight"], w[f"{norm}.bias"] = np.full(outputs, 0 if is_zero else 1, f32), np.zeros(outputs, f32)
-    w["fc.weight"], w["fc.bias"] = a.normal(twister, (CLASSES, 32), 0.01), np.zeros(CLASSES, f32)
+    w["fc.weight"], w["fc.bias"] = numbers.normal(twister, (CLASSES, 32), 0.01), np.zeros(CLASSES, f32)
     return w
 
 
@@ -145,10 +136,8 @@ class Pass:
 
     def __init__(self, a: Arithmetic, w: dict[str, Array], images: Array) -> None:
         self.a, self.w = a, w
-        self.inputs: dict[str, Array] = {}
-        self.saved: dict[str, tuple[Array, ...]] = {}
-        self.statistics: dict[str, tuple[Array, ...]] = {}
-        self.gradients: dict[str, Array] = {}
+        self.inputs, self.gradients = dict[str, Array](), dict[str, Array]()
+        self.saved, self.statistics = dict[str, tuple[Array, ...]](), dict[str, tuple[Array, ...]]()
         self.x0 = relu(self._layer("conv1", images))
         self.y0 = relu(self._layer("blocks.0.conv1", self.x0))
         self.x1 = relu(self._layer("blocks.0.conv2", self.y0) + self.x0)
@@ -224,18 +213,15 @@ class Training:
     """A run of the recipe; `step` takes the next step, `sha256` hashes what the run would leave now."""
 
     def __init__(self, recipe: Recipe, numbers: Numbers | None = None) -> None:
-        self.recipe, self.numbers = recipe, numbers or Numbers()
-        self.a = self.numbers.arithmetic
-        count = recipe["data"].get("train_images")
-        self.pixels, self.labels = (each[:count] for each in digits(self.numbers))
+        self.recipe, self.a = recipe, numbers or Numbers()
+        self.pixels, self.labels = (each[: recipe["data"].get("train_images")] for each in digits(self.a))
         self.schedule = schedule(recipe, len(self.labels))
-        self.w = initial_weights(self.numbers, recipe)
+        self.w = initial_weights(self.a, recipe)
         self.momentum = {name: np.zeros_like(each) for name, each in self.w.items()}
         norms = {norm: outputs for norm, outputs, *_ in LAYERS.values()}
         self.running = {norm: (np.zeros(n, f32), np.ones(n, f32)) for norm, n in norms.items()}
         self.bounds: dict[str, float] | None = None
-        self.orders: dict[int, Array] = {}
-        self.steps = 0
+        self.orders, self.steps = dict[int, Array](), 0
 
     def step(self) -> None:
         mean = None
@@ -249,7 +235,7 @@ class Training:
         for norm, before in self.running.items():
             batch = [p.statistics[norm] for p in passes]
             both = [[m for m, _, _ in batch], [(total / max(n - 1, 1)).astype(f32) for _, total, n in batch]]
-            new = [(self.a.exact_sum(each, *self.numbers.narrow) / len(passes)).astype(f32) for each in both]
+            new = [(self.a.exact_sum(each, *self.a.narrow) / len(passes)).astype(f32) for each in both]
             m, rest = f32(0.1), f32(1) - f32(0.1)
             self.running[norm] = (before[0] * rest + m * new[0], before[1] * rest + m * new[1])
         self.steps += 1
@@ -258,7 +244,7 @@ class Training:
         step, recipe, passes = self.schedule[self.steps], self.recipe, []
         for worker in range(recipe["virtual_workers"]):
             indices, images, mixed = self._images(step.start + worker * step.images, step.images)
-            seed = int(self.a.keyed_hash(self.numbers.dropout, recipe["seed"], self.steps, worker)) >> 1
+            seed = int(self.a.keyed_hash(self.a.dropout, recipe["seed"], self.steps, worker)) >> 1
             share = recipe["model"]["options"]["dropout"]
             factors = self.a.dropped(self.a.twister(seed), (step.images, 32), share)
             found = Pass(self.a, self.w, images)
@@ -268,25 +254,23 @@ class Training:
 
     def _images(self, start: int, count: int) -> tuple[Array, Array, Array | None]:
         """Of positions of the stream indices, normalised images, and by mixup the weight of each one's own pixels."""
-        numbers, seed, shift = self.numbers, self.recipe["seed"], self.recipe["data"]["augment"]["shift"]
+        seed, shift = self.recipe["seed"], self.recipe["data"]["augment"]["shift"]
         epochs, places = np.divmod(np.arange(start, start + count), len(self.labels))
         indices = np.array([self._permutation(int(e))[p] for e, p in zip(epochs, places, strict=True)])
         moves = np.stack([
-            np.floor(self.a.uniform(numbers.augment, seed, epochs, indices, n) * (2 * shift + 1)) for n in (1, 2)
+            np.floor(self.a.uniform(self.a.augment, seed, epochs, indices, n) * (2 * shift + 1)) for n in (1, 2)
         ]).astype(np.int64)  # fmt: skip
         padded = np.pad(self.pixels[indices], ((0, 0), (0, 0), (shift, shift), (shift, shift)))
         rows = [image[:, down : down + 8, right : right + 8] for image, down, right in zip(padded, *moves, strict=True)]
         images, alpha = self._normalised(np.stack(rows)), self.recipe["data"]["augment"].get("mixup", 0.0)
         if not alpha:
             return indices, images, None
-        shares = np.array([self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)]).astype(
-            f32
-        )
+        shares = np.array([self._share(alpha, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)], f32)
         own = shares.reshape(-1, 1, 1, 1)
         return indices, images * own + images[::-1] * (f32(1) - own), shares
 
     def _share(self, alpha: float, epoch: int, index: int) -> float:
-        words, power = (self.numbers.mix, self.recipe["seed"], epoch, index), round(1 / alpha)
+        words, power = (self.a.mix, self.recipe["seed"], epoch, index), round(1 / alpha)
         if alpha > 1 or abs(power - 1 / alpha) > 1e-9:
             return self.a.beta(alpha, *words)
         draws = self.a.uniform(*words, np.arange(3, 67))
@@ -300,7 +284,7 @@ class Training:
 
     def _permutation(self, epoch: int) -> Array:
         if epoch not in self.orders:
-            words = (self.numbers.order, self.recipe["seed"], epoch, np.arange(len(self.labels)))
+            words = (self.a.order, self.recipe["seed"], epoch, np.arange(len(self.labels)))
             self.orders[epoch] = np.argsort(self.a.keyed_hash(*words), kind="stable")
         return self.orders[epoch]
 
@@ -311,17 +295,17 @@ class Training:
     def _mean_gradient(self, passes: list[Pass]) -> dict[str, Array] | None:
         """None if a sum may have left its range: then the bounds are measured, and the passes are repeated."""
         assert self.bounds is not None
-        count, found, after = len(passes), {}, {}
+        count, found, after, most = len(passes), {}, {}, self.a.most
         largest = max(self.bounds.values())
         unit = 2.0 ** (count.bit_length() + 1)
         for name, bound in self.bounds.items():
             filled = max(bound, 2.0**-150) if bound > 0 else largest if largest > 0 else 1.0
-            exponent = math.frexp(self.numbers.most / (self.numbers.headroom * filled))[1] - 1
+            exponent = math.frexp(most / (self.a.headroom * filled))[1] - 1
             scale = 2.0 ** min(max(exponent, -100), 100)
             gradients = [p.gradients[name] for p in passes]
             total = np.sum([self.a.rne(g * f32(scale)).astype(np.int64) for g in gradients], axis=0)
             units = int(sum(math.ceil(np.abs(g).max() * f32(scale / unit)) for g in gradients))
-            if units * unit > self.numbers.most:
+            if units * unit > most:
                 self.bounds = None
                 return None
             found[name] = total.astype(f32) * f32(1 / (scale * count))
@@ -345,7 +329,7 @@ class Training:
     def _norm(self, x: Array) -> float:
         """By blocks."""
         flat = x.ravel()
-        blocks = [flat[n : n + self.numbers.block] for n in range(0, len(flat), self.numbers.block)]
+        blocks = [flat[n : n + self.a.block] for n in range(0, len(flat), self.a.block)]
         squares = [float(np.sqrt(self.a.gridsum(block * block, (0,))).astype(f32)) ** 2 for block in blocks]
         while len(squares) > 1:
             squares += [0.0] * (len(squares) % 2)
@@ -362,7 +346,7 @@ class Training:
             parts = [(m.astype(f64), (total / n).astype(f32).astype(f64), n) for m, total, n in batch]
             terms = ([m * n for m, _, n in parts], [m * m * n for m, _, n in parts], [v * n for _, v, n in parts])
             count = sum(int(n) for *_, n in parts)
-            mean, square, variance = (self.a.exact_sum(each, *self.numbers.full) / count for each in terms)
+            mean, square, variance = (self.a.exact_sum(each, *self.a.full) / count for each in terms)
             found[norm] = (mean.astype(f32), (variance + np.maximum(square - mean * mean, 0)).astype(f32))
         return found
 

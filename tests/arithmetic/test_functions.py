@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from torusgd.arithmetic import functions
-from torusgd.arithmetic.reductions import grid_sum, square_root
+from torusgd.arithmetic.reductions import square_root
 
 
 def float32_of_all_kinds(count: int = 300_000) -> Tensor:
-    bits = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32)
-    values = bits.view(np.float32)
+    values = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
     ordinary = (np.random.default_rng(2).standard_normal(count) * 4).astype(np.float32)
     return torch.from_numpy(np.concatenate([values[np.isfinite(values)], ordinary]))
 
@@ -49,16 +48,10 @@ def test_sine_cosine_and_square_roots() -> None:
     assert np.array_equal(square_root(x).numpy(), np.sqrt(x.numpy())), "correctly rounded"
 
 
-def test_layouts_and_blocks_change_no_bit_and_sums_have_no_order() -> None:
+def test_layouts_and_blocks_change_no_bit() -> None:
     x = torch.randn(4, 30, 20, 17, generator=torch.Generator().manual_seed(1))
     rows = torch.cat([functions.exp(part) for part in x.reshape(-1).split(1000)])
     last = functions.exp(x.contiguous(memory_format=torch.channels_last))
     assert torch.equal(functions.exp(x).reshape(-1), rows)
     assert torch.equal(last.reshape(-1), rows)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    x = torch.randn(5, 10_000, generator=torch.Generator().manual_seed(2)) * 1e3
-    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(3))
-    total = grid_sum(x, (1,))
-    assert torch.equal(total, grid_sum(x[:, order], (1,)))
-    assert torch.equal(total, grid_sum(x.t().contiguous(), (0,)))
-    assert ((total - x.double().sum(1)).abs() < 1e4 * 2.0**-10).all()  # half a unit of the grid each

@@ -18,23 +18,17 @@ from torusgd.arithmetic.methods import order_of_preference
 # Of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only.
 GOLDEN = "31247c0ebc40597fc70344a9e26d9977e06a93e267cc0ad78f5e7ec19bbf26cc"
 FAR = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "MKL_CBWR": "COMPATIBLE",
-    "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3",
-    "OMP_NUM_THREADS": "3",
-}
+    "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE",
+    "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3", "OMP_NUM_THREADS": "3",
+}  # fmt: skip
 # torch refuses a capability that the processor lacks.
 CAPABILITIES = ["default", *(name for name in ("avx2", "avx512") if name in Path("/proc/cpuinfo").read_text())]
-SETTINGS: list[dict[str, str]] = [
-    {},
-    *({"ATEN_CPU_CAPABILITY": value} for value in CAPABILITIES),
-    *({"ONEDNN_MAX_CPU_ISA": value} for value in ("SSE41", "AVX", "AVX2", "AVX512_CORE")),
-    *({"MKL_ENABLE_INSTRUCTIONS": value} for value in ("SSE4_2", "AVX", "AVX2")),
-    *({"MKL_CBWR": value} for value in ("COMPATIBLE", "SSE4_2", "AVX2")),
-    *({"OMP_NUM_THREADS": str(count)} for count in (1, 2, 3, 4)),
-    FAR,
-]
+VALUES = {
+    "ATEN_CPU_CAPABILITY": CAPABILITIES, "ONEDNN_MAX_CPU_ISA": ["SSE41", "AVX", "AVX2", "AVX512_CORE"],
+    "MKL_ENABLE_INSTRUCTIONS": ["SSE4_2", "AVX", "AVX2"], "MKL_CBWR": ["COMPATIBLE", "SSE4_2", "AVX2"],
+    "OMP_NUM_THREADS": ["1", "2", "3", "4"],
+}  # fmt: skip
+SETTINGS: list[dict[str, str]] = [{}, *({name: each} for name, values in VALUES.items() for each in values), FAR]
 
 
 def run(settings: dict[str, str], *words: str) -> str:
@@ -86,8 +80,7 @@ def test_threads_that_take_denormals_for_zero_are_refused() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_has_the_golden_hash_by_every_method(method: str) -> None:
     """Where it has the method: one that is inexact on this device leaves none, which is an error."""
-    device = torch.device("cuda")
-    if method not in order_of_preference(device, torch.get_num_threads()):
+    if method not in order_of_preference(torch.device("cuda"), torch.get_num_threads()):
         pytest.skip(f"no {method} on this device")
     assert train(portable([method]), device="cuda") == GOLDEN
 

@@ -14,15 +14,11 @@ from typing import Any
 import pytest
 from tests.commands import command, ran
 from tests.data.tars import write_shards
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
 from torusgd.weights import load_weights
-
-Run = Callable[..., tuple[int, str, str]]
-Mistake = Callable[..., None]
-
 
 NO_COMMAND_CAN_MEAN = [
     *("train digits --out=", "train digits --out ftp://host/run", "train digits --out s3://", "train --nothing"),
@@ -36,7 +32,7 @@ WRITTEN_HERE_ALONE = [
 
 
 def test_a_word_that_a_command_can_not_mean_leaves_no_folder_and_a_recipe_is_a_file_of_any_name(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (("data", "info", ""), ("train", "digits", "--out", "")):
@@ -54,8 +50,7 @@ def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tm
     path = tmp_path / "weights.pth"
     for content in (b"", b"hello\n", b"\x80\x04"):
         path.write_bytes(content)
-        with refused("a file without weights", f"{path}:", TMP=tmp_path):
-            load_weights(path)
+        refuses("a file without weights", load_weights, path, about=f"{path}:", TMP=tmp_path)
 
 
 def test_a_wrong_profile_is_reported_before_ranks_are_started_and_a_file_is_no_folder(mistake, tmp_path, monkeypatch):
@@ -83,13 +78,10 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-WRITES: dict[str, Callable[[Path], None]] = {
-    "--out": lambda path: write_file("--out", path, 5000 * "x"),
-    "--json": lambda path: write_json(path, 5000 * [1]),
-}
-
-
-@pytest.mark.parametrize(("flag", "write"), WRITES.items())
+@pytest.mark.parametrize(("flag", "write"), [
+    ("--out", lambda path: write_file("--out", path, 5000 * "x")),
+    ("--json", lambda path: write_json(path, 5000 * [1])),
+])  # fmt: skip
 def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: str, write: Any) -> None:
     path = tmp_path / "page"
     path.write_text("old")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import queue
 import sys
@@ -17,7 +18,8 @@ from runpy import run_path
 from traceback import TracebackException
 from typing import Any
 
-from torusgd.comm.tuning.profile import Link, Profile, Timing
+from tests.plan.measured import link, network, timing
+
 from torusgd.ranks.forkserver import PRELOAD
 from torusgd.ranks.rank import serve_store
 
@@ -29,15 +31,14 @@ _STARTED: dict[str, int] = {}
 
 
 def start_forkserver() -> None:
-    """Starts the process that ranks are forked from, in the place of one that a test of the launcher has started.
-
-    An optimizer's first step imports torch._dynamo, which takes seconds. What ranks print goes nowhere.
-    """
+    """Starts what ranks are forked from, in the place of what a test of the launcher has; they print to nowhere."""
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None and server._forkserver_pid == _STARTED.get("here"):
         return
-    with suppress(FileNotFoundError):  # the launcher's removes its socket itself
+    with suppress(FileNotFoundError):  # the launcher's removes its socket itself, and the folder that held it
         server._stop()
+    os.makedirs(multiprocessing.util.get_temp_dir(), exist_ok=True)
+    # An optimizer's first step imports torch._dynamo, which takes seconds.
     of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
     multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
@@ -49,44 +50,37 @@ def start_forkserver() -> None:
     os.close(nothing)
 
 
-def _find_others(rank: int, size: int, port: int) -> None:
-    """Sets what torchrun would; the test holds the store."""
+def _rank(rank: int, size: int, port: int, answers: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function with the variables that torchrun would set; the test holds the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
-
-
-def _rank(rank: int, size: int, port: int, answers: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    _find_others(rank, size, port)
     try:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        dist.barrier()  # who ends before another has connected fails that one's init_process_group
         answers.put((rank, function(*arguments), None))
     except BaseException as error:
-        answers.put((rank, None, _shown(error)))
+        # With the values of local variables: pytest shows none of an assertion on a rank.
+        shown = TracebackException.from_exception(error, capture_locals=True).format()
+        answers.put((rank, None, "".join(shown)))
     answers.close()
     answers.join_thread()
     os._exit(0)
 
 
-def _script(rank: int, size: int, port: int, answers: Any, path: str, *words: str) -> None:
-    _find_others(rank, size, port)
+def _in_group(function: Callable[..., Any], *arguments: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    dist.barrier()  # who ends before another has connected fails that one's init_process_group
+    return function(*arguments)
+
+
+def _printed(path: str, *words: str) -> str:
     multiprocessing.set_start_method("fork", force=True)  # a script's own; here it would be that of this process
     sys.argv = [path, *words]
-    try:
-        with redirect_stdout(StringIO()) as printed:
-            run_path(path, run_name="__main__")
-        answers.put((rank, printed.getvalue(), None))
-    except BaseException as error:
-        answers.put((rank, None, _shown(error)))
-
-
-def _shown(error: BaseException) -> str:
-    """A traceback with the values of local variables: pytest shows none of an assertion on a rank."""
-    return "".join(TracebackException.from_exception(error, capture_locals=True).format())
+    with redirect_stdout(StringIO()) as printed:
+        run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def _run_test(module: str, name: str, arguments: dict[str, Any]) -> None:
@@ -119,25 +113,20 @@ def alike(value: Any) -> Any:
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 240
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
-
-    With `expected`, only so many ranks answer (the test loses the others on purpose).
-    """
-    return _run(_rank, size, (function, *arguments), expected or size, timeout)
+    """What `function(*arguments)` returns on each of `size` ranks, or of `expected` ones; fails if one does."""
+    return _run(size, (_in_group, function, *arguments), expected or size, timeout)
 
 
 def run_script(size: int, path: Path, *words: object) -> list[str]:
     """What each rank prints of a script that joins ranks as under torchrun, and without its start of each of them."""
-    return _run(_script, size, (str(path), *map(str, words)), size, 240)
+    return _run(size, (_printed, str(path), *map(str, words)), size, 240)
 
 
-def _run(target: Callable[..., None], size: int, arguments: tuple[Any, ...], expected: int, timeout: float) -> Any:
+def _run(size: int, call: tuple[Any, ...], expected: int, timeout: float) -> Any:
     start_forkserver()
     store = serve_store()
     answers = _CONTEXT.Queue()
-    processes = [
-        _CONTEXT.Process(target=target, args=(rank, size, store.port, answers, *arguments)) for rank in range(size)
-    ]
+    processes = [_CONTEXT.Process(target=_rank, args=(rank, size, store.port, answers, *call)) for rank in range(size)]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
@@ -167,9 +156,7 @@ def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 
 def write_profile(folder: Path, ranks: int) -> Path:
     """The file of a profile by which `auto` chooses on these ranks, each of which would else measure for seconds."""
-    link = Link(latency=1e-4, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
-    rows = (("native", 2e-3), ("doubling", 1e-3))
-    timings = tuple(Timing(size=4096, algorithm=name, grid=None, chunks=1, median=t) for name, t in rows)
-    profile = Profile(backend="gloo", hosts=(0,) * ranks, message=0.0, inside=link, between=None, timings=timings)
+    timings = (timing(4096, "native", 2e-3), timing(4096, "doubling", 1e-3))
+    profile = network((0,) * ranks, message=0.0, inside=link(1e-4, 1e-9), timings=timings)
     (folder / "profile.json").write_text(profile.dump())
     return folder / "profile.json"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks
-from tests.messages import refused
+from tests.messages import refuses
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torusgd.comm import groups
@@ -23,12 +23,17 @@ from torusgd.ranks.rank import serve_store
 CPU = torch.device("cpu")
 
 
+def summed(group: groups.Group, value: float = 1.0) -> float:
+    total = torch.tensor([value])
+    group.all_reduce(total)
+    return total.item()
+
+
 def small_collectives(group: groups.Group) -> None:
     rank, size = group.rank, group.size
-    total, largest = torch.tensor([rank]), torch.tensor([-1.0, float(rank)])
-    group.all_reduce(total)
+    largest = torch.tensor([-1.0, float(rank)])
     group.all_reduce(largest, maximum=True)
-    assert (total.item(), largest.tolist()) == (size * (size - 1) // 2, [-1.0, size - 1.0])
+    assert (summed(group, rank), largest.tolist()) == (size * (size - 1) // 2, [-1.0, size - 1.0])
     for source in (0, size // 2, size // 2 + 1, size - 1):
         word = torch.tensor([rank])
         group.broadcast(word, source)
@@ -106,22 +111,21 @@ def test_what_waits_raises_by_type() -> None:
 @on_ranks(3)
 def test_groups_of_some_members() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = groups.group_of()
+    # Ranks may wrap the default group as often as they like: only groups that are split off count.
+    world, *_ = (groups.group_of() for _ in range(1 + rank))
     # Two pairs at once, of which each member sees its own; the same pair again; one member; the whole in another order.
     for places in ([0, 1], [1, 2], [0, 1], [2], [2, 1, 0]):
         group = world.partition([places])
-        total = torch.ones(1)
-        group.all_reduce(total)
-        assert total.item() == (len(places) if rank in places else 1)
+        assert summed(group) == (len(places) if rank in places else 1)
         assert group.ranks[group.rank] == rank
         group.close()
     copy = world.duplicate(timeout=7.0)
     assert (copy.ranks, copy.timeout) == (world.ranks, 7.0)
+    assert groups.group_of(copy) is copy
     # A group of torch's that is wrapped twice gives groups that don't meet each other's messages.
     first, second = groups.group_of().duplicate(), groups.group_of().duplicate()
     one, two = torch.ones(1), torch.full((1,), 2.0)
-    works = [first.start_all_reduce(one), second.start_all_reduce(two)]
-    for work in works:
+    for work in [first.start_all_reduce(one), second.start_all_reduce(two)]:
         work.wait()
     assert (one.item(), two.item()) == (size, 2 * size)
 
@@ -131,42 +135,25 @@ def test_an_abort_and_a_new_group_of_the_others() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     first = groups.build(PrefixStore("generation-0", store), range(size), rank, device=CPU, timeout=240)
-    total = torch.ones(1)
-    first.all_reduce(total)
-    assert total.item() == size
+    assert summed(first) == size
     message = first.receive(torch.ones(1), (rank + 1) % size)
     if rank == size - 1:
         first.abort()  # as if it had gone away while the others wait
     else:
         pending = first.start_all_reduce(torch.ones(1))
         first.abort()
-        for wait in (pending.wait, message.wait, lambda: first.all_reduce(torch.ones(1))):
+        for wait in (pending.wait, message.wait, lambda: summed(first)):
             with pytest.raises(ConnectionLost):
                 wait()
     if rank == size - 1:
         return
     second = groups.build(PrefixStore("generation-1", store), range(size - 1), rank, device=CPU, timeout=240)
-    total = torch.ones(1)
-    second.all_reduce(total)
-    assert total.item() == size - 1
-
-
-@on_ranks(2)
-def test_a_group_may_be_wrapped_on_some_ranks_only() -> None:
-    """Ranks may wrap the default group as often as they like: only groups that are split off count."""
-    for _ in range(dist.get_rank()):
-        groups.group_of()
-    pair = groups.group_of().duplicate()
-    assert groups.group_of(pair) is pair
-    total = torch.ones(1)
-    pair.all_reduce(total)
-    assert total.item() == dist.get_world_size()
+    assert summed(second) == size - 1
 
 
 def test_a_rank_alone_exchanges_nothing():
-    group = groups.alone(CPU, rank=5)
-    value = torch.ones(2)
-    group.all_reduce(value)
+    group, value = groups.alone(CPU, rank=5), torch.ones(2)
+    assert summed(group) == 1.0
     group.broadcast(value)
     group.barrier()
     group.abort()
@@ -239,8 +226,7 @@ def test_a_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "listdir", lambda path: [""] * 10)
     groups.allow_files(500)
     assert raised == [(574, 1000)]
-    with refused("a group of more ranks than open files", "ulimit -n"):
-        groups.allow_files(3456)
+    refuses("a group of more ranks than open files", groups.allow_files, 3456, about="ulimit -n")
     limits[:] = [resource.RLIM_INFINITY] * 2
     groups.allow_files(3456)
     assert len(raised) == 1

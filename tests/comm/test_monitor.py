@@ -2,8 +2,10 @@
 
 import time
 from functools import partial
+from itertools import chain, repeat
 from math import inf
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +25,8 @@ def test_messages_that_travel_together_count_once_and_what_is_hidden_is_a_share(
         monitor.arrived(left, ended)
     assert monitor.on_way == 4.0
     monitor.arrived(8.0, None)
-    assert hidden_share(monitor.on_way, 1.0) is None
-    assert hidden_share(0.0, 0.0) is None
-    assert hidden_share(2.0, 0.5) == 0.75
-    assert hidden_share(1.0, 1.001) == 0.0
+    cases = ((monitor.on_way, 1.0), (0.0, 0.0), (2.0, 0.5), (1.0, 1.001))
+    assert [hidden_share(*case) for case in cases] == [None, None, 0.75, 0.0]
 
 
 def is_there(work: Work) -> bool:
@@ -71,9 +71,7 @@ def test_a_wait_ends_with_the_names_of_the_late_ranks() -> None:
         monitor = Monitor(calls)
         if world.rank == 0:
             work = monitor.over(allreduce).start(torch.ones(10))
-            with pytest.raises(
-                CommTimeout, match=r"^rank 1 on a1 in forward of step 3: no heartbeat for 9 s$"
-            ) as caught:
+            with pytest.raises(CommTimeout, match="rank 1 on a1 in forward of step 3: no heartbeat for 9 s") as caught:
                 work.wait()
             assert (caught.value.late, calls.asked) == ((late,), 2)
             world.send(torch.zeros(1), 1, tag=9).wait()
@@ -84,47 +82,27 @@ def test_a_wait_ends_with_the_names_of_the_late_ranks() -> None:
         work.wait()
 
 
-class Never:
-    """A message that never comes."""
-
-    def wait(self, limit: float | None = None) -> None:
-        assert limit is not None
-        time.sleep(limit)
-        raise CommTimeout("no answer")
-
-    def done(self) -> bool:
-        return False
-
-    def ended(self) -> float | None:
-        return None
-
-
-def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks():
-    with pytest.raises(CommTimeout) as caught:
-        Monitor().watch(Never()).wait(limit=0.01)
-    assert caught.value.late == ()
-
-
-class Event:
-    """Of a GPU that waits for a message of a lost rank: it never comes there, or after so many questions."""
-
-    def __init__(self, questions: float) -> None:
-        self._left = questions
-
-    def query(self) -> bool:
-        self._left -= 1
-        return self._left < 0
+def copied(*answers: bool) -> Any:
+    """A copy from a GPU that waits for a lost rank: whether it is there, the last answer again and again."""
+    event: Any = SimpleNamespace(query=chain(answers, repeat(answers[-1])).__next__)
+    return monitor_module._Copied(event)
 
 
 def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has no answer for it: the GPU would wait for ever."""
     monkeypatch.setattr(monitor_module, "SLICE", 0.01)
     lost = LateRank("no heartbeat for 30 s", rank=3, host="b2")
-    liveness, late, never = Answers([], [], [lost]), cast(Any, Event(3)), cast(Any, Event(inf))
-    monitor_module._wait_in_slices(monitor_module._Copied(late), Liveness(), inf)
+    liveness = Answers([], [], [lost])
+    monitor_module._wait_in_slices(copied(False, False, False, True), Liveness(), inf)
     with pytest.raises(CommTimeout) as error:
-        monitor_module._wait_in_slices(monitor_module._Copied(never), liveness, inf)
+        monitor_module._wait_in_slices(copied(False), liveness, inf)
     assert (error.value.late, liveness.asked) == ((lost,), 3)
+
+
+def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks() -> None:
+    with pytest.raises(CommTimeout) as caught:
+        Monitor().watch(copied(False)).wait(limit=0.01)
+    assert caught.value.late == ()
 
 
 def test_a_tensor_of_the_host_is_there_already() -> None:

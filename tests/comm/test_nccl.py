@@ -1,5 +1,7 @@
 """NCCL's engine and communicators: over Gloo, which notes what NCCL would be asked; and with a GPU, themselves."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -7,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import on_ranks
 from tests.plan import measured
 from torch._C._distributed_c10d import PrefixStore
@@ -24,6 +25,30 @@ from torusgd.comm.tuning import tune
 from torusgd.comm.works import enqueue, nccl_stream
 
 
+def fake_stream(name: str) -> SimpleNamespace:
+    event = SimpleNamespace(wait=lambda: None, query=lambda: True)
+    return SimpleNamespace(name=name, wait_stream=lambda other: None, record_event=lambda: event)
+
+
+@contextmanager
+def fake_cuda() -> Iterator[list[SimpleNamespace]]:
+    """`torch.cuda` has streams whose work is done when its call returns; yields those in use, the current one last."""
+    current, made = [fake_stream("caller")], iter(range(100))
+
+    @contextmanager
+    def use(stream: SimpleNamespace) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    fakes: dict[str, Any] = {
+        "Stream": lambda device: fake_stream(f"order {next(made)}"), "current_stream": lambda device: current[-1],
+        "stream": use, "synchronize": lambda device: None,
+    }  # fmt: skip
+    with patch.multiple(torch.cuda, **fakes), patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
+        yield current
+
+
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
     return torch.arange(length) * ranks + ranks * (ranks - 1) // 2
 
@@ -37,9 +62,7 @@ def test_engines_sum_by_every_algorithm_and_leave_their_groups_and_the_world() -
     world = group_of()
     for places in (*(range(size) for size in (1, 2, 3, 5, 6, 7)), range(1, 5)):
         group, size = world.partition([places]), len(places)
-        for rows in range(1, size + 1) if world.rank in places else ():
-            if size % rows:
-                continue
+        for rows in [rows for rows in range(1, size + 1) if size % rows == 0 and world.rank in places]:
             with fake_cuda():
                 nccl_stream.cache_clear()
                 engine = NcclEngine(group)

@@ -28,8 +28,7 @@ def compile_instead(capability: int) -> None:
         types = {name: mangle_type(value) for name, value in zip(kernel.arg_names, arguments, strict=False)}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constexprs=keywords)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assembly = made.asm["ptx"]
+        assembly = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
         is_near = re.search(r"\b(div|sqrt|rcp)\.(full|approx)", assembly) is not None
         print(kernel.__name__, len(re.findall(r"\bfma\.rn\.f32", assembly)), "approximate" if is_near else "exact")
 
@@ -60,8 +59,7 @@ def launch_all() -> None:
         triton_kernels.look_up(images.byte(), torch.zeros(3, 256), images)
     values = torch.zeros(1, 5, dtype=torch.float64)
     for rule, momentum in (("sgd", 0.9), ("nesterov", 0.9), *((variant, 0.9) for variant in VARIANTS), ("sgd", 0.0)):
-        given = Update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)
-        triton_kernels.update(given)
+        triton_kernels.update(Update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0))
 
 
 if __name__ == "__main__":

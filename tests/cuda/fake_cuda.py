@@ -1,14 +1,13 @@
 """A GPU's streams, events and graphs as CUDA's guide describes them, on the CPU: work is done at once, under the vector
-clock of its stream. Whoever uses memory that another stream may be using at that time is found out.
-
-In the place of a CUDA graph stands work that is done again, which finds in the graph's own memory what a replay would.
-"""
+clock of its stream, and as a graph once more. Whoever uses memory that another stream may be using is found out."""
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,13 +20,14 @@ from torusgd.cuda.graphs import MainStream, ReadyEvents, SideStream
 from torusgd.cuda.run_ahead import GraphedUpdate
 
 CPU = torch.device("cpu")
+refuse = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
+Memory = tuple[int, int]
+"""a storage, and the number of a part of it"""
 
 
-class Again:
-    """Nothing is done while it is captured."""
-
-    def __init__(self, work: Callable[[], None], *memory: Any) -> None:
-        self.replay = work
+def again(work: Callable[[], None], *memory: Any) -> Any:
+    """A graph of work that is not done while it is captured."""
+    return SimpleNamespace(replay=work)
 
 
 class Recorded(TorchDispatchMode):
@@ -51,11 +51,6 @@ class Recorded(TorchDispatchMode):
             function(*arguments, **keywords)
 
 
-class Refused:
-    def __init__(self, *work: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-
 class FakeStream:
     def __init__(self, gpu: "FakeGpu") -> None:
         self._gpu, self.known = gpu, Counter[int]()
@@ -77,28 +72,10 @@ class FakeEvent:
         stream.tick()
 
 
-class FakeGenerator:
-    """Of random numbers: its state can be exchanged for that of another."""
-
-    def clone_state(self) -> "FakeGenerator":
-        return FakeGenerator()
-
-    def graphsafe_get_state(self) -> "FakeGenerator":
-        return self
-
-    def graphsafe_set_state(self, other: "FakeGenerator") -> None:
-        pass
-
-
 class FakeGpu:
-    """What torch has of a GPU.
+    """What torch has of a GPU; `graph` makes a graph of the work of a pass, `update` of the end of a step."""
 
-    Args:
-        graph: Makes a graph of the work of a pass.
-        update: Makes a graph of the end of a step.
-    """
-
-    def __init__(self, graph: Callable[..., Any] = Again, update: Callable[..., Any] = Recorded) -> None:
+    def __init__(self, graph: Callable[..., Any] = again, update: Callable[..., Any] = Recorded) -> None:
         self.main = self.current = FakeStream(self)
         self.main.tick()
         self.captured = list[object]()
@@ -127,7 +104,7 @@ class FakeGpu:
                 "stream": self.stream,
                 "current_stream": lambda device=None: self.current,
                 "current_device": lambda: 0,
-                "default_generators": [FakeGenerator()],
+                "default_generators": [Mock()],  # of random numbers
                 "graph_pool_handle": lambda: next(self._pools),
             }.items():
                 patch.setattr(torch.cuda, name, value)
@@ -139,17 +116,8 @@ class FakeGpu:
             yield self
 
 
-Memory = tuple[int, int]
-"""a storage, and the number of a part of it"""
-
-
 class Races(TorchDispatchMode):
-    """Notes the operators that use memory which another stream may be using at the same time.
-
-    Args:
-        gpu: Whose streams.
-        parts: Tensors that share one storage, as separate memory each.
-    """
+    """Notes the operators that use memory that another stream may be using; `parts` share a storage as memory each."""
 
     def __init__(self, gpu: FakeGpu, parts: Sequence[Tensor] = ()) -> None:
         super().__init__()

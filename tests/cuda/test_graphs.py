@@ -1,27 +1,27 @@
-"""Passes that are captured once and replayed, on one stream or several, all-reduces leaving meanwhile.
-
-The same bits, whichever pass of a step, stage or precision it is; one order of messages on all ranks; no two streams
-that use memory at once which either writes. The streams, events and graphs are those of `fake_cuda`.
-"""
+"""Passes captured once and replayed, on one stream or several, all-reduces leaving meanwhile: the same bits, one order
+of messages on all ranks, no two streams that use memory at once which either writes; on the GPU of `fake_cuda`."""
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from tests.comm.gloo_world import alike, on_ranks
-from tests.cuda.fake_cuda import CPU, Again, FakeEvent, FakeGpu, FakeStream, Races, Refused
-from tests.cuda.trainers import SGD, SMALL_BUCKETS, STEPS, all_steps, left, make_trainer, plain_bits, steps_of_all
+from tests.cuda.fake_cuda import CPU, FakeEvent, FakeGpu, FakeStream, Races, again, refuse
+from tests.cuda.trainers import SGD, STEPS, all_steps, left, make_trainer, on_gpu, plain_bits, steps_of_all
 
-from torusgd.comm.groups import alone, group_of
+from torusgd.comm.groups import group_of
 from torusgd.cuda import form, graphs
 from torusgd.cuda.graphs import GraphedNetwork, MainStream, SideStream, ready_events
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer
 
-Notes = list[tuple[str, int]]
+SMALL_BUCKETS = RuntimeOptions(buckets=0.002)
 
 
 def network_of(trainer: Trainer) -> GraphedNetwork:
@@ -29,14 +29,10 @@ def network_of(trainer: Trainer) -> GraphedNetwork:
     return trainer.step.forward_backward
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (SGD, "model.options={dropout: 0.3}"),
-        (SGD, "data.augment={mixup: 0.2}"),
-        (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    (SGD, "model.options={dropout: 0.3}"), (SGD, "data.augment={mixup: 0.2}"),
+    (SGD, "precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}"),
+])  # fmt: skip
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
     gpu = FakeGpu()
     with gpu.streams():
@@ -53,34 +49,30 @@ def accumulator(leaf: torch.Tensor) -> Any:
 
 def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
     """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
-    found, sums = list[tuple[bool, bool]](), list[int]()
+    found = list[tuple[bool, bool]]()
 
-    def capture(work: Callable[[], None]) -> Again:
-        found.append((bool(sums), "of a plain pass" in accumulator(leaf).metadata))
-        return Again(work)
+    def capture(work: Callable[[], None]) -> Any:
+        found.append((sums.called, "of a plain pass" in accumulator(leaf).metadata))
+        return again(work)
 
     with FakeGpu(graph=capture).streams():
         trainer = make_trainer(True, SGD, "virtual_workers=2")
         parts: Any = network_of(trainer)._parts
-        leaf, end_worker, forward = parts.leaves[0], parts.reducer.sum.end_worker, parts.network.forward
-
-        def noted_sum(bucket: int) -> None:
-            sums.append(bucket)
-            end_worker(bucket)
+        leaf, forward = parts.leaves[0], parts.network.forward
+        sums = parts.reducer.sum.end_worker = Mock(wraps=parts.reducer.sum.end_worker)
 
         def noted_forward(*arguments: Any) -> torch.Tensor:
             loss = forward(*arguments)
             accumulator(leaf).metadata["of a plain pass"] = True
             return loss
 
-        parts.reducer.sum.end_worker = noted_sum
         parts.network.forward = noted_forward
         all_steps(trainer)
     assert found == [(True, False)] * 4
 
 
 def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
-    gpu = FakeGpu(graph=Refused)
+    gpu = FakeGpu(graph=refuse)
     with gpu.streams(2):
         trainer = make_trainer(True, SGD)
         with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
@@ -115,32 +107,18 @@ def test_a_stream_that_does_not_wait_is_found_out(of_main: bool) -> None:
     assert races(SGD, ignores=lambda gpu, stream, event: (stream is gpu.main) == of_main)[0].found
 
 
-def noting_messages(trainer: Trainer, notes: Notes) -> None:
-    """Notes the buckets and control vectors that leave."""
-    run: Any = trainer.step
-    send, send_control = run.reducer._send, run.control.send
-
-    def bucket(index: int) -> Any:
-        notes.append(("bucket", index))
-        return send(index)
-
-    def control(*arguments: Any) -> Any:
-        notes.append(("control", 0))
-        return send_control(*arguments)
-
-    run.reducer._send = bucket
-    run.control.send = control
-
-
 @on_ranks(2)
 def test_messages_leave_in_one_order_whether_a_rank_captures_its_passes_or_not() -> None:
     group = group_of()
     for streams in (1, 2):
-        gpu, sent = FakeGpu(graph=Refused if group.rank else Again), Notes()  # the second rank can't capture its passes
+        gpu = FakeGpu(graph=refuse if group.rank else again)  # the second rank can't capture its passes
         with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
             trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
-            noting_messages(trainer, sent)
+            run: Any = trainer.step
+            notes = Mock(**{"bucket.side_effect": run.reducer._send, "control.side_effect": run.control.send})
+            run.reducer._send, run.control.send = notes.bucket, notes.control
             all_steps(trainer)
+        sent = [(name, given[0] if name == "bucket" else 0) for name, given, _ in notes.mock_calls]
         assert left(trainer) == plain_bits(SGD)
         last_passes = sum(len(each.graphs[True]) for each in network_of(trainer)._passes.values() if each)
         assert (last_passes == 0) == (group.rank == 1)
@@ -182,7 +160,7 @@ def test_messages_beside_a_pass_use_no_memory_that_it_writes() -> None:
 
 
 def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = []
+    weights = set()
     for overlaps in (False, True):
         monkeypatch.setattr(form.GpuForm, "_overlaps", overlaps)
         with FakeGpu().streams(overlaps=True):
@@ -190,21 +168,13 @@ def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatc
             leaves: Any = network_of(trainer)._parts.leaves
             leaves[0] = torch.ones(3, requires_grad=True)  # nothing is computed by it
             all_steps(trainer)
-        weights.append(left(trainer))
-    assert weights[0] == weights[1]
-
-
-class Delayed:
-    """A graph that is done when something waits for it, or never."""
-
-    def __init__(self, work: Callable[[], None], under_way: list[Callable[[], None]]) -> None:
-        self.replay = lambda: under_way.append(work)
+        weights.add(left(trainer))
+    assert len(weights) == 1
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_events_are_used_if_a_trial_shows_that_they_are_waited_for(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_used_if_a_trial_shows_them_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ready_events(CPU, 3) is None, "without a GPU there are no such events"
     under_way = list[Callable[[], None]]()
 
     def wait(event: object) -> None:
@@ -215,12 +185,10 @@ def test_events_are_used_if_a_trial_shows_that_they_are_waited_for(
         monkeypatch.setattr(FakeStream, "wait_event", lambda stream, event: wait(event))
         monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: wait(other), raising=False)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-        monkeypatch.setattr(graphs, "CudaGraph", lambda work, memory: Delayed(work, under_way))
+        # A graph that is done when something waits for it, or never.
+        capture = Mock(side_effect=lambda work, _: SimpleNamespace(replay=partial(under_way.append, work)))
+        monkeypatch.setattr(graphs, "CudaGraph", capture)
         assert (ready_events(CPU, 3) is not None) == waits
-
-
-def test_without_a_gpu_there_are_no_such_events() -> None:
-    assert ready_events(CPU, 3) is None
 
 
 @pytest.mark.parametrize("kind", [MainStream, SideStream])
@@ -228,14 +196,9 @@ def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
     kind: type[MainStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch refuses a capture in a pool whose graphs have all ended, as when a process builds one run after another."""
-
-    class Graph:
-        def __init__(self, work: object, memory: graphs.GraphMemory, stream: object) -> None:
-            self.memory = memory
-
     with FakeGpu().streams():
-        monkeypatch.setattr(graphs, "_of_main_streams", graphs._Memories())
-        monkeypatch.setattr(graphs, "CudaGraph", Graph)
+        monkeypatch.setattr(graphs, "_memories", WeakValueDictionary())
+        monkeypatch.setattr(graphs, "CudaGraph", lambda work, memory, stream: SimpleNamespace(memory=memory))
         streams = [kind(CPU), kind(CPU)]
         captured: list[Any] = [stream.capture(lambda: None) for stream in (streams[0], streams[0], streams[1])]
         pools = [each.memory.pool for each in captured]
@@ -248,19 +211,14 @@ def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("streams", [1, 2])
-def test_on_a_gpu_events_within_graphs_are_waited_for_and_bits_stay(
-    streams: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = torch.device("cuda", 0)
-    assert ready_events(gpu, 1) is not None
+def test_on_a_gpu_events_in_graphs_are_waited_for_and_bits_stay(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form.GpuForm, "_overlaps", property(lambda self: True))
-    hashes = []
-    try:
-        for cuda_graphs in (False, True):
-            options = RuntimeOptions(buckets=0.002, cuda_streams=streams if cuda_graphs else 1)
-            trainer = make_trainer(cuda_graphs, SGD, world=alone(gpu), options=options)
+    with on_gpu() as gpu:
+        assert ready_events(gpu.device, 1) is not None
+        hashes = set()
+        for cuda_graphs, number in ((False, 1), (True, streams)):
+            options = RuntimeOptions(buckets=0.002, cuda_streams=number)
+            trainer = make_trainer(cuda_graphs, SGD, world=gpu, options=options)
             all_steps(trainer)
-            hashes.append(left(trainer))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert hashes[0] == hashes[1]
+            hashes.add(left(trainer))
+    assert len(hashes) == 1

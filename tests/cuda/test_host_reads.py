@@ -1,8 +1,7 @@
 """What a step asks its device for: each question makes the host wait for all that the device has been given.
 
-Counted on the CPU, where the same code runs: every copy to the host (`Monitor.to_host`), every other call by which
-Python gets at a tensor's values, and every operator whose result has a length that depends on values. What only the
-CPU's own kernels ask for is switched to the GPU's way.
+Counted on the CPU: every copy to the host (`Monitor.to_host`), every other call by which Python gets at a tensor's
+values, and every operator the length of whose result depends on values.
 """
 
 from collections import Counter
@@ -12,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cuda.trainers import make_trainer, take
+from tests.cuda.trainers import make_trainer, on_gpu, take
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torusgd.comm.groups import alone
 from torusgd.comm.monitor import Monitor
 
 READS = {
@@ -44,21 +42,14 @@ class ByPython(TorchFunctionMode):
         is_free = any(issubclass(kind, OnHost) for kind in types) or (arguments and _is_nothing(arguments[0]))
         if getattr(function, "__name__", "") in READS and not is_free:
             self._reads[function.__name__] += 1
-            with torch._C.DisableTorchFunction(), Silent():
+            # Without the operators by which the call does its work, so that it counts once.
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return function(*arguments, **(keywords or {}))
         return function(*arguments, **(keywords or {}))
 
 
 def _is_nothing(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.numel()
-
-
-class Silent(TorchDispatchMode):
-    """Hides the operators by which such a call does its work, so that it counts once."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        with torch._C._DisableTorchDispatch():
-            return function(*arguments, **(keywords or {}))
 
 
 class ByOperators(TorchDispatchMode):
@@ -93,15 +84,9 @@ def counted() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "optimizer.name=lars",
-        "optimizer={name: sgd, momentum: 0.9}",
-        "precision=float16",
-        "reduction=float32",
-        "reduction=bfloat16",
-        "reduction=float16",
-    ],
-)
+    ["optimizer.name=lars", "optimizer={name: sgd, momentum: 0.9}", "precision=float16", "reduction=float32",
+     "reduction=bfloat16", "reduction=float16"],
+)  # fmt: skip
 def test_a_step_asks_its_device_twice(change: str) -> None:
     """For the control vector, and for the status of the sums."""
     trainer = make_trainer(False, change)
@@ -120,16 +105,10 @@ def test_a_step_asks_its_device_twice(change: str) -> None:
 
 @pytest.mark.parametrize(
     ("ask", "name"),
-    [
-        (lambda x: x.sum().item(), "item"),
-        (lambda x: x.cpu(), "cpu"),
-        (lambda x: bool(x[0] > 0), "__bool__"),
-        (lambda x: x[x > 0], "index"),
-        (torch.nonzero, "nonzero"),
-        (lambda x: torch.equal(x, x), "equal"),
-        (lambda x: x.masked_select(x > 0), "masked_select"),
-    ],
-)
+    [(lambda x: x.sum().item(), "item"), (lambda x: x.cpu(), "cpu"), (lambda x: bool(x[0] > 0), "__bool__"),
+     (lambda x: x[x > 0], "index"), (torch.nonzero, "nonzero"), (lambda x: torch.equal(x, x), "equal"),
+     (lambda x: x.masked_select(x > 0), "masked_select")],
+)  # fmt: skip
 def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
     with counted() as reads:
         ask(torch.ones(3))
@@ -139,11 +118,8 @@ def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_waits_for_events_only() -> None:
     """The two answers come by asynchronous copies; torch itself raises an error at whatever else synchronises."""
-    try:
-        trainer = make_trainer(False, "precision=float16", world=alone(torch.device("cuda", 0)))
+    with on_gpu() as gpu:
+        trainer = make_trainer(False, "precision=float16", world=gpu)
         for index in range(2):
             torch.cuda.set_sync_debug_mode("error" if index else "default")
             take(trainer, index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.use_deterministic_algorithms(False)

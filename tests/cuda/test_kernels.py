@@ -14,9 +14,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("capturing")
-def test_tables_of_a_capture_lie_in_memory_taken_before_it_and_are_filled_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tables_of_a_capture_lie_in_memory_taken_before_and_are_filled_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated during a capture the graph uses for other things too, before and after the table is read."""
     with tables_of_capture(CPU) as tables, monkeypatch.context() as capture:
         capture.setattr(torch, "empty", lambda *size, **options: pytest.fail("allocated during the capture"))

@@ -25,16 +25,10 @@ from torusgd.cuda.sums import Verdict
 pytestmark = pytest.mark.slow
 
 SUMS: dict[str, Callable[..., Any]] = {
-    "add_gradients": triton_kernels.add_gradients,
-    "add_bounds": triton_kernels.add_bounds,
-    "add_statistics": triton_kernels.add_statistics,
+    **{name: getattr(triton_kernels, name) for name in ("add_gradients", "add_bounds", "add_statistics", "mean")},
     "verdict": lambda *given: triton_kernels.verdict(Verdict(*given)),
-    "mean": triton_kernels.mean,
 }
-UPDATE: dict[str, Callable[..., Any]] = {
-    "update": lambda *given: triton_kernels.update(Update(*given)),
-    "copy_weights": triton_kernels.copy_weights,
-}
+UPDATE = {"update": lambda *given: triton_kernels.update(Update(*given)), "copy_weights": triton_kernels.copy_weights}
 ELEMENTS_OF_A_THREAD = 32
 """4,096 of a block over 128 threads"""
 
@@ -61,10 +55,9 @@ def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.
     assert weights_after(2, SGD)[0] == plain
 
 
-@pytest.mark.parametrize(
-    ("change", "update"),
-    [(SGD, {"_momentum": 1}), ("optimizer.name=lars", {"_block_norms": 1, "_rates": 1, "_momentum": 1})],
-)
+@pytest.mark.parametrize(("change", "update"), [
+    (SGD, {"_momentum": 1}), ("optimizer.name=lars", {"_block_norms": 1, "_rates": 1, "_momentum": 1}),
+])  # fmt: skip
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     precision: str, change: str, update: dict[str, int], library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
@@ -100,8 +93,7 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
 def test_kernels_compile_and_join_no_more_roundings_than_foreach(capability: int, tmp_path: Path) -> None:
     words = [sys.executable, Path(__file__).with_name("compile_kernels.py"), capability]
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = ran(words, timeout=590, env=environment)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in ran(words, timeout=590, env=environment).stdout.splitlines()]
     assert {kind for _, _, kind in lines} == {"exact"}
     fused = [int(count) // ELEMENTS_OF_A_THREAD for name, count, _ in lines if name == "_momentum"]
     # SGD: decay and step; Nesterov: the look ahead too; every variant of LARS: decay alone; then SGD without momentum.

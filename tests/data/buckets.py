@@ -154,8 +154,7 @@ class _ProxyHandler(FaultyHandler):
         inner.request(self.command, self.path, self.body(), headers)
         answer = inner.getresponse()
         data = answer.read()
-        is_read = self.command == "GET" and (".tar" in self.path or "safetensors" in self.path)
-        fault = self.fault() if is_read else ""
+        fault = self.fault() if self.command == "GET" and (".tar" in self.path or "safetensors" in self.path) else ""
         kept = {
             key: value
             for key, value in answer.getheaders()

@@ -14,7 +14,7 @@ from tests.data.buckets import KINDS, bucket, upload
 from tests.data.pictures import folder_data, picture
 from tests.data.tars import samples, write_indexed, write_tar
 from tests.faulty_server import file_server
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.runs import sets, train
 from torusgd import storage
 from torusgd.data import Pipeline, open_sources
@@ -124,8 +124,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_bucket_gives_the_same_batches_as_the_folder(copied: Path) -> None:
-    assert url_of(Path("s3://b/x y")) == "s3://b/x y"
-    assert url_of(Path("https://host:8000/x")) == "https://host:8000/x"
+    assert (url_of(Path("s3://b/x y")), url_of(Path("https://host:8000/x"))) == ("s3://b/x y", "https://host:8000/x")
     assert [url_of(each) for each in (None, Path("s3/x"), Path("c:/x"), Path("/s3:/x"))] == [None] * 4
     data = folder_data(source="tar")
     pairs = [open_sources(data, path, 0) for path in (copied, URL)]
@@ -164,8 +163,7 @@ def test_the_cache_is_bounded(copied: Path, reads: list[str], monkeypatch: pytes
         assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
     assert len(reads) in range(20, 24)
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")
-    with refused("a cache of much", TMP=tmp_path):
-        open_shards(URL, 3)
+    refuses("a cache of much", open_shards, URL, 3, TMP=tmp_path)
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "1")
     monkeypatch.setenv("TORUSGD_CACHE", "/dev/null")
     with pytest.raises(UserError):
@@ -191,23 +189,19 @@ def test_reads_that_fail_come_short_or_are_stale(copied: Path, monkeypatch: pyte
         assert train.encoded(index) == picture(index)
         assert not faults
     faults[:] = ["fails"] * 3
-    with refused("a shard in a bucket that fails", kind=OSError):
-        train.encoded(5)
+    refuses("a shard in a bucket that fails", train.encoded, 5, kind=OSError)
     faults[:] = ["stale"] * 4
-    with refused("a shard in a bucket that stays stale"):
-        train.encoded(5)
+    refuses("a shard in a bucket that stays stale", train.encoded, 5)
 
 
 def test_mistakes_are_one_line(copied: Path, mistake: Any) -> None:
     write_tar(copied / "train-0001.tar", samples(range(2)))
     upload(copied, "memory://bucket/a set")
-    with refused("a shard in a bucket that was changed"):
-        open_shards(URL, 3)
+    refuses("a shard in a bucket that was changed", open_shards, URL, 3)
     Store("memory://bucket/a set").delete("val-0000.tar")
     with pytest.raises(UserError):
         open_shards(URL, 3)
-    with refused("a bucket without an index"):
-        open_shards(Path("memory://bucket/none"), 3)
+    refuses("a bucket without an index", open_shards, Path("memory://bucket/none"), 3)
     mistake("train", "folder", "--data", "memory://bucket/a set", "--out", copied / "run", TMP=copied)
 
 
@@ -217,5 +211,4 @@ def test_a_missing_package_is_one_line(url: str, package: str, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(registry, "_registry", {})  # of those imported already
     monkeypatch.setattr(registry, "registry", registry._registry)
-    with refused(f"a bucket without {package}", REASON=re.compile(r"\([^()]*\)(?=;)")):
-        Store(url)
+    refuses(f"a bucket without {package}", Store, url, REASON=re.compile(r"\([^()]*\)(?=;)"))

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.data import decode as decoders
 from torusgd.data.decode import Undecodable, decode, decode_region, fit, picture_size, require_specified
 from torusgd.data.geometry import render, scaled
@@ -38,14 +38,11 @@ PHOTO = photo(61, 83)
 PICTURES = {
     "420": encoded(PHOTO, quality=90, subsampling="4:2:0"),
     "444": encoded(PHOTO, quality=90, subsampling="4:4:4"),
-    "progressive": encoded(PHOTO, progressive=True),
-    "grey jpeg": encoded(PHOTO.convert("L")),
-    "exif": encoded(PHOTO, exif=TURNED),
-    "rgb jpeg": encoded(PHOTO, keep_rgb=True),
-    "one pixel": encoded(photo(1, 1)),
+    "progressive": encoded(PHOTO, progressive=True), "grey jpeg": encoded(PHOTO.convert("L")),
+    "exif": encoded(PHOTO, exif=TURNED), "rgb jpeg": encoded(PHOTO, keep_rgb=True), "one pixel": encoded(photo(1, 1)),
     "png": encoded(PHOTO, "PNG"),
     **{f"png {mode}": encoded(PHOTO.convert(mode), "PNG") for mode in ("L", "P", "RGBA")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -63,8 +60,7 @@ def test_cmyk_is_close_to_what_pillow_makes_of_it_and_16_bits_keep_the_upper_byt
     assert psnr(decode(data, 3), by_pillow(data)) > 40
     assert psnr(decode(data, 1)[..., 0], by_pillow(data, "L")) > 40
     values = (np.arange(100 * 90).reshape(100, 90) * 7).astype(np.uint16)
-    pixels = decode(encoded(Image.fromarray(values), "PNG"), 1)
-    assert np.abs(pixels[..., 0].astype(int) - (values >> 8)).max() <= 1
+    assert np.abs(decode(encoded(Image.fromarray(values), "PNG"), 1)[..., 0].astype(int) - (values >> 8)).max() <= 1
 
 
 def png_bomb(height: int, width: int) -> bytes:
@@ -81,34 +77,24 @@ def png_bomb(height: int, width: int) -> bytes:
 JPEG, PNG = PICTURES["420"], PICTURES["png"]
 # A well-formed header that claims 65,535 x 65,535 pixels.
 HUGE_JPEG = JPEG.replace((61).to_bytes(2, "big") + (83).to_bytes(2, "big"), b"\xff" * 4)
-HUGE_PNG = PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:]
 BAD = {
-    "empty": b"",
-    "text": b"not a picture at all\n" * 20,
-    "gif": encoded(photo(9, 9), "GIF"),
-    "jpeg cut in half": JPEG[: len(JPEG) // 2],
-    "jpeg without its last bytes": JPEG[:-40],
-    "jpeg cut in its header": JPEG[:100],
-    "jpeg of three bytes": JPEG[:3],
+    "empty": b"", "text": b"not a picture at all\n" * 20, "gif": encoded(photo(9, 9), "GIF"),
+    "jpeg cut in half": JPEG[: len(JPEG) // 2], "jpeg without its last bytes": JPEG[:-40],
+    "jpeg cut in its header": JPEG[:100], "jpeg of three bytes": JPEG[:3],
     "progressive jpeg cut": PICTURES["progressive"][:-200],
-    "huge jpeg": HUGE_JPEG,
-    "huge png": HUGE_PNG,
-    "png cut": PNG[: len(PNG) // 2],
-    "png cut in its header": PNG[:20],
-    "png with a wrong checksum": PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:],
-    "png header alone": PNG[:60],
-    "png bomb": png_bomb(12_000, 12_000),
+    "huge jpeg": HUGE_JPEG, "huge png": PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:],
+    "png cut": PNG[: len(PNG) // 2], "png cut in its header": PNG[:20], "png header alone": PNG[:60],
+    "png with a wrong checksum": PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:], "png bomb": png_bomb(12_000, 12_000),
     # A width of 0xFFD9 looks like an end marker, and no colours follow.
     "a size in the last bytes": JPEG[: JPEG.index(b"\xff\xc0") + 7] + b"\xff\xd9",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_can_not_be_decoded_is_refused(name: str) -> None:
     assert HUGE_JPEG != JPEG
     for read in (decode, partial(decode_region, choose=always(Region(0, 0, 8, 8, 8, 8)))):
-        with refused(f"a picture: {name}", kind=Undecodable):
-            read(BAD[name], 3)
+        refuses(f"a picture: {name}", read, BAD[name], 3, kind=Undecodable)
 
 
 def test_cuts_and_scan_bombs_are_found_out_and_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
@@ -174,8 +160,7 @@ def test_fit_keeps_enough_pixels_and_the_shorter_side_is_scaled_as_torchvision_d
     assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
     assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
     shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
-    assert (shard.rows, shard.columns) == (256, 1024)
-    assert shard.left == (100_000 - 4) // 2
+    assert (shard.rows, shard.columns, shard.left) == (256, 1024, (100_000 - 4) // 2)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -210,7 +195,6 @@ def test_the_decoders_here_give_the_specified_pixels_and_others_are_refused(tmp_
     pipeline = Pipeline(sources[0], folder_data(pixels="portable"), 0)
     with refused("a JPEG decoder with other pixels"):
         pipeline.training_batch(np.arange(2), np.zeros(2, np.int64), augment=True)
-    with refused("a JPEG decoder with other pixels"):
-        pack(*sources, tmp_path / "out", Packing(None, None, 5), print)
+    refuses("a JPEG decoder with other pixels", pack, *sources, tmp_path / "out", Packing(None, None, 5), print)
     require_specified(PNG)
     decoders.other_decoders.cache_clear()

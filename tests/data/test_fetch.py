@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faulty_server import file_server
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd.data.fetch import DATA_SETS, DataSet, fetch, wrong_files
 from torusgd.errors import RunError
 
@@ -62,17 +62,13 @@ def test_installed_files_are_used_where_they_are_or_copied(toy: DataSet, tmp_pat
 
 def test_mistakes_are_one_line_and_no_wrong_file_is_taken_or_left(toy: DataSet, tmp_path: Path) -> None:
     (tmp_path / "site" / "b.gz").write_bytes(b"something else")
-    with refused("data fetch of a wrong file", kind=RunError, TMP=tmp_path, SITE=toy.site):
-        fetch("toy")
+    refuses("data fetch of a wrong file", fetch, "toy", kind=RunError, TMP=tmp_path, SITE=toy.site)
     assert os.listdir("data/toy") == []
     (tmp_path / "site" / "a.gz").unlink()
-    with refused("data fetch of what is nowhere", kind=RunError, TMP=tmp_path, SITE=toy.site):
-        fetch("toy")
-    with refused("data fetch of another set"):
-        fetch("mnist")
+    refuses("data fetch of what is nowhere", fetch, "toy", kind=RunError, TMP=tmp_path, SITE=toy.site)
+    refuses("data fetch of another set", fetch, "mnist")
     (tmp_path / "file").write_text("")
-    with refused("data fetch into a file", TMP=tmp_path):
-        fetch("toy", tmp_path / "file" / "below")
+    refuses("data fetch into a file", fetch, "toy", tmp_path / "file" / "below", TMP=tmp_path)
 
 
 def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> None:
@@ -82,9 +78,8 @@ def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> N
     tree = tmp_path / "tree"
     write_files(tree / toy.installed.relative_to("/"))
     (tree / "DEBIAN").mkdir()
-    (tree / "DEBIAN" / "control").write_text(
-        f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
-    )
+    about = f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
+    (tree / "DEBIAN" / "control").write_text(about)
     put_apt_get(tmp_path, f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
     (tmp_path / "site" / "a.gz").unlink()  # so that no other way leads to it
     assert not wrong_files(fetch("toy", tmp_path / "out"), toy)

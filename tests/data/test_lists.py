@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.pictures import encoded, folder_data, photo, picture, write_folder
 from tests.data.tables import table, write_arrow, write_lists, write_parquet
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.data import CorruptImage, open_sources, parquet
 from torusgd.data.parquet import open_tables
 from torusgd.data.pictures import open_csv, open_folders
@@ -45,13 +45,9 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "no label": "path,label\na.jpg\n",
-    "an empty label": "a.jpg,\n",
-    "nothing": "",
-    "another class": "a.jpg,bird\n",
-    "a NUL": "\x00,1\n",
-    "a field without an end": '"' + "x" * 200_000 + '",cat\n',
-}
+    "no label": "path,label\na.jpg\n", "an empty label": "a.jpg,\n", "nothing": "", "another class": "a.jpg,bird\n",
+    "a NUL": "\x00,1\n", "a field without an end": '"' + "x" * 200_000 + '",cat\n',
+}  # fmt: skip
 
 
 def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
@@ -67,14 +63,11 @@ def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
     mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run", TMP=tmp_path)
     listed.write_text(whole)
     held_out.write_bytes(b"\xff\xfe\xfa")
-    with refused("a list of pictures in bytes", TMP=root):
-        open_csv(root, 3)
+    refuses("a list of pictures in bytes", open_csv, root, 3, TMP=root)
     held_out.unlink()
-    with refused("no list of pictures", TMP=root):
-        open_csv(root, 3)
+    refuses("no list of pictures", open_csv, root, 3, TMP=root)
     held_out.write_text("gone.jpg,cat\n")
-    with refused("a listed picture that is gone", TMP=root):
-        data_sha256(*open_csv(root, 3))
+    refuses("a listed picture that is gone", data_sha256, *open_csv(root, 3), TMP=root)
     os.mkfifo(root / "pipe")
     listed.write_text("pipe,cat\n/dev/zero,dog\n")
     for index in range(2):
@@ -95,10 +88,8 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
     yak = tmp_path / "elsewhere" / "val" / "yak"
     yak.mkdir()
     (yak / "1.jpg").write_bytes(encoded(photo(9, 9)))
-    with refused("a held-out class without training images", TMP=tmp_path):
-        open_folders(tmp_path / "sets", 3)
-    with refused("no set of folders", TMP=tmp_path):
-        open_folders(tmp_path / "sets" / "one", 3)
+    refuses("a held-out class without training images", open_folders, tmp_path / "sets", 3, TMP=tmp_path)
+    refuses("no set of folders", open_folders, tmp_path / "sets" / "one", 3, TMP=tmp_path)
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
@@ -117,8 +108,7 @@ def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
 def test_row_groups_are_cached_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     write_parquet(tmp_path / "set")
     monkeypatch.setattr(parquet, "MOST_CACHED", 20_000)
-    with refused("tables that are too large", TMP=tmp_path):
-        open_sources(folder_data(source="parquet"), tmp_path / "set", 0)
+    refuses("tables that are too large", open_sources, folder_data(source="parquet"), tmp_path / "set", 0, TMP=tmp_path)
     train, _ = open_tables(tmp_path / "set", 3)
     for index in (0, 11, 4, 0, 11):
         assert train.encoded(index) == picture(index)
@@ -146,10 +136,8 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
         "a column of bytes as labels": {"image": "pixels", "label": "pixels"},
         "a column with a typing error": {"image": "pixels", "label": "fin"},
     }.items():
-        with refused(name, TMP=tmp_path):
-            open_tables(root, 3, **columns)
-    only = write_one(tmp_path / "b", table(range(4), "pixels", "kind"))
-    assert len(open_tables(only, 3)[0]) == 4
+        refuses(name, open_tables, root, 3, **columns, TMP=tmp_path)
+    assert len(open_tables(write_one(tmp_path / "b", table(range(4), "pixels", "kind")), 3)[0]) == 4
 
 
 def test_images_that_are_not_there(tmp_path: Path) -> None:
@@ -158,12 +146,10 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     rows = [{"bytes": None, "path": "x.jpg"}, {"bytes": picture(1), "path": None}]
     train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows, kind), "label": ["a", "b"]})), 3)
     assert train.classes == ("a", "b")
-    with refused("a row without an image", kind=CorruptImage, TMP=tmp_path):
-        train.read(0)
+    refuses("a row without an image", train.read, 0, kind=CorruptImage, TMP=tmp_path)
     train.read(1)
     train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows[:1], kind), "label": ["a"]})), 3)
-    with refused("a table of names of images", TMP=tmp_path):
-        train.read(0)
+    refuses("a table of names of images", train.read, 0, TMP=tmp_path)
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".parquet", write_parquet), (".arrow", write_arrow)])
@@ -172,11 +158,9 @@ def test_damaged_tables_are_refused(tmp_path: Path, suffix: str, write: Any) -> 
     whole = file.read_bytes()
     for damaged in (b"", b"text" * 50, whole[: len(whole) // 2]):
         file.write_bytes(damaged)
-        with refused("a damaged table", FILE=file, REASON=re.compile(r"(?<=table: ).*")):
-            open_tables(tmp_path, 3)
+        refuses("a damaged table", open_tables, tmp_path, 3, FILE=file, REASON=re.compile(r"(?<=table: ).*"))
     file.unlink()
-    with refused(f"tables of one split{suffix}", TMP=tmp_path):
-        open_tables(tmp_path, 3)
+    refuses(f"tables of one split{suffix}", open_tables, tmp_path, 3, TMP=tmp_path)
     # A damaged page is found when its rows are read.
     root = write_one(tmp_path / "one", table(range(4), "image", "label"))
     assert open_tables(root, 3)[0].encoded(0)

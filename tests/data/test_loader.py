@@ -23,7 +23,7 @@ from tests.comm.gloo_world import start_forkserver
 from tests.data.own import Stripes
 from tests.data.pictures import folder_data, write_folder
 from tests.data.test_pipeline import own_data, pictures
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.polling import until
 from torusgd.data import Batch, Loader, Pipeline, Share, StreamOrder, loader, open_sources
 from torusgd.data import pipeline as module
@@ -69,9 +69,8 @@ class Gated(Stripes):
 def test_batches_are_those_of_the_pipeline_in_order(tmp_path: Path, threads: int, ahead: int) -> None:
     pipeline, order, before = pictures(tmp_path), StreamOrder(12, 0), torch.get_num_threads()
     background = Loader(pipeline, order, threads, ahead)
-    batches = list(run(background, shares(12)))
-    assert torch.get_num_threads() == before, "the consumer's own are left alone"
-    for share, batch in zip(shares(12), batches, strict=True):
+    for share, batch in zip(shares(12), run(background, shares(12)), strict=True):
+        assert torch.get_num_threads() == before, "the consumer's own are left alone"
         expected = pipeline.training_batch(*order.at(share.start, share.count), share.augment)
         assert torch.equal(batch.images, expected.images)
         assert torch.equal(batch.targets, expected.targets)
@@ -98,8 +97,7 @@ def test_an_error_is_raised_where_it_happened(monkeypatch: pytest.MonkeyPatch) -
     background = background_of(source, threads=3, ahead=5)
     taking = run(background, shares(7))
     assert len([next(taking), next(taking)]) == 2
-    with refused("a stripe out of reach of a thread", kind=OSError, STRIPE=re.compile("stripe \\d+")):
-        next(taking)
+    refuses("a stripe out of reach of a thread", next, taking, kind=OSError, STRIPE=re.compile("stripe \\d+"))
     source.unreadable.clear()
     assert len(list(run(background, shares(7)))) == 7
     background.close()
@@ -200,8 +198,7 @@ def test_batches_of_processes_have_the_bits_of_threads_be_they_bytes_mixed_or_la
 def test_what_is_wrong_reaches_the_rank(tmp_path: Path, processes: Any, caplog: pytest.LogCaptureFixture) -> None:
     next((tmp_path / "train").rglob("*.jpg")).write_bytes(b"torn")
     _, its = processes(path=tmp_path / "nowhere")
-    with refused("data at a missing path", "--data ", PATH=tmp_path / "nowhere"):
-        its.training_batch(*FIRST, True)
+    refuses("data at a missing path", its.training_batch, *FIRST, True, about="--data ", PATH=tmp_path / "nowhere")
     _, its = processes()
     with refused("a loader process with a defect", kind=RunError, NUMPYS=re.compile("index .*")):
         its.training_batch(np.array([10**6]), np.zeros(1, dtype=np.int64), True)
@@ -240,7 +237,6 @@ def test_a_killed_or_suspended_process_is_replaced_and_a_second_end_is_one_line(
         return exchange(process, wanted)
 
     monkeypatch.setattr(loader._Process, "_exchange", end_first)
-    with refused("a loader process that was killed", kind=RunError, TMP=tmp_path):
-        its.training_batch(*FIRST, True)
+    refuses("a loader process that was killed", its.training_batch, *FIRST, True, kind=RunError, TMP=tmp_path)
     its.close()
     until(lambda: not set(active_children()) - before, "none is left")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.data.decode import EncodedImages, NvJpeg, decode, is_common_jpeg
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.registry import decode_on_gpu, open_sources
@@ -66,8 +66,7 @@ def test_a_batch_is_one_call_with_the_same_images_as_in_any_and_one_that_spoils_
         assert torch.equal(batch(pipeline, [index]).images[0], images[index])
     for ours, usual in zip(images, batch(opened(folder), range(8)).images, strict=True):
         assert (ours - usual).abs().mean() < 0.1, "in units of about 1/4 of the whole range"
-    some = opened(folder, gpu, train_images=3)
-    assert torch.equal(batch(some, [2]).images[0], images[2])
+    assert torch.equal(batch(opened(folder, gpu, train_images=3), [2]).images[0], images[2])
     assert gpu.calls == [8, 1, 1, 1]
     damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
     found, whole = (batch(opened(folder, gpu), range(8)) for gpu in (FakeGpu(damaged), FakeGpu()))
@@ -98,8 +97,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     sources = open_sources(folder_data(), folder, 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    with refused("nvjpeg without torchvision", "data.decoder: "):
-        decode_on_gpu(sources, GPU)
+    refuses("nvjpeg without torchvision", decode_on_gpu, sources, GPU, about="data.decoder: ")
     given: list[Any] = []
 
     def decode_jpeg(pictures: Any, mode: str, device: torch.device) -> Any:
@@ -113,8 +111,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     batch(Pipeline(decode_on_gpu(sources, GPU)[0], folder_data(), 0), [0, 1])
     assert given == [("colours", GPU, [torch.uint8] * 2)]
     digits = Data(source="digits", image_size=8, channels=1, mean=(0.5,), std=(0.5,), augment=Augment())
-    with refused("nvjpeg for digits", "data.decoder: "):
-        decode_on_gpu(open_sources(digits, None, 0), GPU)
+    refuses("nvjpeg for digits", decode_on_gpu, open_sources(digits, None, 0), GPU, about="data.decoder: ")
 
 
 def test_the_decoder_is_in_the_recipe_and_in_its_conditions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.data.own import Stripes
 from tests.data.pictures import folder_data, psnr, write_folder
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
@@ -70,9 +70,8 @@ PIPELINES = {
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
     root = write_folder(tmp_path_factory.mktemp("pictures"), train=10)
     (root / "train" / "cat" / "004.jpg").write_text("torn")
-    paths = {"folder": root}
     return {
-        name: Pipeline(open_sources(data, paths.get(data.source), 0)[0], data, seed=7)
+        name: Pipeline(open_sources(data, {"folder": root}.get(data.source), 0)[0], data, seed=7)
         for name, data in PIPELINES.items()
     }
 
@@ -82,8 +81,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
 @settings(deadline=None, max_examples=10)
 def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name: str, data: st.DataObject) -> None:
     pipeline = pipelines[name]
-    size = len(pipeline.source)
-    indices = np.array(data.draw(st.lists(st.integers(0, min(size, 20) - 1), min_size=1, max_size=12)))
+    indices = np.array(data.draw(st.lists(st.integers(0, min(len(pipeline.source), 20) - 1), min_size=1, max_size=12)))
     epochs = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(indices), max_size=len(indices))))
     cut = data.draw(st.integers(0, len(indices)))
     for augment in (True, False):
@@ -105,9 +103,7 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_seeds_and_epochs_change_what_is_seen_and_without_augmentation_it_is_as_in_evaluation(
-    pipelines: dict[str, Pipeline], name: str
-) -> None:
+def test_seeds_and_epochs_change_what_is_seen_and_without_augmentation_it_is_as_in_evaluation(pipelines, name: str):
     source, data, indices = pipelines[name].source, PIPELINES[name], np.arange(4)
 
     def seen(seed: int, epoch: int, augment: bool = True, source: Source = source) -> torch.Tensor:
@@ -141,8 +137,7 @@ def test_another_size_is_that_of_a_pipeline_made_for_it(crop: str, tmp_path: Pat
 
 
 def test_a_random_crop_is_a_window_of_the_scaled_image_at_each_place_in_some_epoch() -> None:
-    data = own_data(augment=Augment(crop="random"), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    source, pipeline = stripes(data=data)
+    source, pipeline = stripes(data=own_data(augment=Augment(crop="random"), mean=(0.0,) * 3, std=(1.0,) * 3))
     whole = torch.from_numpy(render(source.read(0), scaled(20, 20, 18))).float() / 255
     windows = {(y, x): whole[:, y : y + 16, x : x + 16] for y in range(3) for x in range(3)}
     seen = set()
@@ -184,8 +179,7 @@ def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(capl
     indices, epochs = np.arange(12), EPOCH_0[:12]
     with caplog.at_level(logging.WARNING):
         batch = pipeline.training_batch(indices, epochs, augment=True)
-    assert batch.replaced == 2
-    assert caplog.messages == [f"replaced in epoch 0: image {index}: torn" for index in bad]
+    assert (batch.replaced, caplog.messages) == (2, [f"replaced in epoch 0: image {index}: torn" for index in bad])
     whole = clean.training_batch(indices, epochs, augment=True)
     for at in range(12):
         assert torch.equal(batch.images[at], whole.images[at]) == (at not in bad)
@@ -204,8 +198,7 @@ def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(capl
             assert torch.equal(batch.images, plain.images)
     assert found > 0
     source, pipeline = stripes(tuple(range(30)))
-    with refused("sixteen substitutes", kind=RunError):
-        pipeline.training_batch(np.array([0]), EPOCH_0[:1], augment=True)
+    refuses("sixteen substitutes", pipeline.training_batch, np.array([0]), EPOCH_0[:1], augment=True, kind=RunError)
     assert len(source.reads) == 17
 
 
@@ -223,14 +216,11 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
 def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
     source, pipeline = stripes((), {4: 2})
-    batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
-    assert (batch.replaced, source.reads) == (0, [4, 4, 4])
+    assert (pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True).replaced, source.reads) == (0, [4, 4, 4])
     source, pipeline = stripes((), {4: 3})
-    with refused("a stripe out of reach", kind=OSError):
-        pipeline.training_batch(np.array([3, 4]), EPOCH_0[:2], augment=True)
+    refuses("a stripe out of reach", pipeline.training_batch, np.array([3, 4]), EPOCH_0[:2], augment=True, kind=OSError)
     source.unreadable[4] = 3
-    with refused("a stripe out of reach", kind=OSError):
-        pipeline.validation_batch(np.array([3, 4]))
+    refuses("a stripe out of reach", pipeline.validation_batch, np.array([3, 4]), kind=OSError)
     pipeline = pictures(tmp_path)
     (tmp_path / "train" / "cat" / "002.jpg").unlink()
     with pytest.raises(FileNotFoundError):
@@ -243,8 +233,7 @@ def test_images_of_another_size_or_kind_are_refused() -> None:
     for what, changes in wrong.items():
         _, pipeline = stripes(data=own_data(**changes))
         for read, arguments in ((pipeline.validation_batch, ()), (pipeline.training_batch, (EPOCH_0[:1], True))):
-            with refused(f"an image of {what}", "data."):
-                read(np.array([0]), *arguments)
+            refuses(f"an image of {what}", read, np.array([0]), *arguments, about="data.")
 
 
 def test_the_augmentation_is_pinned() -> None:

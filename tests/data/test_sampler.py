@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.comm.gloo_world import start_forkserver
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from torusgd import BatchSizeSchedule, StreamSampler
 from torusgd.data.order import COPY, StreamOrder
@@ -47,8 +47,7 @@ def test_any_split_of_the_stream_gives_the_same_stream(length: int, seed: int, c
 @settings(deadline=None, max_examples=50)
 def test_each_epoch_is_a_permutation_and_nothing_is_dropped(length: int, seed: int, epoch: int) -> None:
     indices, epochs = StreamOrder(length, seed).at(epoch * length, length)
-    assert sorted(indices.tolist()) == list(range(length))
-    assert set(epochs.tolist()) == {epoch}
+    assert (sorted(indices.tolist()), set(epochs.tolist())) == (list(range(length)), {epoch})
 
 
 def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +64,7 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
         parts = [pool.submit(order.at, 5 * number, 5) for number in range(16)]
         until(lambda: made, "an epoch is begun")
         release.set()
-        got = np.concatenate([part.result()[0] for part in parts])
-    assert np.array_equal(got, plain(order, 0)[:80])
+    assert np.array_equal(np.concatenate([part.result()[0] for part in parts]), plain(order, 0)[:80])
     assert made == [0]
     release.clear()
     order.at(88, 3)  # does not wait for the next epoch's
@@ -78,23 +76,19 @@ def test_a_permutation_is_made_once_by_many_threads_and_ahead_of_its_epoch(monke
 
 def test_the_order_is_pinned_and_repeats_stand_side_by_side_with_draws_of_their_own() -> None:
     """A checkpoint of an older version must go on with the same samples."""
-    indices, epochs = StreamOrder(7, seed=3).at(5, 12)
-    assert indices.tolist() == [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2]
-    assert epochs.tolist() == [0] * 2 + [1] * 7 + [2] * 3
+    pinned = [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2], [0] * 2 + [1] * 7 + [2] * 3
+    assert tuple(each.tolist() for each in StreamOrder(7, seed=3).at(5, 12)) == pinned
     indices, epochs = StreamOrder(4, 0, repeats=3).at(0, 14)
     plain, _ = StreamOrder(4, 0).at(0, 5)
     assert indices.tolist() == np.repeat(plain, 3)[:14].tolist()
-    assert (epochs // COPY).tolist() == [0, 1, 2] * 4 + [0, 1]
-    assert (epochs % COPY).tolist() == [0] * 12 + [1] * 2
+    assert ((epochs // COPY).tolist(), (epochs % COPY).tolist()) == ([0, 1, 2] * 4 + [0, 1], [0] * 12 + [1] * 2)
     assert StreamOrder(4, 0, repeats=3).at(5, 4)[0].tolist() == indices[5:9].tolist()
 
 
 def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_one_are_refused() -> None:
-    with refused("a stream without samples", "length: ", kind=ValueError):
-        StreamOrder(0, 0)
+    refuses("a stream without samples", StreamOrder, 0, 0, about="length: ", kind=ValueError)
     for name, place in {"before its start": (-1, 2), "beyond 64 bits": (2**63 - 3, 3)}.items():
-        with refused(f"a stream {name}", "start", kind=ValueError):
-            StreamOrder(3, 0).at(*place)
+        refuses(f"a stream {name}", StreamOrder(3, 0).at, *place, about="start", kind=ValueError)
     wrong: list[Any] = [(3, 0.5), (3, 2**63), (3, 2**70), (5.5, 0), (5, 0, 0), (5, 0, 1.5)]
     for arguments in wrong:
         with pytest.raises(ValueError, match="seed: needs an integer of 64 bits" if arguments[0] == 3 else "a stream "):
@@ -114,22 +108,17 @@ def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_on
         sampler.load_state_dict(old)
 
 
+def endless(epochs: Any) -> Any:
+    return itertools.chain.from_iterable(itertools.repeat(epochs))
+
+
 def steps_of(samplers: list[StreamSampler], count: int, lists: int) -> list[list[list[int]]]:
     """The micro-batches of each of the next steps over all ranks; each rank draws so many lists a step."""
-    found = []
-    iterators = [iter(sampler) for sampler in samplers]
+    found, drawn = [], [endless(sampler) for sampler in samplers]
     for _ in range(count):
-        step: list[list[int]] = []
-        for index, sampler in enumerate(samplers):
-            for _ in range(lists):
-                try:
-                    step.append(next(iterators[index]))
-                except StopIteration:
-                    iterators[index] = iter(sampler)
-                    step.append(next(iterators[index]))
+        found.append([next(each) for each in drawn for _ in range(lists)])
         for sampler in samplers:
             sampler.step()
-        found.append(step)
     return found
 
 
@@ -163,8 +152,7 @@ def test_a_stop_and_other_ranks_change_nothing(length, micro, before, after, sto
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10])
 def test_any_number_of_ranks_shares_a_batch_without_micro_batches(size: int) -> None:
-    samplers = [StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)]
-    found = steps_of(samplers, 9, 1)
+    found = steps_of([StreamSampler(LENGTH, 10, rank=rank, world_size=size) for rank in range(size)], 9, 1)
     assert flat(found) == stream(90)
     lengths = [len(part) for step in found for part in step]
     assert max(lengths) - min(lengths) <= 1
@@ -176,8 +164,7 @@ def grown(consumed: int) -> int:
 
 def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_step_alone() -> None:
     sampler = StreamSampler(LENGTH, grown)
-    found = steps_of([sampler], 14, 1)
-    assert [len(step[0]) for step in found] == [4] * 13 + [10]
+    assert [len(step[0]) for step in steps_of([sampler], 14, 1)] == [4] * 13 + [10]
     again = StreamSampler(LENGTH, grown)
     again.load_state_dict(sampler.state_dict())
     assert steps_of([again], 1, 1)[0][0] == stream(72)[62:]
@@ -201,8 +188,7 @@ def test_batches_that_grow_go_on_from_their_place_and_change_the_rate_in_the_ste
         moved.append((before - weight.item()) * 2 ** len(moved))
     assert [sampler.batch(step) for step in range(7)] == [4, 4, 4, 4, 4, 10, 10]
     assert moved == pytest.approx([1.0] * 5 + [2.5**0.5] * 2, rel=1e-5)
-    assert decay.get_last_lr() == [0.5**7]
-    assert (sampler.steps, sampler.consumed) == (7, 40)
+    assert (decay.get_last_lr(), sampler.steps, sampler.consumed) == ([0.5**7], 7, 40)
     for batches in ({}, {1: 4}, {0: 0}):
         with pytest.raises(UserError, match="batches: "):
             BatchSizeSchedule(batches)
@@ -221,23 +207,13 @@ def test_the_length_is_that_of_the_epoch_wherever_it_stands() -> None:
     assert sampler.epoch == 4
 
 
-class Numbers(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list[int]:
     """What a loop has trained on after so many steps; the loader has drawn more."""
     seen: list[int] = []
-    for parts, batch in enumerate(itertools.chain.from_iterable(itertools.repeat(loader)), 1):
+    for parts, batch in enumerate(itertools.islice(endless(loader), steps * lists), 1):
         seen += batch.tolist()
         if parts % lists == 0:
             sampler.step()
-        if parts == steps * lists:
-            break
     return seen
 
 
@@ -247,7 +223,8 @@ def trained(sampler: StreamSampler, loader: Any, steps: int, lists: int) -> list
 )
 def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, Any]) -> None:
     def loader(sampler: StreamSampler) -> DataLoader[int]:
-        return DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, **options)
+        numbers: Any = range(LENGTH)
+        return DataLoader(numbers, batch_sampler=sampler, num_workers=workers, **options)
 
     first = StreamSampler(LENGTH, 6, micro_batches=2)
     seen = trained(first, loader(first), 9, 2)
@@ -259,11 +236,10 @@ def test_what_a_loader_drew_ahead_is_not_lost(workers: int, options: dict[str, A
 def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -> None:
     sampler = StreamSampler(LENGTH, 6)
     list(sampler)
-    with pytest.raises(RuntimeError, match="7 steps were drawn and 0 steps counted"):
-        list(sampler)
-    sampler.step(3)  # as where a library gave every second batch to another rank
-    with pytest.raises(RuntimeError, match="7 steps were drawn and 3 steps counted"):
-        list(sampler)
+    for counted in (0, 3):  # as where a library gave every second batch to another rank
+        sampler.step(counted)
+        with pytest.raises(RuntimeError, match=f"7 steps were drawn and {counted} steps counted"):
+            list(sampler)
     sampler.step(4)
     assert len(list(sampler)) == 6
     with pytest.raises(UserError, match="stream_loader"):  # as Accelerate's BatchSamplerShard begins
@@ -271,13 +247,10 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
 
 
 WRONG: dict[str, Any] = {
-    "length": {"length": 0},
-    "batch_size": {"batch_size": 0},
+    "length": {"length": 0}, "batch_size": {"batch_size": 0}, "0 micro-batches": {"micro_batches": 0},
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
-    "one a rank at least": {"micro_batches": 2, "world_size": 3},
-    "rank 2 of 2": {"rank": 2, "world_size": 2},
-    "0 micro-batches": {"micro_batches": 0},
-}
+    "one a rank at least": {"micro_batches": 2, "world_size": 3}, "rank 2 of 2": {"rank": 2, "world_size": 2},
+}  # fmt: skip
 
 
 def train_and_save(folder: Path, sleeps_at: int) -> None:
@@ -287,10 +260,10 @@ def train_and_save(folder: Path, sleeps_at: int) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.0)
     sampler, saved, seen = StreamSampler(LENGTH, 6), folder / "state.json", list[int]()
     if saved.exists():
-        state = json.loads(saved.read_text())
-        sampler.load_state_dict(state["sampler"])
-        seen = state["seen"]
-    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2, persistent_workers=True)
+        state, seen = json.loads(saved.read_text()).values()
+        sampler.load_state_dict(state)
+    numbers: Any = range(LENGTH)
+    loader = DataLoader(numbers, batch_sampler=sampler, num_workers=2, persistent_workers=True)
     while sampler.steps < 20:
         for batch in loader:
             seen += batch.tolist()

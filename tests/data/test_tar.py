@@ -16,7 +16,7 @@ import pytest
 from tests.data.pictures import encoded, photo, picture, psnr, write_folder
 from tests.data.tars import samples, tar_bytes, write_shards, write_tar
 from tests.data.test_files import arrays, write_arrays
-from tests.messages import LIBRARY, refused
+from tests.messages import LIBRARY, refused, refuses
 from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
@@ -58,14 +58,11 @@ def test_classes_by_folders_long_names_dots_and_what_is_no_image(tmp_path: Path)
     long = "x" * 150
     for kind, number in ((tarfile.GNU_FORMAT, 0), (tarfile.PAX_FORMAT, 1)):
         members = [
-            (f"./set/tulip/{long}{number}.jpg", picture(number)),
-            (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)),
-            ("./set/daisy/notes.txt", b"no picture"),
-            ("__meta__.json", b"{}"),
-            (f"pairs/{number}.seg.png", b"a mask"),
-            (f"pairs/{number}.png", picture(20)),
+            (f"./set/tulip/{long}{number}.jpg", picture(number)), ("./set/daisy/notes.txt", b"no picture"),
+            (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)), ("__meta__.json", b"{}"),
+            (f"pairs/{number}.seg.png", b"a mask"), (f"pairs/{number}.png", picture(20)),
             (f"pairs/{number}.cls", b"tulip"),
-        ]
+        ]  # fmt: skip
         write_tar(tmp_path / "train" / f"{number}.tar", members, kind)
         write_tar(tmp_path / "validation" / f"{number}.tar", members[:1], kind)
     train, held_out = indexed(tmp_path)
@@ -85,13 +82,11 @@ def test_a_tar_file_in_a_tar_file_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "another version": {"format": np.array([1])},
-    "float offsets": {"train offset": np.zeros(12)},
-    "fewer labels": {"eval labels": np.zeros(5, np.int64)},
-    "beyond the end": {"train offset": np.full(12, 1 << 40)},
+    "another version": {"format": np.array([1])}, "float offsets": {"train offset": np.zeros(12)},
+    "fewer labels": {"eval labels": np.zeros(5, np.int64)}, "beyond the end": {"train offset": np.full(12, 1 << 40)},
     "before the beginning": {"train offset": np.full(12, -512)},
-    "no such tar file": {"train shard": np.full(12, 2, np.int32)},
     "names that overlap": {"train names ends": np.full(12, 5)},
+    "no such tar file": {"train shard": np.full(12, 2, np.int32)},
     "a path out": {
         "eval shards text": np.array(bytearray(b"../v.tar")), "eval shards ends": np.array([8]),
         "eval shard sizes": np.array([1 << 40]),
@@ -101,18 +96,15 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def test_a_missing_or_damaged_index_and_one_that_lies_name_the_command(tmp_path: Path) -> None:
     right = make_index(write_shards(tmp_path))
-    with refused("tar files without an index", TMP=tmp_path):
-        open_shards(tmp_path, 3)
+    refuses("tar files without an index", open_shards, tmp_path, 3, TMP=tmp_path)
     write_index(tmp_path / FILE, right)
     whole = (tmp_path / FILE).read_bytes()
     for damaged in (b"", b"text", whole[: len(whole) // 2], whole.replace(b"00000.jpg", b"00000.jpx")):
         (tmp_path / FILE).write_bytes(damaged)
-        with refused("a damaged index", TMP=tmp_path, REASON=LIBRARY):
-            open_shards(tmp_path, 3)
+        refuses("a damaged index", open_shards, tmp_path, 3, TMP=tmp_path, REASON=LIBRARY)
     for name, changes in WRONG.items():
         write_index(tmp_path / FILE, right | changes)
-        with refused(f"an index with {name}", TMP=tmp_path):
-            open_shards(tmp_path, 3)
+        refuses(f"an index with {name}", open_shards, tmp_path, 3, TMP=tmp_path)
 
 
 def test_a_tar_file_that_changed_is_refused(tmp_path: Path) -> None:
@@ -122,14 +114,11 @@ def test_a_tar_file_that_changed_is_refused(tmp_path: Path) -> None:
     at = whole.index(picture(3)) - 512
     whole[at + 136 : at + 147] = b"00000000001"  # the time of the member: another file of the same size
     file.write_bytes(whole)
-    with refused("a tar file that was changed", TMP=tmp_path):
-        train.read(3)
+    refuses("a tar file that was changed", train.read, 3, TMP=tmp_path)
     file.write_bytes(whole[:-512])
-    with refused("a tar file that was changed", TMP=tmp_path):
-        open_shards(tmp_path, 3)
+    refuses("a tar file that was changed", open_shards, tmp_path, 3, TMP=tmp_path)
     file.unlink()
-    with refused("a tar file that is gone", TMP=tmp_path):
-        open_shards(tmp_path, 3)
+    refuses("a tar file that is gone", open_shards, tmp_path, 3, TMP=tmp_path)
     with pytest.raises(FileNotFoundError):
         train.read(0)
 
@@ -141,36 +130,29 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
     sizes = bytearray(whole)
     sizes[124:136] = b"77777777777\0"
     damaged = {
-        "empty": b"",
-        "text": b"<html>" * 200,
-        "cut in an image": whole[: second - 700],
-        "cut in a header": whole[: second + 100],
+        "empty": b"", "text": b"<html>" * 200, "a size that lies": bytes(sizes), "gzip": gzip.compress(whole),
+        "cut in an image": whole[: second - 700], "cut in a header": whole[: second + 100],
         "a damaged header": whole[:second] + b"garbage" + whole[second + 7 :],
-        "a size that lies": bytes(sizes),
-        "gzip": gzip.compress(whole),
         "no label": tar_bytes({"1.jpg": picture(1)}),
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
         "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
-    }
+    }  # fmt: skip
     for name, content in damaged.items():
         (tmp_path / "train-0001.tar").write_bytes(content)
-        with refused(f"a tar file: {name}", f"{tmp_path}/train-0001.tar: ", TMP=tmp_path):
-            make_index(tmp_path)
+        refuses(f"a tar file: {name}", make_index, tmp_path, about=f"{tmp_path}/train-0001.tar: ", TMP=tmp_path)
     write_shards(tmp_path)
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 40  # a name of a terabyte
     with open(tmp_path / "train-0001.tar", "wb") as file:
         file.write(info.tobuf(tarfile.GNU_FORMAT))
         file.truncate(1 << 41)  # sparse: it takes no room
-    with refused("a tar file with a name of a terabyte", TMP=tmp_path):
-        make_index(tmp_path)
+    refuses("a tar file with a name of a terabyte", make_index, tmp_path, TMP=tmp_path)
     header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\xff" * 10 + b"\xfc\x00"  # -1,024 bytes
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     (tmp_path / "train-0001.tar").write_bytes(bytes(header) * 4)
-    with refused("a tar file that leads back", TMP=tmp_path):
-        make_index(tmp_path)
+    refuses("a tar file that leads back", make_index, tmp_path, TMP=tmp_path)
     with tarfile.open(tmp_path / "train-0001.tar", "w") as archive:
         for name, kind in (("link", tarfile.LNKTYPE), ("soft", tarfile.SYMTYPE), ("fifo", tarfile.FIFOTYPE)):
             info = tarfile.TarInfo(f"cat/{name}.jpg")
@@ -184,22 +166,19 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
 
 
 def test_which_tar_files_are_of_which_split(tmp_path: Path) -> None:
-    with refused("a folder without tar files", TMP=tmp_path):
-        make_index(tmp_path)
+    refuses("a folder without tar files", make_index, tmp_path, TMP=tmp_path)
     for file, what in {
         "train-0.tar.gz": "a folder of compressed tar files",
         "trainers-0.tar": "tar files without one for training",
         "my_train_0.tar": "tar files without one held out",
     }.items():
         write_tar(tmp_path / file, samples(range(2)))
-        with refused(what, TMP=tmp_path):
-            make_index(tmp_path)
+        refuses(what, make_index, tmp_path, TMP=tmp_path)
     write_tar(tmp_path / "test" / "0.tar", samples(range(3)))
     assert len(make_index(tmp_path)["eval labels"]) == 3
     write_tar(tmp_path / "valid" / "0.tar", samples(range(4)))
     assert len(make_index(tmp_path)["eval labels"]) == 4
-    with refused("a file in place of a folder of tar files", TMP=tmp_path):
-        make_index(tmp_path / "my_train_0.tar")
+    refuses("a file in place of a folder of tar files", make_index, tmp_path / "my_train_0.tar", TMP=tmp_path)
 
 
 def test_the_command(tmp_path: Path, run_cli: Any, mistake: Any) -> None:
@@ -267,8 +246,7 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
         return copy(source, packing, index)
 
     monkeypatch.setattr(module, "_copy", noted)
-    with refused("copies on a full disk", kind=RunError, TMP=tmp_path):
-        shards_of(root, out)
+    refuses("copies on a full disk", shards_of, root, out, kind=RunError, TMP=tmp_path)
     assert [file.name for file in out.glob("train-*")] == ["train-00000.tar"]
     (out / ".train-00001.tar.1234").write_bytes(b"half of one")
     copied.clear()
@@ -282,8 +260,7 @@ def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any
     root = write_folder(tmp_path / "set")
     shards_of(root, tmp_path / "out")
     for change in ({"size": 30}, {"per_shard": 9}):
-        with refused(f"copies with other {' '.join(change)}", TMP=tmp_path):
-            shards_of(root, tmp_path / "out", **change)
+        refuses(f"copies with other {' '.join(change)}", shards_of, root, tmp_path / "out", **change, TMP=tmp_path)
     (root / "val" / "cat" / "000.jpg").rename(root / "val" / "cat" / "zzz.jpg")
     mistake("data", "pack", root, tmp_path / "out", "--images-per-shard", 5, TMP=tmp_path)
     for out in (root, root / "val" / "cat" / "001.jpg"):
@@ -372,8 +349,7 @@ def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) 
     }
     for name, (file, content) in wrong.items():
         (root / file).write_bytes(content)
-        with refused(f"ImageNet {name}", TMP=tmp_path):
-            prepare_imagenet(root)
+        refuses(f"ImageNet {name}", prepare_imagenet, root, TMP=tmp_path)
         (root / file).write_bytes(whole[file])
     for damaged in (b"", b"text", whole[DEVKIT][:100], gzip.compress(b"text"), gzip.compress(tar_bytes({"x": b""}))):
         (root / DEVKIT).write_bytes(damaged)
@@ -385,8 +361,7 @@ def test_an_imagenet_that_is_not_whole_is_refused(tmp_path: Path, mistake: Any) 
 
 
 def test_copies_as_png_have_all_pixels_and_are_scaled_exactly(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set", train=2, val=1)
-    before, held_out = open_folder(root, 3)
+    before, held_out = open_folder(write_folder(tmp_path / "set", train=2, val=1), 3)
     pack(before, held_out, tmp_path / "out", Packing(45, None, 5), print)
     after, _ = open_shards(tmp_path / "out", 3)
     for index in range(len(before)):

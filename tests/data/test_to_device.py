@@ -27,9 +27,7 @@ def data_of(channels: Literal[1, 3], **augment: object) -> Data:
     ("channels", "augment"),
     [(1, {}), (3, {"crop": "shift", "shift": 1, "flip": 0.5}), (3, {"rotation": 0.2, "policy": "trivialaugment"})],
 )
-def test_a_device_makes_the_images_of_the_cpu(
-    channels: Literal[1, 3], augment: dict[str, object], memory_format: torch.memory_format
-) -> None:
+def test_a_device_makes_the_images_of_the_cpu(channels: Literal[1, 3], augment, memory_format) -> None:
     data = data_of(channels, **augment)
     (source, _), indices = open_sources(data, None, 0), np.arange(20)
     ready, bytes_ = (kind(source, data, 0) for kind in (Pipeline, BytePipeline))
@@ -55,8 +53,7 @@ def test_images_and_targets_come_in_one_message(count: int) -> None:
     assert torch.equal(targets, batch.targets)
     assert batch.images.data_ptr() == batch.message.data_ptr(), "where torch looks for pinned memory"
     assert batch.targets.untyped_storage().data_ptr() != batch.message.data_ptr()
-    plain = Pipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True)
-    assert plain.message is None
+    assert Pipeline(source, data_of(3), 0).training_batch(np.arange(count), first, augment=True).message is None
 
 
 def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu_and_what_a_gpu_is_given_is_pinned(monkeypatch) -> None:

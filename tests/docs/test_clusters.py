@@ -17,11 +17,7 @@ from torusgd.cli import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KUBERNETES = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
-
-
-def options_of(command: str) -> set[str]:
-    commands: Any = typer.main.get_command(app())
-    return {name for parameter in commands.commands[command].params for name in parameter.opts}
+PATHS = [*KUBERNETES, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "skypilot.yaml"]
 
 
 def containers(tree: Any) -> list[dict[str, Any]]:
@@ -30,8 +26,7 @@ def containers(tree: Any) -> list[dict[str, Any]]:
         return [each for item in tree for each in containers(item)]
     if not isinstance(tree, dict):
         return []
-    own = [tree] if "args" in tree else []
-    return [*own, *(each for value in tree.values() for each in containers(value))]
+    return [*([tree] if "args" in tree else []), *(each for value in tree.values() for each in containers(value))]
 
 
 def words_of(path: Path) -> list[list[str]]:
@@ -45,21 +40,17 @@ def words_of(path: Path) -> list[list[str]]:
     return [words[words.index("train") :] for words in found]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*KUBERNETES, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "skypilot.yaml"],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_the_command_of_an_example_is_one(path: Path) -> None:
+    tree: Any = typer.main.get_command(app())
+    known = {name for parameter in tree.commands["train"].params for name in parameter.opts}
     commands = words_of(path)
     assert commands
-    for words in commands:
-        assert {word for word in words if word.startswith("--")} <= options_of("train")
+    assert {word for words in commands for word in words if word.startswith("--")} <= known
 
 
 def test_manifests_name_what_the_image_has() -> None:
-    image = (EXAMPLES.parent / "Containerfile").read_text()
-    assert 'ENTRYPOINT ["torusgd"]' in image
+    assert 'ENTRYPOINT ["torusgd"]' in (EXAMPLES.parent / "Containerfile").read_text()
     for path in KUBERNETES:
         for container in containers(yaml.safe_load(path.read_text())):
             assert container["image"].partition(":")[0] == "torusgd"
@@ -72,17 +63,14 @@ def test_manifests_name_what_the_image_has() -> None:
 def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
     import kubernetes_validate
 
-    checked = 0
-    for path in KUBERNETES:
-        tree = yaml.safe_load(path.read_text())
-        if tree["kind"] == "Job":
-            kubernetes_validate.validate(tree, kubernetes_validate.latest_version(), strict=True)
-            checked += 1
-        for replica in tree["spec"].get("pytorchReplicaSpecs", {}).values():
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
-            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
-            checked += 1
-    assert checked == 3
+    trees = [yaml.safe_load(path.read_text()) for path in KUBERNETES]
+    replicas = [each for tree in trees for each in tree["spec"].get("pytorchReplicaSpecs", {}).values()]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+    manifests = [tree for tree in trees if tree["kind"] == "Job"]
+    manifests += [pod | {"spec": replica["template"]["spec"]} for replica in replicas]
+    assert len(manifests) == 3
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_recipe_of_the_image_is_well_formed() -> None:

@@ -38,7 +38,6 @@ SOURCE = Path(torusgd.__file__).parent
 MADE = {DOCS / name for name in reference_pages.PAGES}
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("notes/*.md")} - MADE)
 FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "tour.md"]
-EXAMPLES = sorted(ROOT.glob("examples/*"))
 SOURCES = sorted(SOURCE.rglob("*.py"))
 CARDS = sorted((DOCS / "methods").glob("*.md"))
 WITH_EXAMPLES = [path.relative_to(SOURCE.parent) for path in SOURCES if ">>> " in path.read_text()]
@@ -152,7 +151,7 @@ def test_the_examples_of_a_docstring_give_what_they_say(path: Path) -> None:
 
 def test_nobody_is_sent_to_an_index_that_lacks_torusgd_or_to_an_extra_that_there_is_not() -> None:
     command = re.compile(r"pip install (?:[^\n`]* )?['\"]?torusgd\b")
-    files = [path for path in (*DOCUMENTS, *EXAMPLES, *SOURCES) if path.is_file()]
+    files = [path for path in (*DOCUMENTS, *ROOT.glob("examples/*"), *SOURCES) if path.is_file()]
     assert not [path for path in files if command.search(path.read_text())]
     assert command.search("pip install -U 'torusgd[images]'")
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -161,10 +160,8 @@ def test_nobody_is_sent_to_an_index_that_lacks_torusgd_or_to_an_extra_that_there
     assert len(named) >= 9
     for packages, extra in named:
         assert set(packages) <= {re.split(r"[\[<>=]", requirement)[0] for requirement in known[extra]}, extra
-    text = (DOCS / "install.md").read_text()
-    rows = re.findall(r"^\| (`.*) \| .* \|$", text, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == known.keys() - {"dev", "docs", "dist"}
+    rows = re.findall(r"^\| (`.*) \| .* \|$", (DOCS / "install.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == known.keys() - {"dev", "docs", "dist"}
 
 
 @pytest.mark.slow
@@ -245,11 +242,9 @@ def test_the_made_pages_have_every_key_command_and_sentence_and_cards_name_only_
     assert not [each for each in keys if each[3] not in sections[each[1]].model_fields]
 
 
-LINES = (DOCS / "papers.md").read_text().splitlines()
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
-ROWS = [row for row in ROWS if row[0] != "mechanism or figure"]
+LINES = re.findall(r"^\| (?!mechanism or figure).*$", (DOCS / "papers.md").read_text(), re.MULTILINE)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 PAPERS_COMMANDS = sorted({code for row in ROWS for code in re.findall(r"`((?:torusgd|python) [^`]+)`", row[1])})
-PAPERS_TESTS = sorted({code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])})
 
 
 def test_every_line_of_the_papers_has_four_cells_a_state_and_tests_that_exist() -> None:
@@ -258,7 +253,7 @@ def test_every_line_of_the_papers_has_four_cells_a_state_and_tests_that_exist() 
         assert len(row) == 4, row
         assert re.match(r"whole|part|absent|left to others", row[3]), row
         assert row[1] or row[2] or not row[3].startswith("whole"), row  # by a command or by a test
-    for name in PAPERS_TESTS:
+    for name in {code for row in ROWS for code in re.findall(r"`(tests/[^`]+)`", row[2])}:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text() if function else (ROOT / file).is_file()
 

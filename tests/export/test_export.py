@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from tests.commands import ran
-from tests.report.test_page import copied, summary_of
+from tests.report.test_page import copied
+from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here, sets, train
 
 from torusgd.errors import RunError
@@ -121,8 +122,7 @@ def test_a_card_has_what_was_measured_and_says_how_to_train_the_same_elsewhere(r
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    found = hub.ModelCard(card(read_run(run), "apache-2.0"))
-    assert found.data.eval_results[0].metric_type == "accuracy"
+    assert hub.ModelCard(card(read_run(run), "apache-2.0")).data.eval_results[0].metric_type == "accuracy"
 
 
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, export: Any) -> None:
@@ -146,8 +146,7 @@ def test_mlperfs_own_checker_passes_a_scaled_down_run(tmp_path: Path, export: An
         "stages=[{until: 15ep, images_per_worker: 8}]", "rate.decay.floor=2.5e-5", "optimizer.eps=0.0",
         "optimizer.weight_decay=2e-4",
     )  # fmt: skip
-    summary = train(tmp_path / "run", "--workers", "1", *rules)
-    assert 0.759 <= summary["top1"] < 1
+    assert 0.759 <= train(tmp_path / "run", "--workers", "1", *rules)["top1"] < 1
     words = ("-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0")
     for division in ("open", "closed"):
         export(tmp_path / "run", "--format", "mlperf", "--division", division)

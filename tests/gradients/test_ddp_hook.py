@@ -59,23 +59,16 @@ def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: boo
 
 
 CASES = [
-    ({}, True, False),
-    ({"gradient_as_bucket_view": True}, True, False),
-    ({"static_graph": True}, True, False),
+    ({}, True, False), ({"gradient_as_bucket_view": True}, True, False), ({"static_graph": True}, True, False),
     ({"find_unused_parameters": True}, False, False),
-    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True),
-    ({}, True, True),
-]
+    ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True), ({}, True, True),
+]  # fmt: skip
 
 
 HOOKS = [
-    ({}, 1e-6),
-    ({"algorithm": "torus:halving/ring"}, 1e-6),
-    ({"algorithm": "native"}, 1e-6),
-    ({"wire": "exact"}, 1e-6),
-    ({"algorithm": "ring", "wire": "float16"}, 3e-3),
-    ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
-]
+    ({}, 1e-6), ({"algorithm": "torus:halving/ring"}, 1e-6), ({"algorithm": "native"}, 1e-6), ({"wire": "exact"}, 1e-6),
+    ({"algorithm": "ring", "wire": "float16"}, 3e-3), ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
+]  # fmt: skip
 """The hook's arguments, and how far from plain DDP's the gradients may be, relative to the largest."""
 
 
@@ -105,30 +98,14 @@ def test_gradients_are_those_of_plain_ddp(tmp_path):
     run_ranks(4, compare_with_plain_ddp, write_profile(tmp_path, 4))
 
 
-@on_ranks(4)
-def test_exact_has_the_same_bits_for_any_algorithm():
-    native, *others = [
-        gradients({"algorithm": algorithm, "wire": "exact", **grid}, {})
-        for algorithm, grid in (("native", {}), ("ring", {}), ("torus", {"grid": (2, 2)}), ("doubling", {}))
-    ]
-    for other in others:
-        assert all(a.equal(b) for s, t in zip(native, other, strict=True) for a, b in zip(s, t, strict=True))
-
-
 MICRO_BATCHES = 12
+ALGORITHMS = {2: "doubling", 3: "ring", 4: "torus", 5: "halving-doubling"}  # by the number of ranks; else the backend's
 
 SPREAD: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-    "autocast": {},
-    "bfloat16": {},
-    "loss-scale": {},
-    "given-up": {},
-    "zeroed": {"gradient_as_bucket_view": True},
-    "divided": {},
-}
+    "plain": {}, "views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True},
+    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "autocast": {}, "bfloat16": {},
+    "loss-scale": {}, "given-up": {}, "zeroed": {"gradient_as_bucket_view": True}, "divided": {},
+}  # fmt: skip
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
 
 
@@ -139,7 +116,8 @@ def spread(case: str) -> str:
     net = Net().to(torch.bfloat16 if case == "bfloat16" else torch.float32)
     net.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = DistributedDataParallel(net, bucket_cap_mb=0.001, **copy.copy(SPREAD[case]))
-    hook = ddp_hook(model, "ring", "exact", micro_batches=None if case == "divided" else MICRO_BATCHES)
+    micro_batches = None if case == "divided" else MICRO_BATCHES
+    hook = ddp_hook(model, ALGORITHMS.get(size, "native"), "exact", micro_batches=micro_batches)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=case == "loss-scale")
     mine = range(MICRO_BATCHES * rank // size, MICRO_BATCHES * (rank + 1) // size)
@@ -173,7 +151,7 @@ def spreads(cases: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 3), pytest.param((2, 4, 5, 12), marks=pytest.mark.slow)])
-def test_exact_has_the_same_bits_however_micro_batches_are_spread(sizes):
+def test_exact_has_the_same_bits_however_micro_batches_are_spread_and_by_any_algorithm(sizes):
     by_case = run_ranks(sizes[0], spreads, list(SPREAD))[0]
     assert by_case["given-up"] == by_case["zeroed"] == by_case["plain"] == by_case["views"]
     assert by_case["unused"] == by_case["unused-views"] != by_case["plain"]
@@ -187,18 +165,21 @@ def test_exact_has_the_same_bits_however_micro_batches_are_spread(sizes):
 @pytest.mark.parametrize("wire", ["exact", "float16", "bfloat16"])
 @on_ranks(3)
 def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
-    """Gradients grow 2,000 times from one step to the next, then are not finite on one rank."""
+    """Gradients grow 2,000 times from one step to the next, then are not finite on one rank.
+
+    The sum of the last ones is beyond float16 (65,504); the mean is not.
+    """
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
     ddp_hook(model, "ring", wire)
     seen = []
-    for size in (1.0, 1.0, 2000.0, float("inf"), 1.0):
+    for size in (1.0, 1.0, 2000.0, float("inf"), 1.0, 60000.0, 60000.0):
         model.zero_grad()
-        scale = size if dist.get_rank() == 1 or size < 1e30 else 1.0
-        (model(torch.ones(1, 3)).sum() * scale).backward()
+        (model(torch.ones(1, 3)).sum() * (size if dist.get_rank() == 1 or size < 1e30 else 1.0)).backward()
         seen.append(model.module.weight.grad.flatten().tolist())
     assert seen[0] == seen[1] == seen[4] == pytest.approx([1.0] * 6, rel=1e-2)
     assert seen[2] == pytest.approx([2000.0] * 6, rel=1e-2)
     assert all(math.isnan(value) for value in seen[3])
+    assert seen[5] == seen[6] == pytest.approx([60000.0] * 6, rel=1e-2)
 
 
 def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:
@@ -228,17 +209,6 @@ def test_a_gradient_scaler_finds_its_scale_and_the_bits_stay():
     assert found[0][0][0] == [111, 95, 79, 79]
 
 
-@on_ranks(4)
-def test_partial_sums_of_float16_do_not_overflow():
-    """The sum over 4 ranks is beyond float16 (65,504); the mean is not."""
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
-    ddp_hook(model, "ring", "float16")
-    for _ in range(2):
-        model.zero_grad()
-        (model(torch.ones(1, 3)).sum() * 60000.0).backward()
-    assert float(model.module.weight.grad.max()) == 60000.0
-
-
 def hooked(network: nn.Module, **options: Any) -> Any:
     model = DistributedDataParallel(network, **options)
     ddp_hook(model, "ring", "exact")
@@ -251,31 +221,26 @@ def backward(model: Any, factor: float = 1.0) -> None:
 
 @on_ranks(2)
 def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
-    wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-        ("wire int8", torch.float32, {"wire": "int8"}),
-        ("wire exact", torch.float64, {"wire": "exact"}),
-        ("allreduce tree", torch.float32, {"algorithm": "tree"}),
-        ("micro_batches", torch.float32, {"micro_batches": 4}),
-        ("micro_batches", torch.float32, {"micro_batches": 0, "wire": "exact"}),
-    ]
-    for about, dtype, options in wrong:
-        with pytest.raises(UserError, match=f"^{about}:"):
-            ddp_hook(DistributedDataParallel(nn.Linear(2, 2).to(dtype)), **options)
+    def refuses(match: str, call: Callable[..., object], *given: Any, **options: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            call(*given, **options)
+
+    model: Any = DistributedDataParallel(nn.Linear(2, 2))
+    refuses("^wire int8:", ddp_hook, model, wire="int8")
+    refuses("^allreduce tree:", ddp_hook, model, "tree")
+    refuses("^micro_batches:", ddp_hook, model, micro_batches=4)
+    refuses("^micro_batches:", ddp_hook, model, micro_batches=0, wire="exact")
+    refuses("^wire exact:", hooked, nn.Linear(2, 2).double())
     # Each thing that hands DDP gradients past it.
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it
-        with pytest.raises(UserError, match="mixed_precision"):
-            hooked(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    with pytest.raises(UserError, match="sparse"):
-        hooked(nn.Embedding(5, 2, sparse=True))
-    model = hooked(nn.Linear(2, 2), static_graph=True)
-    with pytest.raises(UserError, match="static_graph=True: "), model.no_sync():
-        backward(model)
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(UserError, match="of 1 parameters"):
-        ddp_hook(model, "ring", "exact").load_state_dict({"bounds": [1.0]})
+        refuses("mixed_precision", hooked, nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    refuses("sparse", hooked, nn.Embedding(5, 2, sparse=True))
+    static = hooked(nn.Linear(2, 2), static_graph=True)
+    with static.no_sync():
+        refuses("static_graph=True: ", backward, static)
+    refuses("of 1 parameters", ddp_hook(model, "ring", "exact").load_state_dict, {"bounds": [1.0]})
     backward(model)
-    with pytest.raises(UserError, match=r"all passes of a step but the last under no_sync\(\)"):
-        backward(model)
+    refuses(r"all passes of a step but the last under no_sync\(\)", backward, model)
 
     def passes(change: Callable[[], object]) -> None:
         model.zero_grad()
@@ -284,20 +249,15 @@ def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
             change()
             backward(model)
 
-    for change in (
-        lambda: model.zero_grad(set_to_none=False),
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    ):
-        with pytest.raises(UserError, match=r"\.grad was changed between two passes of a step"):
-            passes(change)
+    changed = r"\.grad was changed between two passes of a step"
+    refuses(changed, passes, lambda: model.zero_grad(set_to_none=False))
+    refuses(changed, passes, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     model.zero_grad()
     with pytest.raises(RuntimeError, match="the gradient of weight is a million times"):
         backward(model, 1e9)  # beyond what the sum has bits for, though a float has them
     model = hooked(nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"got Linear$"):
-        ddp_hook(model.module, "ring")
-    with pytest.raises(UserError, match="create_graph"):
-        model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+    refuses(r"got Linear$", ddp_hook, model.module, "ring")
+    refuses("create_graph", model(torch.ones(1, 2)).square().sum().backward, create_graph=True)
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """Which gradients travel together: rules, the papers' groups, and the best by a profile."""
 
+from functools import partial
 from itertools import combinations, pairwise
 
 import torch
@@ -29,9 +30,7 @@ def profile(latency: float, per_byte: float) -> Profile:
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.integers(1, 10**6), min_size=1, max_size=30),
-    st.one_of(
-        st.just("auto"), st.just("cubic"), st.floats(1e-6, 10), st.lists(st.integers(1, 9), max_size=9).map(tuple)
-    ),
+    st.sampled_from(["auto", "cubic"]) | st.floats(1e-6, 10) | st.lists(st.integers(1, 9), max_size=9).map(tuple),
 )
 def test_every_tensor_lies_in_one_bucket_in_order(numels, rule):
     buckets = lay_out(rule, numels)
@@ -44,15 +43,12 @@ def test_every_tensor_lies_in_one_bucket_in_order(numels, rule):
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.1)), min_size=1, max_size=7),
-    st.floats(1e-5, 1e-1),
-    st.floats(1e-10, 1e-7),
-    st.one_of(st.just(0.0), st.floats(1e-6, 1e-1)),
-)
+    st.floats(1e-5, 1e-1), st.floats(1e-10, 1e-7), st.just(0.0) | st.floats(1e-6, 1e-1),
+)  # fmt: skip
 def test_no_other_layout_is_summed_earlier_for_as_little_work(tensors, latency, per_byte, work):
     numels, ready = [n for n, _ in tensors], [-when for _, when in tensors]
-    network = profile(latency, per_byte).model_copy(
-        update={"in_steps": (InStep(size=1, hidden=work, waited=latency + per_byte),)}
-    )
+    in_steps = (InStep(size=1, hidden=work, waited=latency + per_byte),)
+    network = profile(latency, per_byte).model_copy(update={"in_steps": in_steps})
 
     def ends(layout: list[Bucket]) -> float:
         return finish(network, layout, ready) + work * len(layout)
@@ -60,8 +56,7 @@ def test_no_other_layout_is_summed_earlier_for_as_little_work(tensors, latency, 
     best = ends(best_buckets(network, numels, ready))
     inner = range(1, len(numels))
     for cuts in (cuts for many in range(len(numels)) for cuts in combinations(inner, many)):
-        edges = [0, *cuts, len(numels)]
-        layout = group([b - a for a, b in pairwise(edges)], numels)
+        layout = group([b - a for a, b in pairwise([0, *cuts, len(numels)])], numels)
         assert best <= ends(layout) + 1e-12
 
 
@@ -79,11 +74,8 @@ def test_the_groups_of_the_published_systems_and_few_buckets_where_latency_is():
 
 
 def reducer_of(model: nn.Module) -> Reducer:
-    channels = {1: Channel(create("native"))}
-    return Reducer(
-        parameter_slots(model), "exact", 2, channels, lambda maxima: group_of().all_reduce(maxima, maximum=True),
-        rule="auto",
-    )  # fmt: skip
+    channels, maximum = {1: Channel(create("native"))}, partial(group_of().all_reduce, maximum=True)
+    return Reducer(parameter_slots(model), "exact", 2, channels, maximum, rule="auto")
 
 
 @on_ranks(2)

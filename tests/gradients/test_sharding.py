@@ -72,13 +72,10 @@ def norms_on_ranks(ranks: int, parallel: int, sharded: bool) -> list[tuple[list[
     return [(names, norms(tensors)) for names, norms, tensors in calls]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "sharded"),
-    [(2, 2, False), (4, 4, False), (4, 2, False), (2, 1, True), (4, 2, True), (4, 4, True)],
-)
-def test_norms_of_blocks_and_shards_on_several_ranks_have_the_bits_of_one(
-    ranks: int, parallel: int, sharded: bool
-) -> None:
+@pytest.mark.parametrize(("ranks", "parallel", "sharded"), [
+    (2, 2, False), (4, 4, False), (4, 2, False), (2, 1, True), (4, 2, True), (4, 4, True),
+])  # fmt: skip
+def test_norms_of_blocks_and_shards_on_ranks_have_the_bits_of_one(ranks: int, parallel: int, sharded: bool) -> None:
     ((names, alone),) = norms_on_ranks(1, 1, False)
     want = dict(zip(names, alone.view(2, -1).T, strict=True))
     for names, found in norms_on_ranks(ranks, parallel, sharded):

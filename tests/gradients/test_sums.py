@@ -22,6 +22,9 @@ from torusgd.models import MODELS
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
+NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
+ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
+"""relative L2 error of the mean, by virtual workers"""
 
 
 def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
@@ -83,8 +86,7 @@ def measured(total, workers: list[list[torch.Tensor]]):
 @given(st.integers(0, 1000), st.integers(1, 9), st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
 def test_bits_are_equal_for_any_sharing_and_order(seed: int, workers: int, ranks: int) -> None:
-    grads = gradients(workers, seed)
-    ranks = min(ranks, workers)
+    grads, ranks = gradients(workers, seed), min(ranks, workers)
     _, alone = run(measured(exact(workers), grads), [grads])
     _, shared = run(measured(exact(workers, limit=100), grads), [grads[::-1][r::ranks] for r in range(ranks)])
     assert all(map(torch.equal, alone, shared))
@@ -102,15 +104,18 @@ def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None
         assert (got.double() - right).abs().max() <= largest * 0.5 / 2**bits + right.abs().max() * 2**-23
 
 
-def test_growth_within_headroom_is_accepted_and_beyond_is_told() -> None:
+def test_growth_within_headroom_is_accepted_beyond_is_told_and_a_refused_step_changes_no_scale() -> None:
     grads = gradients(4, seed=2)
-    total = measured(exact(4), grads)
-    status, mean = run(total, [times(7.9, grads)])
+    status, mean = run(measured(exact(4), grads), [times(7.9, grads)])
     assert accepted(status)
     torch.testing.assert_close(mean[1].double(), 7.9 * exact_mean(grads, 1), rtol=1e-5, atol=1e-9)
-    grown = times(70, grads, slot=1)
-    status, _ = run(measured(exact(4), grads), [grown[:2], grown[2:]])
-    assert (status.overflow, status.nonfinite) == ([1], [])
+    total = measured(exact(4), grads)
+    before = total.state()
+    for grown, overflow in ((times(70, grads, slot=1), [1]), (times(3e9, grads), [0, 1, 2, 3])):  # the last would wrap
+        status, _ = run(total, [grown[:2], grown[2:]])
+        assert (status.overflow, status.nonfinite) == (overflow, [])
+        assert torch.equal(total.state(), before)
+    assert all(map(torch.equal, run(total, [grads])[1], run(measured(exact(4), grads), [grads])[1]))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -123,33 +128,17 @@ def test_nonfinite_is_told_by_slot_even_beside_overflow(bad: float) -> None:
     assert (status.overflow, status.nonfinite) == ([0], [3])
 
 
-def test_values_far_out_of_range_are_an_overflow_and_a_refused_step_changes_no_scale() -> None:
-    grads = gradients(2, seed=4)
-    total = measured(exact(2), grads)
-    before = total.state()
-    status, _ = run(total, [times(3e9, grads)])
-    assert status.overflow == [0, 1, 2, 3], "they would wrap"
-    assert torch.equal(total.state(), before)
-    _, mean = run(total, [grads])
-    _, expected = run(measured(exact(2), grads), [grads])
-    assert all(map(torch.equal, mean, expected))
-
-
 def test_a_zero_gradient_takes_the_largest_scale_and_a_state_restores_scales_with_other_buckets() -> None:
     grads = gradients(2, seed=6)
     for worker in grads:
         worker[2].zero_()
-    total = measured(exact(2), grads)
+    first = measured(exact(2), grads)
     grads[0][2].fill_(grads[0][3].abs().max().item())
-    status, mean = run(total, [grads])
+    status, mean = run(first, [grads])
     assert accepted(status)
     assert mean[2].item() == pytest.approx(grads[0][2].item() / 2, rel=1e-6)
-    grads = gradients(3, seed=7)
-    first = measured(exact(3), grads)
-    run(first, [grads])
-    second = exact(3, limit=50)
+    second, following = exact(2, limit=50), gradients(2, seed=8)
     second.load_state(first.state())
-    following = gradients(3, seed=8)
     assert all(map(torch.equal, run(first, [following])[1], run(second, [following])[1]))
 
 
@@ -259,18 +248,12 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
     total = IntegerGradientSum(plan_buckets([numel, 7], 10**6), workers, CPU)
     total.set_maxima(torch.tensor([1.0, 0.5]))
     draw = torch.Generator().manual_seed(11)
-    grads = [
-        [torch.randn(numel, generator=draw).div(30).pow(11), torch.full((7,), 0.5 * number)]
-        for number in range(workers)
-    ]
-    grads[1][0][::7] = 0.0
-    grads[2][0][::5] = -0.0
-    scales = total._scales.double()
-    lost = sum(
-        int(((g != 0) & ((g.double() * scale).abs() <= 0.5)).sum())
-        for worker in grads
-        for g, scale in zip(worker, scales, strict=True)
-    )
+    large = [torch.randn(numel, generator=draw).div(30).pow(11) for _ in range(workers)]
+    grads = [[each, torch.full((7,), 0.5 * number)] for number, each in enumerate(large)]
+    large[1][::7] = 0.0
+    large[2][::5] = -0.0
+    pairs = [pair for worker in grads for pair in zip(worker, total._scales.double(), strict=True)]
+    lost = sum(int(((g != 0) & ((g.double() * scale).abs() <= 0.5)).sum()) for g, scale in pairs)
     messages = [messages_of(total, grads[rank::ranks])[0] for rank in range(ranks)]
     total.message(0).copy_(torch.stack(messages).sum(dim=0, dtype=torch.int32))
     assert lost > 2 * 65_536
@@ -279,9 +262,7 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
 
 @pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
-def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
-    wire: torch.dtype | None, trouble: str | None
-) -> None:
+def test_shards_with_trailers_say_what_whole_messages_say(wire: torch.dtype | None, trouble: str | None) -> None:
     grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
     one, *ranks = (
         measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), grads) for _ in range(3)
@@ -344,15 +325,6 @@ def measured_maxima(workers: list[int]) -> torch.Tensor:
     return seen[0]
 
 
-NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
-ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
-"""relative L2 error of the mean, by virtual workers"""
-
-
-def sum_of(workers: int) -> IntegerGradientSum:
-    return IntegerGradientSum(plan_buckets([NUMEL], NUMEL), workers, CPU)
-
-
 def error_of_step(total: IntegerGradientSum, gradients: torch.Tensor, workers: int) -> float:
     """A step of so many virtual workers that have these gradients in turn; the error of its mean against float64."""
     times, rest = divmod(workers, len(gradients))
@@ -375,7 +347,7 @@ def test_the_mean_is_near_that_of_float64_step_after_step(workers: int) -> None:
     def gradients(count: int) -> torch.Tensor:
         return mean + 10 * torch.randn(count, NUMEL, generator=draw)
 
-    total = sum_of(workers)
+    total = IntegerGradientSum(plan_buckets([NUMEL], NUMEL), workers, CPU)
     total.set_maxima(gradients(DISTINCT).abs().max().reshape(1))
     # Of 32 bits the error is one of rounding, which fewer distinct gradients average less; of 64 it is none.
     fewer = math.sqrt(workers / DISTINCT) if gradient_integers(workers) == torch.int32 else 1.0

@@ -27,7 +27,6 @@ torch.set_num_threads(1)
 class Numbers(Dataset):
     def __len__(self):
         return length
-
     def __getitem__(self, index):
         return {"x": torch.full((3,), index / length), "labels": torch.tensor(float(index))}
 
@@ -52,46 +51,47 @@ def end(net):
 """
 
 TRAINER = """
-from transformers import TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from torusgd.integrations.transformers import StreamTrainer
 
-def calibration():
-    yield {"x": torch.rand(8, 3)}
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == last
 
-arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
-    gradient_accumulation_steps=12 // 2 // ranks, max_steps=last, save_steps=stop, logging_steps=100,
-    disable_tqdm=True, dataloader_num_workers=1, ddp_backend="gloo", eval_strategy="steps", eval_steps=4,
-    lr_scheduler_type="constant")
-trainer = StreamTrainer(Net(), arguments, train_dataset=Numbers(), eval_dataset=Numbers(), wire="exact",
-    compare_every=2, calibration=calibration)
-trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
-end(trainer.model)
+def trained(kind, options, **arguments):
+    options = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        gradient_accumulation_steps=6 // ranks, save_steps=stop, logging_steps=100, disable_tqdm=True,
+        dataloader_num_workers=1, ddp_backend="gloo", **options)
+    trainer = kind(Net(), options, train_dataset=Numbers(), **arguments)
+    trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
+    return trainer.model
 """
 
 ACCELERATE = """
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torusgd.integrations.accelerate import follow_steps, stream_loader
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=12 // 2 // ranks)
-model, optimizer = Net(), None
+set_seed(1)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=6 // ranks,
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = accelerator.prepare(model, optimizer)
-loader, sampler = stream_loader(accelerator, Numbers(), 12, num_workers=2)
-follow_steps(accelerator, model, optimizer, sampler, wire="exact", compare_every=2)
-if os.path.exists(folder + "/state"):
-    accelerator.load_state(folder + "/state")
-while sampler.steps < last:
-    for batch in loader:
+
+def resume():
+    if os.path.exists(folder + "/state"):
+        accelerator.load_state(folder + "/state")
+        return stop
+    return 0
+
+def passes(batches):
+    for batch in batches:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch)["loss"])
             optimizer.step()
             optimizer.zero_grad()
-        if sampler.steps in (stop, last) and accelerator.sync_gradients:
-            accelerator.save_state(folder + "/state")
-            break
-    if sampler.steps == stop and last != stop:
-        break
-end(accelerator.unwrap_model(model))
+        yield accelerator.sync_gradients
 """
 
 LIGHTNING = """
@@ -99,40 +99,33 @@ import lightning.pytorch as pl
 from torusgd import StreamSampler
 from torusgd.integrations.lightning import StreamCallback
 
-sampler = StreamSampler(length, 12, micro_batches=6)
-
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
-
     def forward(self, x):
         return self.net(x)["logits"]
-
     def training_step(self, batch, _):
         return self.net(**batch)["loss"]
-
-    def validation_step(self, batch, _):
-        self.net.eval()(**batch)
-
     def train_dataloader(self):
-        return DataLoader(Numbers(), batch_sampler=sampler, num_workers=2)
-
-    def val_dataloader(self):
-        return DataLoader(Numbers(), batch_size=10)
-
+        return loader
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
-    accumulate_grad_batches=6 // ranks, max_steps=last, use_distributed_sampler=False, logger=False,
-    enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    callbacks=[StreamCallback(sampler, wire="exact", compare_every=2, calibration=lambda: [torch.rand(8, 3)]),
-               pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
-saved = folder + f"/step={stop}.ckpt"
-module = Module()
-trainer.fit(module, ckpt_path=saved if os.path.exists(saved) else None)
-end(module.net)
+class Validated(Module):
+    def validation_step(self, batch, _):
+        self.net.eval()(**batch)
+    def val_dataloader(self):
+        return DataLoader(Numbers(), batch_size=10)
+
+def trained(module, *callbacks, **options):
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)
+    trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False,
+        accumulate_grad_batches=6 // ranks, max_steps=last, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, callbacks=[*callbacks, saving], **options)
+    saved = folder + f"/step={stop}.ckpt"
+    trainer.fit(module, ckpt_path=saved if os.path.exists(saved) else None)
+    return module.net
 """
 
 OWN_LOOP = """
@@ -195,73 +188,28 @@ loader = {}(Numbers(), batch_sampler=sampler, num_workers=2)
 ALONE = {
     "DataLoader": own_loop("", DISTRIBUTED.format("DataLoader")),
     "StatefulDataLoader": own_loop(STATEFUL, DISTRIBUTED.format("StatefulDataLoader"), "'loader': loader"),
-    "Trainer": """
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == last
-
-arguments = TrainingArguments(folder + "/out", per_device_train_batch_size=2, use_cpu=True, report_to=[],
-    gradient_accumulation_steps=6 // ranks, max_steps=10, save_steps=stop, logging_steps=100, disable_tqdm=True,
-    dataloader_num_workers=2, ddp_backend="gloo")
-trainer = Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[Stop()])
-trainer.train(resume_from_checkpoint=os.path.exists(folder + f"/out/checkpoint-{stop}"))
-""",
-    "Accelerate": """
-from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import DataLoaderConfiguration, set_seed
-
-set_seed(1)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=6 // ranks,
-    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-steps = 0
-if os.path.exists(folder + "/state"):
-    accelerator.load_state(folder + "/state")
-    steps = stop
+    "Trainer": TRAINER + "trained(Trainer, {'max_steps': 10}, callbacks=[Stop()])",
+    "Accelerate": ACCELERATE
+    + """
+loader = accelerator.prepare(DataLoader(Numbers(), 2, shuffle=True, num_workers=2))
+steps = resume()
 epoch, first = divmod(steps * 6 // ranks, len(loader))
 while True:
     loader.set_epoch(epoch)
-    for batch in skip_first_batches(loader, first) if first else loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-        steps += accelerator.sync_gradients
-        if steps in (stop, last) and accelerator.sync_gradients:
+    for is_step in passes(skip_first_batches(loader, first) if first else loader):
+        steps += is_step
+        if is_step and steps in (stop, last):
             break
     if steps in (stop, last):
         break
     epoch, first = epoch + 1, 0
 accelerator.save_state(folder + "/state")
 """,
-    "Lightning": """
-import lightning.pytorch as pl
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, batch, _):
-        return self.net(**batch)["loss"]
-
-    def train_dataloader(self):
-        return DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    "Lightning": LIGHTNING
+    + """
 pl.seed_everything(1)
-trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy="ddp", accumulate_grad_batches=6 // ranks,
-    max_steps=last, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=stop, save_top_k=-1)])
-saved = folder + f"/step={stop}.ckpt"
-trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
+loader = DataLoader(Numbers(), 2, shuffle=True, num_workers=2)
+trained(Module())
 """,
 }
 """Each library as its own documents have it, without a part of ours."""
@@ -269,20 +217,50 @@ trainer.fit(Module(), ckpt_path=saved if os.path.exists(saved) else None)
 WITH_STREAM = {
     "DataLoader": own_loop("", STREAM.format("DataLoader"), "'sampler': sampler"),
     "StatefulDataLoader": own_loop(STATEFUL, STREAM.format("StatefulDataLoader"), "'sampler': sampler"),
-    "Trainer": TRAINER,
-    "Accelerate": ACCELERATE,
-    "Lightning": LIGHTNING,
+    "Trainer": TRAINER
+    + """
+def calibration():
+    yield {"x": torch.rand(8, 3)}
+
+options = {"max_steps": last, "eval_strategy": "steps", "eval_steps": 4, "lr_scheduler_type": "constant"}
+end(trained(StreamTrainer, options, eval_dataset=Numbers(), wire="exact", compare_every=2, calibration=calibration))
+""",
+    "Accelerate": ACCELERATE
+    + """
+loader, sampler = stream_loader(accelerator, Numbers(), 12, num_workers=2)
+follow_steps(accelerator, model, optimizer, sampler, wire="exact", compare_every=2)
+resume()
+while sampler.steps < last:
+    for is_step in passes(loader):
+        if is_step and sampler.steps in (stop, last):
+            accelerator.save_state(folder + "/state")
+            break
+    if sampler.steps == stop and last != stop:
+        break
+end(accelerator.unwrap_model(model))
+""",
+    "Lightning": LIGHTNING
+    + """
+sampler = StreamSampler(length, 12, micro_batches=6)
+loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2)
+following = StreamCallback(sampler, wire="exact", compare_every=2, calibration=lambda: [torch.rand(8, 3)])
+end(trained(Validated(), following, use_distributed_sampler=False))
+""",
 }
-NEEDS = {"StatefulDataLoader": "torchdata", "Trainer": "transformers"}
+NEEDS = {"DataLoader": "torch", "StatefulDataLoader": "torchdata", "Trainer": "transformers"}
 
 
-def run(script: str, folder: Path, ranks: int, stop: int, last: int, length: int = LENGTH) -> list[list[int]]:
+def run(
+    scripts: dict[str, str], library: str, folder: Path, ranks: int, stop: int, last: int, length: int = LENGTH
+) -> list[list[int]]:
     """The samples of each micro-batch that a run trained on, in the order of steps and ranks."""
+    pytest.importorskip(NEEDS.get(library, library.lower()))
+    folder.mkdir(exist_ok=True)
     for file in folder.glob("seen-*"):
         file.unlink()
     program = folder / "script.py"
-    program.write_text(COMMON + script)
-    if "dist.init_process_group" in script:
+    program.write_text(COMMON + scripts[library])
+    if "dist.init_process_group" in scripts[library]:
         run_script(ranks, program, folder, stop, last, length)
     else:  # a library looks for torchrun
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
@@ -301,9 +279,7 @@ def run(script: str, folder: Path, ranks: int, stop: int, last: int, length: int
 
 @pytest.mark.parametrize("library", WITH_STREAM)
 def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
-    script = WITH_STREAM[library]
-    seen = run(script, tmp_path, 2, STOP, STOP) + run(script, tmp_path, 3, STOP, STEPS)
+    seen = run(WITH_STREAM, library, tmp_path, 2, STOP, STOP) + run(WITH_STREAM, library, tmp_path, 3, STOP, STEPS)
     stream = StreamOrder(LENGTH, seed=42 if library == "Trainer" else 0).at(0, STEPS * BATCH)[0].tolist()
     assert [sample for each in seen for sample in each] == stream
 
@@ -311,36 +287,19 @@ def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: st
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["Trainer", "Accelerate", "Lightning"])
 def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(library, library.lower()))
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    for folder in (parts, whole):
-        folder.mkdir()
-    run(WITH_STREAM[library], parts, 3, STOP, STOP)
-    run(WITH_STREAM[library], parts, 6, STOP, STEPS)
-    run(WITH_STREAM[library], whole, 3, STEPS, STEPS)
-    stopped, unstopped = (torch.load(folder / "weights", weights_only=True) for folder in (parts, whole))
+    for part, ranks, stop, last in (("parts", 3, STOP, STOP), ("parts", 6, STOP, STEPS), ("whole", 3, STEPS, STEPS)):
+        run(WITH_STREAM, library, tmp_path / part, ranks, stop, last)
+    stopped, unstopped = (torch.load(tmp_path / part / "weights", weights_only=True) for part in ("parts", "whole"))
     assert all(stopped[name].equal(unstopped[name]) for name in unstopped)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("library", "ranks", "wrong"),
-    [
-        ("DataLoader", 3, (24, 24)),
-        ("StatefulDataLoader", 2, (0, 0)),
-        ("StatefulDataLoader", 3, (9, 9)),
-        ("Trainer", 3, (0, 0)),
-        ("Accelerate", 3, (0, 0)),
-        ("Lightning", 2, (12, 12)),
-        ("Lightning", 3, (21, 21)),
-    ],
-)
-def test_what_libraries_lose_and_repeat_by_themselves(
-    library: str, ranks: int, wrong: tuple[int, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("library", "ranks", "wrong"), [
+    ("DataLoader", 3, (24, 24)), ("StatefulDataLoader", 2, (0, 0)), ("StatefulDataLoader", 3, (9, 9)),
+    ("Trainer", 3, (0, 0)), ("Accelerate", 3, (0, 0)), ("Lightning", 2, (12, 12)), ("Lightning", 3, (21, 21)),
+])  # fmt: skip
+def test_what_libraries_lose_and_repeat_by_themselves(library: str, ranks: int, wrong, tmp_path: Path) -> None:
     """Two epochs of five steps, stopped on two ranks after seven steps, and gone on with: the second epoch."""
-    pytest.importorskip(NEEDS.get(library, "torch" if library == "DataLoader" else library.lower()))
-    script = ALONE[library]
-    seen = run(script, tmp_path, 2, STOP, STOP, 60)[30:] + run(script, tmp_path, ranks, STOP, 10, 60)
+    seen = run(ALONE, library, tmp_path, 2, STOP, STOP, 60)[30:] + run(ALONE, library, tmp_path, ranks, STOP, 10, 60)
     counts = Counter(sample for each in seen for sample in each)
     assert (60 - len(counts), counts.total() - len(counts)) == wrong

@@ -91,11 +91,9 @@ def _of_an_odd_kind(odd: str) -> None:
 
 
 ODD = {
-    "": "",
-    "sparse": "no majority says who is right, in sparse",
-    "view": "no majority says who is right, in view",
+    "": "", "sparse": "no majority says who is right, in sparse", "view": "no majority says who is right, in view",
     "state": "exp_avg of weight, exp_avg_sq of weight, step of weight on rank 1 alone",
-}
+}  # fmt: skip
 
 
 @on_ranks(2)

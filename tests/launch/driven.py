@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.polling import until
-from tests.run.processes import is_alive, last_step
+from tests.run.processes import is_alive, last_step, results, wait_for_end
 
 from torusgd.launch import local
 from torusgd.launch.local import Entrance, launch
@@ -26,15 +26,14 @@ from torusgd.runtime import resolve_auto
 
 
 def job_of(out: Path, recipe: Path, *overrides: str, **options: Any) -> Job:
-    loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
-    return Job(loaded, RuntimeOptions(**options), "cpu", out)
+    return Job(resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu"), RuntimeOptions(**options), "cpu", out)
 
 
 def kill(*pids: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, SIGKILL)
-    until(lambda: not any(map(is_alive, pids)), "they are dead")
+    wait_for_end(pids)
 
 
 def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
@@ -48,11 +47,7 @@ def noting(started: list[BaseProcess]) -> Callable[[Any], BaseProcess]:
 
 
 class Driven:
-    """A run in this thread, while a function in another one does something to it.
-
-    Args:
-        job: What is trained; if that function fails, `give_up` lets the run come to its end.
-    """
+    """A run in this thread, while a function in another does something to it; if that fails, the run may `give_up`."""
 
     def __init__(
         self, job: Job, drive: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, entrance: Entrance | None = None
@@ -76,6 +71,11 @@ class Driven:
         except BaseException as error:
             self._error.append(error)
             self.give_up()
+
+    def ended_as(self, expected: dict[str, Any]) -> dict[str, Any]:
+        """The run's summary, which has these results."""
+        assert results(self.result.summary) == expected
+        return self.result.summary
 
     def give_up(self) -> None:
         """Lets the run come to its end."""

@@ -1,24 +1,20 @@
-"""Runs in a real Slurm of two nodes: queued again at the time limit, joined, and with a node that is lost.
-
-The cluster is on this machine: a controller and two nodes, Slurm's daemons, without its accounts and keys.
-"""
+"""Runs in a real Slurm of two nodes, here: queued again at the time limit, joined, and with a node that is lost."""
 
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.commands import ran
+from tests.launch.driven import kill
 from tests.polling import until
-from tests.run.processes import Process, children, open_files, results, summary
+from tests.run.processes import Process, descendants, open_files, results, summary
 from tests.run.runs import TINY, sets, train
 
 from torusgd.launch.local import TOKEN
@@ -62,19 +58,14 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The variables of the environment that lead to a cluster of two nodes."""
-    with ExitStack() as sockets:
-        ports = []
-        for _ in range(3):
-            listener = sockets.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-    ports[2] = ports[1] + 1  # the nodes' must follow each other
+    """The variables of the environment that lead to Slurm's daemons on this machine, without accounts and keys."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, first = one.getsockname()[1], other.getsockname()[1]
     for name in ("state", "spool.n1", "spool.n2"):
         (folder / name).mkdir(parents=True)
     text = CONFIGURATION.format(
         host=socket.gethostname(), folder=folder, user="root", cpus=os.cpu_count(),
-        port=ports[0], first=ports[1], second=ports[2],
+        port=port, first=first, second=first + 1,  # the nodes' must follow each other
     )  # fmt: skip
     (folder / "slurm.conf").write_text(text)
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
@@ -100,11 +91,7 @@ def lose_node(folder: Path, environment: dict[str, str], name: str) -> None:
     """Kills all of a node at once, as a loss of power does, and tells the controller, which would take minutes."""
     log = str(folder / f"slurmd.{name}.log")  # that its daemon and those of its job steps hold open
     lost = [int(each.name) for each in Path("/proc").glob("[0-9]*") if log in open_files(int(each.name))]
-    for pid in lost:
-        lost += [child for child in children(pid) if child not in lost]
-    for pid in lost:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill(*{child for pid in lost for child in (pid, *descendants(pid))})
     ask(environment, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
 
@@ -130,9 +117,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {**environment, "PATH": f"{tmp_path / 'bin'}:{environment['PATH']}"}
 
 
-def test_a_machine_joins_by_srun_is_lost_with_its_node_and_another_one_joins(
-    tmp_path: Path, slurm: dict[str, str], recipe: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_machine_joins_by_srun_is_lost_and_another_joins(tmp_path: Path, slurm, recipe, undisturbed) -> None:
     out, gate = tmp_path / "run", tmp_path / "gate"
     gate.touch()
 

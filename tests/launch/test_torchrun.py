@@ -1,7 +1,4 @@
-"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks.
-
-Workers that torchrun starts again go on from their nodes' memory, on as many nodes as there are.
-"""
+"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
 
 import json
 import multiprocessing
@@ -23,15 +20,14 @@ from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
-    assert_told_once,
     children,
+    ended_well,
     held_port,
     is_alive,
     last_step,
     pauses,
-    results,
-    summary,
     torusgd_words,
+    wait_for_end,
     wait_for_step,
 )
 from torch._C._distributed_c10d import HashStore
@@ -58,10 +54,8 @@ class Forked:
 
     def __init__(self, folder: Path, words: list[str], environment: dict[str, str]) -> None:
         folder.mkdir(parents=True)
-        self._folder = folder
-        self._process = multiprocessing.get_context("forkserver").Process(
-            target=_command, args=(folder, words, environment)
-        )
+        self._folder, given = folder, (folder, words, environment)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_command, args=given)
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -102,8 +96,7 @@ def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path
     out, slow = tmp_path / "out", [*pauses(0.01), "--no-node-memory"]
     process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
     wait_for_step(out, 6, process)
-    first = children(process.pid)
-    os.kill(first[1], signal.SIGKILL)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     wait_for_step(out, 9, process)
     ranks = children(process.pid)
     os.kill(process.pid, signal.SIGTERM)
@@ -116,11 +109,8 @@ def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path
 
     ranks_by_hand = by_hand(tmp_path, out, recipe, 3, slow)
     assert [process.end() for process in ranks_by_hand] == [0, 0, 0]
-    told = summary(out)
-    assert results(told) == undisturbed
-    assert told["resumed_from"] == done
-    assert told["world_size"] == 3
-    assert_told_once(out, STEPS)
+    told = ended_well(out, undisturbed)
+    assert (told["resumed_from"], told["world_size"]) == (done, 3)
     assert "done: top-1 " in ranks_by_hand[0].out
     assert [process.out + process.err for process in ranks_by_hand[1:]] == ["", ""]
 
@@ -133,7 +123,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.popen.kill()
-    until(lambda: not any(map(is_alive, ranks)), "no orphan is left")
+    wait_for_end(ranks)
 
 
 @pytest.mark.slow
@@ -149,10 +139,9 @@ def test_a_stop_of_one_rank_by_hand_stops_all_and_ranks_that_never_meet_end(tmp_
     impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), "RANK": "1"}
     process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
+    where = f"127.0.0.1:{told['MASTER_PORT']}"
     assert process.end() == 1
-    (line,) = process.err.splitlines()
-    assert line.startswith("torusgd: rank 1 on ")
-    assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line
+    assert re.fullmatch(rf"torusgd: rank 1 on .*: the ranks did not meet at {where} within 2 s: .*\n", process.err)
 
 
 def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path) -> None:
@@ -161,17 +150,12 @@ def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path)
     until(lambda: last_step(out) >= 5, "step 5")
     ranks[1].kill()
     assert [ranks[0].end(), ranks[2].end()] == [1, 1]
-    (line,) = (ranks[0].err + ranks[2].err).splitlines()
-    assert re.fullmatch(
-        r"torusgd: rank 1 was lost, says rank [02] on \S+; the same command goes on from the checkpoint of step 4", line
-    )
+    says, goes_on = r"rank 1 was lost, says rank [02] on \S+", "the same command goes on from the checkpoint of step 4"
+    assert re.fullmatch(f"torusgd: {says}; {goes_on}\n", ranks[0].err + ranks[2].err)
 
 
 def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
-    """A rank that has joined; of two, rank 1 is killed when the store knows of it and before its connections are there.
-
-    One alone never closes its group.
-    """
+    """Of two ranks, 1 is killed when the store knows of it, before it is connected; one alone never closes a group."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if rank == 1:
@@ -181,14 +165,10 @@ def _run_joined(rank: int, size: int, port: str, told: Path) -> None:
     run_joined(lambda *arguments: None, "cpu", Limits(beat=1 if size == 1 else 3, start=60))
 
 
-@pytest.mark.parametrize(
-    ("codes", "line"),
-    [
-        ([0], r"torusgd: rank 0 on \S+ ends only now"),
-        pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
-    ],
-    ids=["after its result", "while they meet"],
-)
+@pytest.mark.parametrize(("codes", "line"), [
+    ([0], r"torusgd: rank 0 on \S+ ends only now"),
+    pytest.param([1, -signal.SIGKILL], r"torusgd: .*rank 1.*, says rank 0 on ", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], line: str, tmp_path: Path) -> None:
     port, size, context = str(held_port()), len(codes), multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_run_joined, args=(n, size, port, tmp_path / str(n))) for n in range(size)]
@@ -200,39 +180,26 @@ def test_a_rank_that_does_not_end_or_is_lost_is_told_in_time(codes: list[int], l
     assert re.match(line, (tmp_path / "0").read_text())
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "line"),
-    [
-        pytest.param(
-            ["--set", "virtual_workers=1"],
-            2,
-            "torusgd: workers = 2: the recipe has 1 virtual workers to share; use at most",
-            marks=pytest.mark.slow,
-        ),
-        (["--set", "model={name: 'tests.run.slow:Broken'}"], 1, "torusgd: rank 1: KeyError: "),
-    ],
-    ids=["too many ranks", "a defect on rank 1"],
-)
-def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[str], code: int, line: str) -> None:
-    ranks = by_hand(tmp_path, tmp_path / "out", recipe, 2, flags)
+@pytest.mark.parametrize(("change", "code", "line"), [
+    pytest.param("virtual_workers=1", 2, "workers = 2: the recipe has 1 virtual workers", marks=pytest.mark.slow),
+    ("model={name: 'tests.run.slow:Broken'}", 1, "rank 1: KeyError: "),
+])  # fmt: skip
+def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, change: str, code: int, line: str) -> None:
+    ranks = by_hand(tmp_path, tmp_path / "out", recipe, 2, ["--set", change])
     assert [process.end() for process in ranks] == [code, code]
     (told,) = (process.err for process in ranks if process.err)
-    assert told.splitlines()[-1].startswith(line)
-    assert told.count("Traceback") == (1 if code == 1 else 0)
-    assert told.count("torusgd:") == 1
+    assert told.splitlines()[-1].startswith(f"torusgd: {line}")
+    assert (told.count("Traceback"), told.count("torusgd:")) == (code % 2, 1)
 
 
 class Agent:
     """An agent of torchrun whose workers' images take 0.1 s each, as long as the file `held` is there."""
 
-    def __init__(
-        self, folder: Path, out: Path, recipe: Path, *options: str, nodes: str = "", **environment: str
-    ) -> None:
+    def __init__(self, folder: Path, out: Path, recipe: Path, *options: str, **more: str) -> None:
         held = out.with_name("held")
         held.touch()
         flags = ["--fresh", "--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.1"]
-        environment["TORUSGD_HELD"] = str(held)
-        self.process = torchrun(folder, out, recipe, *options, flags=flags, nodes=nodes, **environment)
+        self.process = torchrun(folder, out, recipe, *options, flags=flags, TORUSGD_HELD=str(held), **more)
 
     def copies(self) -> list[int]:
         """The steps whose state is in this node's memory."""
@@ -259,7 +226,6 @@ def test_after_a_loss_all_go_on_from_good_memory(tmp_path: Path, recipe: Path, u
     until(lambda: resumed_from_memory(process), "they have gone on", process)
     (step,) = resumed_from_memory(process)
     assert step > 0
-
     wait_for_step(out, step + 5, process)
     workers = agent.workers()
     for worker in workers:
@@ -269,11 +235,9 @@ def test_after_a_loss_all_go_on_from_good_memory(tmp_path: Path, recipe: Path, u
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     out.with_name("held").unlink()
-    assert process.end() == 0, process.output
+    ended_well(out, undisturbed, process)
     assert "model.safetensors is damaged" in process.err
-    assert len(re.findall("resumed from the checkpoint of step", process.out)) == 1
-    assert results(summary(out)) == undisturbed
-    assert_told_once(out, STEPS)
+    assert process.out.count("resumed from the checkpoint of step") == 1
     assert agent.copies() == []
 
 
@@ -296,11 +260,7 @@ def test_a_node_joins_is_lost_and_the_other_goes_on(tmp_path: Path, recipe: Path
     until(lambda: resumed_from_memory(first.process), "the first goes on alone", first.process)
     assert resumed_from_memory(first.process)[0] > stopped
     out.with_name("held").unlink()
-    assert first.process.end() == 0, first.process.output
-    told = summary(out)
-    assert results(told) == undisturbed
-    assert told["resumed_from"] > stopped
-    assert_told_once(out, STEPS)
+    assert ended_well(out, undisturbed, first.process)["resumed_from"] > stopped
     assert first.copies() == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refuses
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -51,8 +51,7 @@ def test_width_is_in_proportion_in_every_layer(name: str, published: int) -> Non
 def test_impossible_options_are_named(name: str) -> None:
     wrong: Any = (("dropout", 1.0), ("dropout", -0.1), ("width", 0))
     for option, value in wrong:
-        with refused(f"a network with {option}={value}", f"model.options.{option}: "):
-            on_meta(name, **{option: value})
+        refuses(f"a network with {option}={value}", on_meta, name, **{option: value}, about=f"model.options.{option}: ")
 
 
 def test_the_speech_network_begins_in_the_middle_of_its_sigmoids_and_lets_gradients_through_seven() -> None:
@@ -98,8 +97,7 @@ def test_digits_net_learns_the_digits() -> None:
             F.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
         schedule.step()
-    found = model.eval()(images[1437:]).argmax(1)
-    assert (found == labels[1437:]).float().mean() > 0.9
+    assert (model.eval()(images[1437:]).argmax(1) == labels[1437:]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 2, 0), (2, 2, 0), (3, 1, 1)])
@@ -119,16 +117,13 @@ def test_the_ordered_gradient_of_max_pooling_is_torchs(window: int, stride: int,
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "pixels", "elements", "tensors", "gmac", "sha256"),
-    [
-        ("resnet18", 224, 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
-        ("resnet34", 224, 21_797_672, 110, 3.664, "28f9096d51307499"),
-        ("resnet50", 224, 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
-        ("resnet101", 224, 44_549_160, 314, 7.801, "02c0f34f4842751f"),
-        ("alexnet-bn", 227, 60_966_600, 21, 0.7244, "b2387d4f0faacc25"),
-    ],
-)
+@pytest.mark.parametrize(("name", "pixels", "elements", "tensors", "gmac", "sha256"), [
+    ("resnet18", 224, 11_689_512, 62, 1.814, "84fb10d9c6905a1c"),
+    ("resnet34", 224, 21_797_672, 110, 3.664, "28f9096d51307499"),
+    ("resnet50", 224, 25_557_032, 161, 4.089, "d7e4f8bb0a536344"),
+    ("resnet101", 224, 44_549_160, 314, 7.801, "02c0f34f4842751f"),
+    ("alexnet-bn", 227, 60_966_600, 21, 0.7244, "b2387d4f0faacc25"),
+])  # fmt: skip
 def test_parameters_cost_and_the_state_of_resnets_are_the_published_ones(name, pixels, elements, tensors, gmac, sha256):
     """The hash is of names and shapes, in torchvision's order."""
     model = on_meta(name)
@@ -169,8 +164,7 @@ def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[BasicBl
     model = MODELS[name](classes=4, channels=3, zero_gamma=True)
     blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
     norms = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    zero = {path for path, norm in norms if not norm.weight.any()}
-    assert zero == {f"{path}.{last}" for path, _ in blocks}
+    assert {path for path, norm in norms if not norm.weight.any()} == {f"{path}.{last}" for path, _ in blocks}
     x = torch.rand(2, 64 * block.expansion, 4, 4)
     torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
 
@@ -185,8 +179,7 @@ def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str) -
     for name in ("conv1", "maxpool", "layer1"):
         images = blurred.get_submodule(name)(images)
     assert images.shape == (2, 256, 16, 16)
-    with refused("a blur of no known name"):
-        on_meta("resnet50", blur="all")
+    refuses("a blur of no known name", on_meta, "resnet50", blur="all")
     # It is a convolution with binomial weights.
     image = torch.zeros(1, 2, 5, 5)
     image[0, 1, 2, 2] = 16.0

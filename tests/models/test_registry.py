@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import INDEX, refused
+from tests.commands import ran
+from tests.messages import INDEX, refused, refuses
 from torch import nn
 
 from torusgd.models import MODELS, build_model, model_of
@@ -20,6 +20,7 @@ from torusgd.recipe.schema import Model
 from torusgd.recipe.section import Options
 
 REASON = re.compile(r"(?<=_size\): )[^;]*")  # torch's
+MISSING: dict[str, Any] = {"INDEX": INDEX, "TORCH": torch.__version__, "PYTHONS": re.compile(r"\([^()]*\)(?=;)")}
 
 
 def build(name: str, options: Options | None = None, *, seed: int = 0) -> nn.Module:
@@ -60,19 +61,16 @@ WRONG: list[tuple[str, Any]] = [
 
 def test_mistakes_and_a_size_that_a_network_does_not_take_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options in WRONG:
-        with refused(f"model {name} {options}", REASON=REASON):
-            build(name, options)
+        refuses(f"model {name} {options}", build, name, options, REASON=REASON)
     build("digits-net", {"dropout": 0})  # a whole number serves as a float
     for name in ("torchvision", "torchvision.models"):  # another test may have imported the second already
         monkeypatch.setitem(sys.modules, name, None)
-    hidden: dict[str, Any] = {"TORCH": torch.__version__, "PYTHONS": re.compile(r"\([^()]*\)(?=;)")}
-    with refused("torchvision is not installed", INDEX=INDEX, **hidden):
+    with refused("torchvision is not installed", **MISSING):
         build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
     small = ["model.options.width=8", "data.classes=20", "column_blocks=1"]
     assert model_of(load_recipe("intel-cddnn-16", small).recipe, 20) is not None
     other = load_recipe("intel-cddnn-16", [*small, "evaluate={image_size: [9, 39]}"]).recipe
-    with refused("images of evaluation that a network does not take", REASON=REASON):
-        model_of(other, 20)
+    refuses("images of evaluation that a network does not take", model_of, other, 20, REASON=REASON)
 
 
 OWN = """
@@ -90,32 +88,24 @@ def no_classes(channels):
 def wrong_shape(*, classes, channels):
     return plain(classes=classes + 1, channels=channels)
 def tuple_output(*, classes, channels):
-    return Pair()
+    return nn.MaxPool2d(2, return_indices=True)
 def a_number(*, classes, channels):
     return 3
 def counting(*, classes, channels):
-    return nn.Sequential(plain(classes=classes, channels=channels), Counter())
+    return nn.Sequential(plain(classes=classes, channels=channels), Counter(True))
 def instance_norm(*, classes, channels):
     norm = nn.InstanceNorm2d(channels, track_running_stats=True)
     return nn.Sequential(norm, plain(classes=classes, channels=channels))
 def norm_and_constants(*, classes, channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), Constant(), plain(classes=classes, channels=channels))
-class Pair(nn.Module):
-    def forward(self, x):
-        return x, x
+    return nn.Sequential(nn.BatchNorm2d(channels), Counter(False), plain(classes=classes, channels=channels))
 class Counter(nn.Module):
-    def __init__(self):
+    def __init__(self, counts):
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.counts = counts
+        self.register_buffer("calls", torch.tensor([float("nan"), 0.0]))
     def forward(self, x):
-        self.calls += 1
+        self.calls[1] += self.counts
         return x
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.tensor([float("nan"), 1.0]))
-    def forward(self, x):
-        return x * self.table[1]
 def double(*, classes, channels):
     return plain(classes=classes, channels=channels).double()
 def channels_last(*, classes, channels):
@@ -125,13 +115,11 @@ def shared(*, classes, channels):
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), plain(classes=classes, channels=channels))
     net[1].weight = nn.Parameter(net[0].weight.data)
     return net
-class Reentrant(nn.Module):
+class Reentrant(nn.Sequential):
     def __init__(self, classes, channels):
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1)
-        self.rest = plain(classes=classes, channels=channels)
+        super().__init__(nn.Conv2d(channels, channels, 3, padding=1), plain(classes=classes, channels=channels))
     def forward(self, x):
-        return checkpoint(self.rest, self.first(x), use_reentrant=True)
+        return checkpoint(self[1], self[0](x), use_reentrant=True)
 number = 3
 """
 
@@ -152,11 +140,9 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded_and_mista
         assert model.eval()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
         assert equal(model, build(f"own_nets:{name}", seed=5))
     assert build("own_nets:plain", {"hidden": 7}).get_parameter("1.weight").shape == (7, 64)
-    with refused("an option of an own model"):
-        build("own_nets:plain", {"width": 7})
+    refuses("an option of an own model", build, "own_nets:plain", {"width": 7})
     for name in WRONG_OWN:
-        with refused(f"a model of one's own: {name}", OWN=own_module):
-            build(name)
+        refuses(f"a model of one's own: {name}", build, name, OWN=own_module)
 
 
 WRONG_OWN = (
@@ -206,24 +192,18 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(list_models=lambda: ["bare", "net"], **functions))
 
 
-def timms(name: str, channels: int = 1, **options: Any) -> nn.Module:
-    model = Model(name=name, options=options)
-    return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
-
-
 @pytest.mark.usefixtures("timm")
 def test_a_network_has_the_datas_classes_its_options_and_the_weights_of_the_seed_or_those_it_was_trained_with() -> None:
-    network = timms("timm:net.some_tag", width=4)
-    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
-    assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 5]
-    assert all(torch.equal(*pair) for pair in zip(*(timms("timm:net").parameters() for _ in "ab"), strict=True))
+    network = build("timm:net.some_tag", {"width": 4})
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert [len(tensor) for name, tensor in network.named_parameters() if "bias" in name] == [4, 10]
+    assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
     tensors = timm_pretrained("net", channels=1, options={"width": 3})
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {"0.weight": [3, 1, 3, 3], "0.bias": [3], "3.weight": [1000, 3], "3.bias": [1000]}
     assert all((tensor == 1).all() for tensor in tensors.values())
     for name in ("bare", "net.unreachable"):
-        with refused(f"timm's weights of {name}", "--init timm: "):
-            timm_pretrained(name, channels=1, options={})
+        refuses(f"timm's weights of {name}", timm_pretrained, name, channels=1, options={}, about="--init timm: ")
 
 
 @pytest.mark.usefixtures("timm")
@@ -231,11 +211,9 @@ def test_mistakes_are_one_line_and_without_timm_it_says_how_to_get_it(monkeypatc
     wrong: tuple[dict[str, Any], ...] = ({"pretrained": True}, {"num_classes": 3}, {"depth": 3})
     names = ("timm:nett", "timm:net.wrong", "timm:hf-hub:me/net")
     for name, options in (*((name, {}) for name in names), *(("timm:net", each) for each in wrong)):
-        with refused(f"model {name} {options}", "model."):
-            timms(name, **options)
+        refuses(f"model {name} {options}", build, name, options, about="model.")
     monkeypatch.setitem(sys.modules, "timm", None)
-    with refused("timm is not installed", INDEX=INDEX, TORCH=torch.__version__, PYTHONS=re.compile(r"\([^()]*\)(?=;)")):
-        timms("timm:net")
+    refuses("timm is not installed", build, "timm:net", **MISSING)
 
 
 @pytest.mark.timeout(120)
@@ -252,6 +230,4 @@ for _ in range(200):
     network(torch.empty(8, 1, 8, 8, memory_format=torch.channels_last).normal_()).sum().backward()
 """
     heap = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
-    words, settings = [sys.executable, "-c", script], {**os.environ, **heap}
-    done = subprocess.run(words, env=settings, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    ran([sys.executable, "-c", script], env={**os.environ, **heap}, timeout=100)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.runs import TINY, run_here
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,8 +56,7 @@ def test_the_layer_is_named_in_one_line_be_it_refused_on_a_gpu_or_on_the_cpu() -
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Scatter.apply(x)
 
-    with refused("a layer that torch refuses"):
-        check_repeatable(ready(Layer()), RECIPE)
+    refuses("a layer that torch refuses", check_repeatable, ready(Layer()), RECIPE)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -75,8 +74,7 @@ def test_a_network_that_repeats_is_left_as_it_is_and_other_errors_stay_what_they
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    with refused("a pooling layer that CUDA refuses"):
-        check_repeatable(ready(nn.AdaptiveAvgPool2d(2)).cuda(), RECIPE)
+    refuses("a pooling layer that CUDA refuses", check_repeatable, ready(nn.AdaptiveAvgPool2d(2)).cuda(), RECIPE)
     check_repeatable(ready(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)).cuda(), RECIPE)
 
 
@@ -97,18 +95,14 @@ def test_residual_networks_are_compiled_block_by_block_and_layers_alone_as_one(m
 
 def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with refused("compile without a compiler"):
-        compile_blocks(nn.Linear(2, 2), CPU)
+    refuses("compile without a compiler", compile_blocks, nn.Linear(2, 2), CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused("compile without Triton"):
-        compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
+    refuses("compile without Triton", compile_blocks, nn.Linear(2, 2), torch.device("cuda"))
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
-    with refused("compile by a torch that may time kernels", TORCH=torch.__version__):
-        compile_blocks(nn.Linear(2, 2), CPU)
-    with refused("compile of a network in column blocks"):
-        load_recipe("digits", [*TINY, "compile=true", "column_blocks=2"])
+    refuses("compile by a torch that may time kernels", compile_blocks, nn.Linear(2, 2), CPU, TORCH=torch.__version__)
+    refuses("compile of a network in column blocks", load_recipe, "digits", [*TINY, "compile=true", "column_blocks=2"])
 
 
 @pytest.mark.slow

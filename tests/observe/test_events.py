@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.runs import events, run_here
 
 from torusgd.cli.train import show_result
@@ -23,13 +23,11 @@ def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
     steps = [(96, 9.0), (96, 0.11), (96, 0.09), (96, 0.5), (192, 0.4)]
     lines = [{"step": n, "batch": batch, "step_seconds": seconds} for n, (batch, seconds) in enumerate(steps, 1)]
     events.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation", "step": 5}]))
-    beside = PlanComparison.load(plan(tmp_path / "plan.json")).beside(events)
     predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 3 * 96 + 192
-    assert beside["step_seconds"] == pytest.approx(predicted / 4)
-    assert beside["measured_step_seconds"] == pytest.approx(measured / 4)
-    assert beside["step_seconds_error"] == pytest.approx(predicted / measured - 1)
-    assert beside["images_per_second"] == pytest.approx(images / predicted)
-    assert beside["images_per_second_error"] == pytest.approx(measured / predicted - 1)
+    figures = {"step_seconds": predicted / 4, "images_per_second": images / predicted}
+    figures |= {"measured_step_seconds": measured / 4, "measured_images_per_second": images / measured}
+    figures |= {"step_seconds_error": predicted / measured - 1, "images_per_second_error": measured / predicted - 1}
+    assert PlanComparison.load(plan(tmp_path / "plan.json")).beside(events) == pytest.approx(figures)
 
 
 def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -37,8 +35,7 @@ def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
     planned.check("digits", [96, 192], 1)
     wrong = {"recipe": ("fashion", [96], 1), "batch": ("digits", [100], 1), "number of ranks": ("digits", [96], 2)}
     for what, job in wrong.items():
-        with refused(f"a plan of another {what}", "--plan FOLDER/plan.json", FOLDER=tmp_path):
-            planned.check(*job)
+        refuses(f"a plan of another {what}", planned.check, *job, about="--plan FOLDER/plan.json", FOLDER=tmp_path)
     for text in ("{}", "no", "[1]"):
         (tmp_path / "other.json").write_text(text)
         with refused("a file that is no plan", "--plan FOLDER/other.json", FOLDER=tmp_path):
@@ -57,18 +54,12 @@ def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
     show_result(summary, str(out))
     assert "the plan said 100.0 ms" in capsys.readouterr().out
-    steps = [event for event in events(out) if "event" not in event]
-    assert len(steps) == 4
-    for step in steps:
-        assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]
+    steps = [each for each in events(out) if "event" not in each]
+    assert [0 < each["update_seconds"] < each["step_seconds"] - each["data_seconds"] for each in steps] == [True] * 4
 
 
-LINES = [
-    *({"step": step} for step in range(1, 8)),
-    {"step": 7, "event": "evaluation"},
-    {"step": 7, "event": "polished"},
-    *({"step": step} for step in range(8, 10)),
-]
+STEPS: list[dict[str, object]] = [{"step": step} for step in range(1, 10)]
+LINES = [*STEPS[:7], {"step": 7, "event": "evaluation"}, {"step": 7, "event": "polished"}, *STEPS[7:]]
 
 
 @pytest.mark.parametrize("block", [1, 7, 4096])
@@ -76,8 +67,8 @@ LINES = [
 @pytest.mark.parametrize("cut", ["", '{"step": 10, "lo', "\n"])
 def test_later_events_are_dropped_from_the_end(tmp_path, monkeypatch, step: int, count: int, cut: str, block: int):
     monkeypatch.setattr(module, "_BLOCK", block)
-    path = tmp_path / "events.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + cut)
+    path, lines = tmp_path / "events.jsonl", [json.dumps(line) + "\n" for line in LINES]
+    path.write_text("".join(lines) + cut)
     module._drop_later_events(path, step, evaluated=step)
-    assert path.read_text() == "".join(json.dumps(line) + "\n" for line in LINES[:count])
+    assert path.read_text() == "".join(lines[:count])
     module._drop_later_events(tmp_path / "none", step, evaluated=step)

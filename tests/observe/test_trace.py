@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.comm.gloo_world import run_ranks
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.processes import summary
 from tests.run.runs import train
 from tests.step.trainers import job_of, run_of
@@ -17,8 +16,7 @@ from torusgd.observe.trace import TracedSteps, merged
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
 def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
-    with refused("a span of steps that is none", "TEXT", TEXT=f"--trace {text}:"):
-        TracedSteps.parse(text)
+    refuses("a span of steps that is none", TracedSteps.parse, text, about="TEXT", TEXT=f"--trace {text}:")
 
 
 def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_own() -> None:
@@ -29,8 +27,7 @@ def test_ranks_are_put_on_one_clock_and_a_device_of_a_rank_is_a_process_of_its_o
 
     parts = {0: part(100.0, 90.0), 1: part(-4900.0, 5090.5), 2: part(-4900.0, 5091.0)}
     events = [event for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
-    begins = [event["ts"] - events[0]["ts"] for event in events]
-    assert begins == pytest.approx([0.0, 0.5e6, 1.0e6])
+    assert [event["ts"] - events[0]["ts"] for event in events] == pytest.approx([0.0, 0.5e6, 1.0e6])
     assert [event["pid"] for event in events] == [0, 1, 2]
     events = [{"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 1.0}, {"ph": "X", "name": "x", "pid": "Spans"}]
     parts = {rank: {"host": "a", "process": 9, "base": 0, "events": events} for rank in (0, 1)}
@@ -61,32 +58,18 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
         assert all(sorted(spans[rank]["step"])[number + 1][1] > latest_begin for rank in range(ranks))
 
 
-def traced_here(out: str, steps: TracedSteps = TracedSteps(2, 3)) -> None:  # noqa: B008 - it is frozen
-    """One rank of a traced run."""
-    run_of(job_of(out=Path(out), trace=steps)).run()
-
-
-def test_a_trace_has_the_steps_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_trace_has_the_steps_and_changes_no_bit_and_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     run_of(job_of(out=tmp_path / "alone")).run()
-    traced_here(str(tmp_path / "run"))
+    run_of(job_of(out=tmp_path / "run", trace=TracedSteps(2, 3))).run()
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
-
-
-def test_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     with refused("a trace of steps beyond the run", "--trace 3:5"):
-        traced_here(str(tmp_path), TracedSteps(3, 5))
+        run_of(job_of(out=tmp_path / "beyond", trace=TracedSteps(3, 5)))
 
 
 @pytest.mark.slow
-def test_a_trace_has_the_steps_of_all_ranks(tmp_path: Path) -> None:
-    run_ranks(2, traced_here, str(tmp_path / "run"))
-    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
-    check(trace, ranks=2, steps=2, workers=4)
-    assert any(event.get("name") == "wait for messages" for event in trace["traceEvents"])
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_trace(tmp_path: Path) -> None:
+def test_the_command_writes_a_trace_of_all_ranks(tmp_path: Path) -> None:
     train(tmp_path / "run", "--workers", "3", "--max-steps", "12", "--trace", "10:12")
-    check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=3, steps=3, workers=12)
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    check(trace, ranks=3, steps=3, workers=12)
+    assert any(event.get("name") == "wait for messages" for event in trace["traceEvents"])

@@ -9,23 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.messages import assert_sentence, refused
+from tests.messages import assert_sentence, refuses
 from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of
 
 from torusgd.errors import UserError
 from torusgd.observe import trackers
-from torusgd.observe.trackers import Trackers, figures_of
+from torusgd.observe.trackers import Tracker, Trackers, figures_of
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.rundir.run_dir import TRACKING_ID
 
 Sent = Counter[tuple[str, int]]
 
 
-class Memory:
+class Memory(Tracker):
     """A tracker that keeps what it was sent, as a server does, or forgets what it has, as files do."""
 
     def __init__(self, sent: Sent, fails: bool = False, forgets: bool = False) -> None:
@@ -39,9 +40,6 @@ class Memory:
             raise ConnectionError("gone\nand more")
         assert all(isinstance(value, float) for value in figures.values())
         self.sent[kind, step] += 1
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -79,9 +77,8 @@ def go_on(found: Trackers, folder: Path, held: list[str], taken: list[str]) -> N
 
 
 def test_what_a_tracker_lacks_is_sent_and_nothing_twice(lines_of_a_run, tmp_path: Path, monkeypatch) -> None:
-    sent = Sent()
+    sent, lines = Sent(), lines_of_a_run.read_text().splitlines()
     monkeypatch.setitem(trackers.MAKERS, "wandb", lambda folder, config: Memory(sent))
-    lines = lines_of_a_run.read_text().splitlines()
     for held, taken in ((0, 2), (1, 6), (2, len(lines))):  # a run goes back, takes steps again, and some new ones
         if held == 1:
             del sent["train", 1]  # it was under way when the process was killed
@@ -92,20 +89,15 @@ def test_what_a_tracker_lacks_is_sent_and_nothing_twice(lines_of_a_run, tmp_path
 
 
 def test_trackers_stay_open_while_ranks_change(lines_of_a_run, tmp_path: Path, monkeypatch) -> None:
-    sent, begun = Sent(), list[str]()
-
-    def opened(folder: Path, config: Any) -> Memory:
-        begun.append("tensorboard")
-        return Memory(sent, forgets=True)
-
-    monkeypatch.setitem(trackers.MAKERS, "tensorboard", opened)
-    lines = lines_of_a_run.read_text().splitlines()
+    sent, lines = Sent(), lines_of_a_run.read_text().splitlines()
+    made = Mock(side_effect=lambda folder, config: Memory(sent, forgets=True))
+    monkeypatch.setitem(trackers.MAKERS, "tensorboard", made)
     found = Trackers(["tensorboard"], pytest.fail)
     for held, taken in ((0, 3), (2, 5), (5, len(lines))):  # the second time a step back, and then on
         go_on(found, tmp_path, lines[:held], lines[held:taken])
         found.flush()
     found.close()
-    assert begun == ["tensorboard"]
+    made.assert_called_once()
     assert sent == dict.fromkeys(WHOLE, 1)
 
 
@@ -116,15 +108,13 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(lines_of_a_run, tmp_pa
     found = opened(["wandb", "mlflow"], tmp_path, lines.append)
     found.catch_up(lines_of_a_run)
     found.close()
-    assert set(sent) == WHOLE
-    assert len(lines) == 1
+    assert (set(sent), len(lines)) == (WHOLE, 1)
     assert_sentence("a tracker that fails", "--track wandb", lines[0])
 
 
 def test_figures_of_a_diverged_step_are_left_out() -> None:
-    event = {"step": 1, "loss": None, "lr": 0.1, "momentum": 0.9, "batch": 8, "epoch": 0.1, "step_seconds": 0.0,
-             "data_seconds": 0.0, "sync_seconds": 0.0}  # fmt: skip
-    found = figures_of(event)
+    event = {"step": 1, "loss": None, "lr": 0.1, "momentum": 0.9, "batch": 8, "epoch": 0.1}
+    found = figures_of({**event, "step_seconds": 0.0, "data_seconds": 0.0, "sync_seconds": 0.0})
     assert found is not None
     assert "loss" not in found[1]
     assert figures_of({"event": "initial", "step": 0}) is None
@@ -134,8 +124,7 @@ def test_figures_of_a_diverged_step_are_left_out() -> None:
 def test_a_tracker_that_is_not_installed_is_one_line(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     for module in ("torch.utils.tensorboard", "wandb", "mlflow", "mlflow.entities"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    with refused(f"{name} is not installed", f"--track {name}"):
-        opened([name], tmp_path)
+    refuses(f"{name} is not installed", opened, [name], tmp_path, about=f"--track {name}")
 
 
 def resumed_twice(out: Path, name: str) -> None:
@@ -207,19 +196,16 @@ def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     experiment = client.get_experiment_by_name(trackers.PROJECT)
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["recipe.name"] == "digits"
-    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "train/loss")) == [1, 2, 3, 4]
-    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "eval/top1")) == [2, 3, 4]
+    assert (run.info.status, run.data.params["recipe.name"]) == ("FINISHED", "digits")
+    for name, steps in (("train/loss", [1, 2, 3, 4]), ("eval/top1", [2, 3, 4])):
+        assert sorted(each.step for each in client.get_metric_history(run.info.run_id, name)) == steps
 
 
 @pytest.mark.slow
 def test_mlflow_wants_a_server_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with refused("mlflow without an address", "--track mlflow"):
-        opened(["mlflow"], tmp_path)
-    pytest.importorskip("mlflow")
+    refuses("mlflow without an address", opened, ["mlflow"], tmp_path, about="--track mlflow")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")  # no pauses: the attempts are counted
     attempts = []

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -46,20 +44,13 @@ def test_the_settings_of_lars_reach_its_groups() -> None:
     assert (second["trust"], second["weight_decay"]) == (None, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "expected"),
-    [
-        ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
-        (
-            {"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
-            {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES},
-        ),
-        ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
-    ],
-)  # fmt: skip
-def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(
-    settings: dict[str, Any], kind: type, expected: dict[tuple[bool, bool], set[str]]
-) -> None:
+@pytest.mark.parametrize(("settings", "kind", "expected"), [
+    ({"name": "lars"}, Lars, {(True, True): WEIGHTS, (False, False): BIASES | NORMS}),
+    ({"name": "lars", "no_decay": ("bias",), "no_trust": ("norm",)}, Lars,
+     {(True, True): WEIGHTS, (True, False): NORMS, (False, True): BIASES}),
+    ({"name": "sgd", "no_decay": (), "nesterov": True}, Sgd, {(True, False): WEIGHTS | BIASES | NORMS}),
+])  # fmt: skip
+def test_decay_and_trust_are_for_the_kinds_that_no_rule_excludes(settings, kind: type, expected) -> None:
     model = Net()
     optimizer = build_optimizer(recipe.Optimizer(weight_decay=1e-4, **settings), model, lr=1.0)
     assert isinstance(optimizer, kind)
@@ -86,8 +77,7 @@ def test_rates_and_values_of_a_step_reach_every_group_and_biases_alone_get_caffe
     settings = recipe.Optimizer.model_validate({"name": name, "bias_rate": 2.0})
     optimizer = build_optimizer(settings, model, lr=1.0)
     set_hyperparameters(optimizer, lr=0.3, momentum=0.7)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    found = dict(zip(rates, names(model, optimizer), strict=False))
+    found = dict(zip((group["lr"] for group in optimizer.param_groups), names(model, optimizer), strict=True))
     assert found[0.6] == BIASES
     assert set().union(*names(model, optimizer)) - found[0.6] == WEIGHTS | NORMS
     settings = recipe.Optimizer.model_validate({"name": name, "weight_decay": 0.01})

@@ -1,10 +1,20 @@
-"""What a plan of this machine reads: the folder of a finished run, and a measured network."""
+"""What a plan of this machine reads: the folder of a finished run, and a measured network; and a network to plan."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torusgd.comm.tuning.profile import Link, Profile, Timing
+from torusgd.plan.forecast import Workload, workload_of
+from torusgd.recipe.load import load_recipe
+
+VGG = load_recipe("intel-aws-vgga-16").recipe
+
+
+@cache
+def vgg() -> Workload:
+    return workload_of(VGG)
 
 
 def measured_run(

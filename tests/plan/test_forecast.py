@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from tests.messages import refused
+from tests.messages import refuses
 from torusgd.plan import forecast, load_cluster, load_software, program_for, step_time, workload_of
 from torusgd.plan.cluster import Cluster
 from torusgd.plan.forecast import Forecast, PlannedStage, RunTime, Workload, staged, with_communication
@@ -42,14 +42,11 @@ def test_steps_are_the_schedules_own_and_those_of_published_rows_come_in_stages_
     assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]
 
 
-@pytest.mark.parametrize(
-    ("name", "cluster", "software", "seconds", "overrides"),
-    [
-        ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
-        ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
-        ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "cluster", "software", "seconds", "overrides"), [
+    ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
+    ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
+    ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
+])  # fmt: skip
 def test_published_runs_take_about_as_long_as_published(name, cluster, software, seconds: float, overrides) -> None:
     """Records: tests/plan/test_published.py."""
     recipe, machine = load_recipe(name, overrides).recipe, load_cluster(cluster)
@@ -63,13 +60,10 @@ def test_a_recipe_says_its_precision_and_width_on_the_wire_and_needs_the_size_of
     recipes = (load_recipe("sony-122s", [f"reduction={kind}"]).recipe for kind in ("exact", "float16"))
     profile, runtime = load_software("torusgd"), RuntimeOptions(workers=4)
     exact, half = (program_for(recipe, runtime, ABCI, profile) for recipe in recipes)
-    assert (exact.communication.wire_bits, half.communication.wire_bits) == (32, 16)
-    assert half.precision == "float16"
-    with refused("a plan without data"):
-        workload("folder")
+    assert (exact.communication.wire_bits, half.communication.wire_bits, half.precision) == (32, 16, "float16")
+    refuses("a plan without data", workload, "folder")
     assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
-    with refused("a plan of frozen layers", "model.freeze:"):
-        workload("resnet50", "model.freeze=[body]")
+    refuses("a plan of frozen layers", workload, "resnet50", "model.freeze=[body]", about="model.freeze:")
 
 
 def test_devices_share_virtual_workers() -> None:
@@ -78,14 +72,12 @@ def test_devices_share_virtual_workers() -> None:
     assert third.steps[0].compute == pytest.approx(3 * whole.steps[0].compute, rel=0.01)
     # 683 * 3 places for 2,048 workers: all but one are used.
     assert third.efficiency > whole.efficiency
-    with refused("more devices than virtual workers", "devices = 2049:"):
-        forecast(found, ABCI, program, 2049)
+    refuses("more devices than virtual workers", forecast, found, ABCI, program, 2049, about="devices = 2049:")
 
 
 def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_speed() -> None:
     """Compute alone: 12 virtual workers on 3 devices of which one is half as fast, 5/5/2 against 4/4/4."""
-    free = {"alpha": 0.0, "bandwidth": 1e18}
-    link = ABCI.inside.model_copy(update=free)
+    link = ABCI.inside.model_copy(update={"alpha": 0.0, "bandwidth": 1e18})
     equal = ABCI.model_copy(update={"inside": link, "between": link})
     mixed = equal.model_copy(update={"speeds": (1.0, 1.0, 0.5)})
     planned = workload("resnet50", "virtual_workers=12")
@@ -109,8 +101,7 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
 def test_the_parts_add_up_and_the_largest_limits() -> None:
     found = forecast(workload("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
     for step in found.steps:
-        parts = {k: v for k, v in vars(step).items() if k != "hidden"}
-        assert step.seconds == pytest.approx(sum(parts.values()))
+        assert step.seconds == pytest.approx(sum(v for k, v in vars(step).items() if k != "hidden"))
     assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
     assert found.images_per_second == pytest.approx(workload("sony-224s").images / found.run.training)
     planned, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
@@ -195,8 +186,7 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
     workload = Workload(ModelCost.__new__(ModelCost), (PlannedStage(10, 4, ranks * share),), 4000, 100, 0)
     run = RunTime(0.0, 10 * step.seconds, 0.0, (step,))
     rate = workload.images / run.training
-    forecast = Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
-    return workload, forecast
+    return workload, Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
 
 
 def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_the_exchange() -> None:
@@ -213,30 +203,25 @@ def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_th
     assert cutoff.speedup == pytest.approx(31.9 / 16.2, rel=0.03)
     step = replace(STEP, exposed=0.5, update=0.1, jitter=0.2)
     full, cutoff, local = relaxed_forecasts(*planned(step, ranks=8, share=2), ["cutoff", "local:5"], "constant:0")
-    assert full.seconds == pytest.approx(1.6)
     assert (cutoff.share, cutoff.speedup) == (1, 1)
-    assert local.seconds == pytest.approx(1.6 - 0.5 * 4 / 5)
-
-
-def event(own: float, batch: int = 4) -> dict[str, float]:
-    times = {"data_seconds": 0.1, "sync_seconds": 0.2, "update_seconds": 0.3}
-    return {"step_seconds": own + sum(times.values()), "batch": batch, **times}
+    assert (full.seconds, local.seconds) == pytest.approx((1.6, 1.6 - 0.5 * 4 / 5))
 
 
 def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     """Of ten steps one takes 3 s more, at two batches; the first tenth of the run is warm-up."""
     late = [3.0 * (number % 10 == 0) for number in range(50)]
-    steps = [event(50.0)] * 11 + [event(1.0 + each) for each in late] + [event(2.0 + each, batch=8) for each in late]
+    own = [(50.0, 4)] * 11 + [(1.0 + each, 4) for each in late] + [(2.0 + each, 8) for each in late]
+    times = {"data_seconds": 0.1, "sync_seconds": 0.2, "update_seconds": 0.3}
+    steps = [{"step_seconds": seconds + sum(times.values()), "batch": batch, **times} for seconds, batch in own]
     delays = measured_delays(steps)
     assert sorted(delays.amounts)[89:91] == pytest.approx([0.0, 3.0])
     full, cutoff = relaxed_forecasts(*planned(ranks=4), ["cutoff"], delays)
     assert full.seconds == pytest.approx(1 + 3 * (1 - 0.9**4), rel=0.03)
     assert cutoff.seconds < full.seconds
-    with refused("delays of a short run", "--delays:"):
-        measured_delays(steps[:29])
+    refuses("delays of a short run", measured_delays, steps[:29], about="--delays:")
 
 
 @pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "cutoff:3"])
 def test_a_wrong_form_is_one_line(form: str) -> None:
-    with refused(f"a planned form: {form}", f"--synchrony {form}:"):
-        relaxed_forecasts(*planned(), [form], "exponential")
+    about = f"--synchrony {form}:"
+    refuses(f"a planned form: {form}", relaxed_forecasts, *planned(), [form], "exponential", about=about)

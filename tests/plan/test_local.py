@@ -1,11 +1,11 @@
 """This machine as a cluster: a measured network and a measured run of one worker."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import measured_run, network, timing
 from torusgd.comm.tuning.profile import Crowd, Profile
 from torusgd.gradients.layout import best_buckets
@@ -44,8 +44,7 @@ def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is
     two = forecast(workload, cluster, program, 2).steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
     assert two.communication > 0
-    crowded = network(crowding=(Crowd(ranks=2, slowdown=1.5),))
-    workload, cluster, program = plan_from(tmp_path / "one", crowded)
+    workload, cluster, program = plan_from(tmp_path / "one", network(crowding=(Crowd(ranks=2, slowdown=1.5),)))
     alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
     assert (alone.update, two.update) == pytest.approx((0.02, 1.5 * 0.02))
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
@@ -81,11 +80,8 @@ def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> 
 
 
 def test_runs_that_can_not_be_planned_from(tmp_path: Path) -> None:
-    workload, cluster, software = workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd")
-    changes: dict[str, Any] = {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}
-    for name, change in changes.items():
+    plan = partial(measured_software, workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd"))
+    for name, change in {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}.items():
         folder = measured_run(tmp_path / "one", 0.2, **change)
-        with refused(f"a measured run {name}", f"measured run {folder}:", TMP=tmp_path):
-            measured_software(workload, cluster, software, folder)
-    with refused("a measured run that is none", f"measured run {tmp_path}:", TMP=tmp_path):
-        measured_software(workload, cluster, software, tmp_path)
+        refuses(f"a measured run {name}", plan, folder, about=f"measured run {folder}:", TMP=tmp_path)
+    refuses("a measured run that is none", plan, tmp_path, about=f"measured run {tmp_path}:", TMP=tmp_path)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.messages import refused
+from tests.messages import refuses
+from tests.plan.measured import VGG, vgg
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
 from torusgd.plan import cluster as files
 from torusgd.plan.cluster import Buckets, Cluster, Software, calibrated, tree_of
-from torusgd.plan.forecast import Workload, workload_of
 from torusgd.plan.program import resolve_model_parallel
 from torusgd.plan.step_script import Send, compose
 from torusgd.plan.timeline import step_work
@@ -18,13 +18,7 @@ from torusgd.recipe.load import load_recipe, parse_yaml
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 
-VGG = load_recipe("intel-aws-vgga-16").recipe
 ABCI, AWS = load_cluster("abci"), load_cluster("aws-c4.8xlarge")
-
-
-@pytest.fixture(scope="module")
-def workload() -> Workload:
-    return workload_of(VGG)
 
 
 def program(software: str = "torusgd", cluster: Cluster = ABCI, recipe: Recipe = VGG, **options: object) -> Software:
@@ -33,8 +27,7 @@ def program(software: str = "torusgd", cluster: Cluster = ABCI, recipe: Recipe =
 
 
 def test_the_profile_torusgd_has_a_runs_defaults_pipelines_but_on_a_gpu_and_is_slower_where_portable() -> None:
-    defaults = RuntimeOptions(workers=16).model_dump(exclude={"software"})
-    assert program(**defaults) == program()
+    assert program(**RuntimeOptions(workers=16).model_dump(exclude={"software"})) == program()
     found = [
         program(name, where).communication.pipelined for name in ("torusgd", "mxnet-fujitsu") for where in (ABCI, AWS)
     ]
@@ -67,22 +60,22 @@ def test_options_mean_what_they_mean_in_a_run_and_a_published_profile_keeps_what
     assert ours.communication.message == profile.communication.message > 0
 
 
-def test_further_streams_make_a_link_quicker_that_one_connection_does_not_fill(workload: Workload) -> None:
+def test_further_streams_make_a_link_quicker_that_one_connection_does_not_fill() -> None:
     slow = AWS.model_copy(update={"between": AWS.between.model_copy(update={"stream": AWS.between.bandwidth / 8})})
 
     def seconds(streams: int, cluster: Cluster) -> float:
         profile = program(cluster=cluster, allreduce="ring", streams=streams)
-        return step_time(workload.cost, cluster, profile, 16, 16).seconds
+        return step_time(vgg().cost, cluster, profile, 16, 16).seconds
 
     one, four, many = (seconds(streams, slow) for streams in (1, 4, 64))
     assert one > four > many == seconds(1, AWS)
 
 
-def test_exact_sums_of_many_virtual_workers_have_twice_the_bytes(workload: Workload) -> None:
+def test_exact_sums_of_many_virtual_workers_have_twice_the_bytes() -> None:
     recipes = (VGG.model_copy(update={"virtual_workers": count, "reduction": "exact"}) for count in (8191, 8192))
     few, many = (program(recipe=recipe, workers=64, update="sharded") for recipe in recipes)
     assert (few.communication.wire_bits, many.communication.wire_bits) == (32, 64)
-    cost, work = workload.cost, step_work(workload.cost, ABCI, few, 64, 1)
+    cost, work = vgg().cost, step_work(vgg().cost, ABCI, few, 64, 1)
 
     def sent(program: Software, content: str) -> float:
         script = compose(cost, ABCI, program, 64, 1, 1, work)
@@ -99,8 +92,8 @@ def test_a_torus_without_a_grid_has_nodes_by_devices_a_node_else_the_squarest(cl
     assert program(cluster=cluster, workers=devices, allreduce="torus").communication.grids == (grid,)
 
 
-def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Workload) -> None:
-    profile = as_torusgd(load_software("pcl-dnn"))
+def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step() -> None:
+    workload, profile = vgg(), as_torusgd(load_software("pcl-dnn"))
 
     def seconds(ranks: int) -> float:
         runtime = RuntimeOptions(workers=16, allreduce="ring", model_parallel=ranks)
@@ -126,28 +119,17 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def test_what_does_not_fit_is_one_line() -> None:
     for about, options in WRONG.items():
-        with refused(f"a plan with {about}", about):
-            program(**options)
+        refuses(f"a plan with {about}", program, **options, about=about)
 
-
-CLUSTERS = [
-    *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-a100-80gb", "hgx-h100"),
-    *("p100-50gbe", "p100-fdr", "p40-100gbe", "stampede2-knl", "stampede2-skx", "v100-10gbe"),
-]
 
 MINE = """
-name: mine
-source: my own
-backend: nccl
-device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9}
-devices_per_node: 4
-inside: {alpha: 10e-6, bandwidth: 25e9}
-between: {alpha: 30e-6, bandwidth: 3.1e9}
+{name: mine, source: my own, backend: nccl, devices_per_node: 4, inside: {alpha: 10e-6, bandwidth: 25e9},
+ device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9},
+ between: {alpha: 30e-6, bandwidth: 3.1e9}}
 """
 
 
 def test_clusters_and_profiles_that_ship_say_where_they_come_from_and_calibration_multiplies_stated_values() -> None:
-    assert files.cluster_names() == sorted(CLUSTERS)
     for name in files.cluster_names():
         cluster = load_cluster(name)
         assert (cluster.name, len(cluster.source) > 60) == (name, True)
@@ -179,10 +161,7 @@ def test_wrong_keys_and_names_are_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     for key, change in WRONG_KEYS.items():
         path.write_text(yaml.safe_dump({**parse_yaml(MINE, "mine"), **change}))
-        with refused(f"a cluster: {key}", f"cluster {path}: {key}", TMP=tmp_path):
-            load_cluster(str(path))
+        refuses(f"a cluster: {key}", load_cluster, str(path), about=f"cluster {path}: {key}", TMP=tmp_path)
     for name in ("abic", "no/such.yaml", "local"):  # files that are no mapping: tests/recipe/test_recipe.py
-        with refused(f"no cluster {name}", f"cluster {name}:"):
-            load_cluster(name)
-    with refused("no software zzz", "software zzz:"):
-        load_software("zzz")
+        refuses(f"no cluster {name}", load_cluster, name, about=f"cluster {name}:")
+    refuses("no software zzz", load_software, "zzz", about="software zzz:")

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.forecast import forecast, workload_of
 from torusgd.plan.program import program_for
@@ -32,7 +32,6 @@ def test_every_row_is_predicted_with_its_band_within_which_most_published_values
 
 
 def test_leave_one_out_errors_are_within_the_aims() -> None:
-    """Median at most 3 %, worst at most 11 %, of systems with two rows or more."""
     counted = [row for rows in counted_groups(ROWS).values() for row in rows]
     assert len(counted) == 25
     errors = {row.id: abs((left_out(row) or 0) / row.value - 1) for row in counted}
@@ -54,8 +53,7 @@ def test_a_records_recipe_and_its_row_are_one_run(row: Row) -> None:
     recipe, system = load_recipe(row.recipe).recipe, system_of(row)
     program = program_for(recipe, RuntimeOptions(workers=row.devices), system.cluster, system.software)
     planned = forecast(workload_of(recipe), system.cluster, program, row.devices)
-    scale = {"s": 1, "min": 60}[row.unit]
-    assert planned.run.seconds / scale == pytest.approx(predict_row(row).predicted, rel=1e-3)
+    assert planned.run.seconds / {"s": 1, "min": 60}[row.unit] == pytest.approx(predict_row(row).predicted, rel=1e-3)
     images = [stage.images for stage in workload_of(recipe).stages]
     assert (images[0], images[-1]) == (row.images[0], row.images[-1])
 
@@ -87,8 +85,7 @@ def test_two_stages_take_a_time_between_those_of_each_in_any_unit_and_relative_t
     assert {name: base_of(named(name)) for name in bases} == bases
     changes = {"metric": "throughput", "unit": "images/s", "images": (32,)}
     row = next(row for row in ROWS if row.model == "bert-large").model_copy(update=changes)
-    with refused("a network known by its gradients", f"row {row.id}:"):
-        predict_row(row)
+    refuses("a network known by its gradients", predict_row, row, about=f"row {row.id}:")
 
 
 @pytest.mark.parametrize("metric", ["throughput", "iteration", "scaling_efficiency", "speedup"])
@@ -128,5 +125,4 @@ def test_bad_rows_and_tables_are_one_line_that_names_them(tmp_path: Path) -> Non
     (tmp_path / "short.csv").write_text("id,system\nx,y\n")
     (tmp_path / "empty.csv").write_text(table(tmp_path).read_text().splitlines()[0] + "\n")
     for name in ("no-such.csv", "short.csv", "empty.csv"):
-        with refused(f"a published table: {name}", f"{tmp_path / name}:", TMP=tmp_path):
-            read_rows(tmp_path / name)
+        refuses(f"a published table: {name}", read_rows, tmp_path / name, about=f"{tmp_path / name}:", TMP=tmp_path)

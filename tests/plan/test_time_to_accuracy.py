@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torusgd.plan import load_cluster, load_software, workload_of
 from torusgd.plan import time_to_accuracy as accuracy
 from torusgd.plan.forecast import Workload
@@ -46,22 +46,18 @@ def test_each_reference_point_is_predicted_by_the_others() -> None:
     assert accuracy.leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "key"),
-    [
-        ("sony-224s", (), "data.augment"),
-        ("digits", (), "data.train_images"),
-        ("resnet50", ("model.name=resnet101",), "model"),
-        ("resnet50", ("optimizer.trust=0.01",), "optimizer.trust"),
-        ("resnet50", ("stages=[{until: 9ep, images_per_worker: 5}, {until: 37ep, images_per_worker: 9}]",), "stages"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "key"), [
+    ("sony-224s", (), "data.augment"),
+    ("digits", (), "data.train_images"),
+    ("resnet50", ("model.name=resnet101",), "model"),
+    ("resnet50", ("optimizer.trust=0.01",), "optimizer.trust"),
+    ("resnet50", ("stages=[{until: 9ep, images_per_worker: 5}, {until: 37ep, images_per_worker: 9}]",), "stages"),
+])  # fmt: skip
 def test_other_recipes_and_accuracies_are_refused_and_every_row_is_known(name, change, key: str) -> None:
     with refused(f"--to of another {key}", "--to:") as caught:
         accuracy.check_known(load_recipe(name, change).recipe, 0.759)
     assert key in str(caught.value)
-    with refused("--to another accuracy", "--to:"):
-        accuracy.check_known(RECIPE, 0.76)
+    refuses("--to another accuracy", accuracy.check_known, RECIPE, 0.76, about="--to:")
     for batch in (3200, 4096, 65536):
         accuracy.check_known(load_recipe("resnet50", [f"batch={batch}"]).recipe, 0.759)
 
@@ -94,8 +90,7 @@ def test_more_devices_take_a_larger_batch_until_they_bring_nothing_and_too_many_
     assert found.knee <= found.useful == counts[seconds.index(min(seconds))]
     assert seconds[1] < seconds[0] / 6
     assert accuracy.MOST_DEVICES == 2120
-    with refused("--to with too many devices", "--to with 4,096 devices:"):
-        plans(4096)
+    refuses("--to with too many devices", plans, 4096, about="--to with 4,096 devices:")
     small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})
     with refused("--to with too little memory", "--to with 8 devices:"):
         accuracy.plan_to_accuracy(RECIPE, workload(), small, MXNET, 8)

@@ -58,20 +58,17 @@ def test_the_roofline_adds_up_and_fused_kernels_leave_their_arithmetic_behind() 
     assert kernel_seconds(kernels, DEVICE, apart, 4)[0] > 0 == kernel_seconds(kernels, DEVICE, fused, 4)[0]
 
 
-@pytest.mark.parametrize(
-    ("how", "images", "passes", "expected"),
-    [
-        # A ring of two sends each byte once: 2 * 4 MB at 1 GB/s.
-        ({"overlap": False}, 1, 1, {"forward": 1e-3, "backward": 2e-3, "exposed": 8e-3, "seconds": 11e-3}),
-        # The first bucket is ready after 1 ms and takes 4; the second is ready after 2 and ends at 9: 7 ms late.
-        ({"overlap": True}, 1, 1, {"exposed": 7e-3, "hidden": 1e-3}),
-        ({"overlap": True, "contention": 0.5}, 1, 1, {"contention": 0.5e-3}),
-        # Ten times the images: the first bucket hides wholly, the second not at all.
-        ({"overlap": True}, 10, 1, {"exposed": 4e-3}),
-        # Only the last of several passes hides anything.
-        ({"overlap": True}, 1, 3, {"exposed": 7e-3, "compute": 9e-3}),
-    ],
-)
+@pytest.mark.parametrize(("how", "images", "passes", "expected"), [
+    # A ring of two sends each byte once: 2 * 4 MB at 1 GB/s.
+    ({"overlap": False}, 1, 1, {"forward": 1e-3, "backward": 2e-3, "exposed": 8e-3, "seconds": 11e-3}),
+    # The first bucket is ready after 1 ms and takes 4; the second is ready after 2 and ends at 9: 7 ms late.
+    ({"overlap": True}, 1, 1, {"exposed": 7e-3, "hidden": 1e-3}),
+    ({"overlap": True, "contention": 0.5}, 1, 1, {"contention": 0.5e-3}),
+    # Ten times the images: the first bucket hides wholly, the second not at all.
+    ({"overlap": True}, 10, 1, {"exposed": 4e-3}),
+    # Only the last of several passes hides anything.
+    ({"overlap": True}, 1, 3, {"exposed": 7e-3, "compute": 9e-3}),
+])  # fmt: skip
 def test_what_is_ready_early_hides_behind_backward(how, images: int, passes: int, expected: dict[str, float]) -> None:
     step = step_time(toy(), TWO, program(**how), devices=2, images=images, passes=passes)
     assert {part: getattr(step, part) for part in expected} == pytest.approx(expected)
@@ -98,7 +95,7 @@ def test_the_slowest_of_many_against_drawn_ones() -> None:
         assert slowest(256, quantile) == pytest.approx(float(np.quantile(draws, quantile)), abs=0.05)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(devices=st.integers(1, 100_000), images=st.integers(1, 256))
 def test_more_of_anything_bad_never_helps(devices: int, images: int) -> None:
     abci, nnl, cost = load_cluster("abci"), load_software("nnl-fp16"), known_cost("resnet50")
@@ -159,11 +156,10 @@ def test_a_measured_step_is_met_and_slow_input_coordinators_and_sharded_updates_
     assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
-RULES = [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.sampled_from(RULES))
+@settings(max_examples=80)
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.sampled_from([
+    Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999),
+]))  # fmt: skip
 def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buckets) -> None:
     gradients = tuple(Gradient(f"g{i}", size, i % 3 == 0, i + 1) for i, size in enumerate(sizes))
     found = cut_buckets(gradients, np.arange(1.0, len(sizes) + 1), rule, wire_bytes=2)
@@ -247,20 +243,17 @@ def test_native_is_that_of_the_backend(size: float) -> None:
     assert total(cluster(), 512, size, algorithm="native") == total(gpus, 512, size, algorithm="ring")
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "expected"),
-    [
-        # Of 4 hops of a ring 3 are inside; the one flow that leaves a node has its 20 GB/s for itself.
-        ({"algorithm": "ring"}, 16, 30 * (3 * 1e-6 + 5e-6) / 4 + 30 / 16 * 1e6 / 20e9),
-        ({"algorithm": "ring", "message": 1e-3}, 16, 30 * (1e-3 + (3 * 1e-6 + 5e-6) / 4) + 30 / 16 * 1e6 / 20e9),
-        # Rows of one node, as on ABCI.
-        ({"algorithm": "torus", "grid": "node"}, 32,
-         6 * 1e-6 + 14 * 5e-6 + 2 * 3 / 4 * 1e6 / 100e9 + 2 * 7 / 8 * 1e6 / 4 / 5e9),
-        ({"algorithm": "tree"}, 32, 2 * (3 * 1e-6 + 3 * 5e-6 + 1e6 / 20e9)),
-        # Every card sends and receives each byte of its part once.
-        ({"algorithm": "in-network"}, 32, 2 * (3 * 1e-6 + 0.75e6 / 100e9) + 2 * 5e-6 + 1e6 / 20e9),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "ranks", "expected"), [
+    # Of 4 hops of a ring 3 are inside; the one flow that leaves a node has its 20 GB/s for itself.
+    ({"algorithm": "ring"}, 16, 30 * (3 * 1e-6 + 5e-6) / 4 + 30 / 16 * 1e6 / 20e9),
+    ({"algorithm": "ring", "message": 1e-3}, 16, 30 * (1e-3 + (3 * 1e-6 + 5e-6) / 4) + 30 / 16 * 1e6 / 20e9),
+    # Rows of one node, as on ABCI.
+    ({"algorithm": "torus", "grid": "node"}, 32,
+     6 * 1e-6 + 14 * 5e-6 + 2 * 3 / 4 * 1e6 / 100e9 + 2 * 7 / 8 * 1e6 / 4 / 5e9),
+    ({"algorithm": "tree"}, 32, 2 * (3 * 1e-6 + 3 * 5e-6 + 1e6 / 20e9)),
+    # Every card sends and receives each byte of its part once.
+    ({"algorithm": "in-network"}, 32, 2 * (3 * 1e-6 + 0.75e6 / 100e9) + 2 * 5e-6 + 1e6 / 20e9),
+])  # fmt: skip
 def test_a_megabyte_by_hand(how: dict[str, Any], ranks: int, expected: float) -> None:
     """Formulas of a run's own all-reduces: tests/comm/tuning/test_cost.py."""
     assert total(cluster(), ranks, 1e6, **how) == pytest.approx(expected)
@@ -275,6 +268,8 @@ def test_a_clusters_limits_are_those_of_the_topology_and_a_given_grid_goes_befor
     assert topology_of(limited, 2, Communication()).per_host == 2
     communication = Communication(algorithm="torus", grids=((48, 72),))
     assert [grid_of(communication, cluster(), ranks) for ranks in (3456, 1024)] == [(48, 72), (32, 32)]
+    rows = Communication(algorithm="torus", grid="node")
+    assert [grid_of(rows, cluster(), ranks) for ranks in (2048, 12, 4, 6)] == [(512, 4), (3, 4), (1, 4), (3, 2)]
     assert phases(cluster(), Communication(), 4, 1e9, "sum", 1, 4) == ()
     assert phases(cluster(), Communication(), 1, 1e9) == ()
 
@@ -287,18 +282,13 @@ def test_rings_beside_each_other_share_the_cards_of_a_node(apart: int, columns: 
     assert phase.seconds == pytest.approx(2 * 7 * (alpha + 1e6 / 8 / (20e9 / columns)))
 
 
-@pytest.mark.parametrize(("ranks", "grid"), [(2048, (512, 4)), (12, (3, 4)), (4, (1, 4)), (6, (3, 2))])
-def test_rows_of_a_node(ranks: int, grid: tuple[int, int]) -> None:
-    assert grid_of(Communication(algorithm="torus", grid="node"), cluster(), ranks) == grid
-
-
 ALGORITHMS = (
     "auto", "native", "ring", "halving-doubling", "doubling", "direct", "torus", "torus:halving/ring",
     "torus:doubling/direct", "torus:doubling", "hierarchical", "hierarchical:halving/direct", *OTHER_PROGRAMS,
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(ALGORITHMS), st.integers(2, 3000), st.floats(1, 1e9), st.sampled_from([1, 2, 4, 8]))
 def test_better_hardware_and_fewer_bytes_never_cost_more(algorithm: str, ranks: int, size: float, per_node) -> None:
     def cost(size: float, alpha: float = 5e-6, bandwidth: float = 20e9, taper: float = 1.0) -> float:
@@ -312,7 +302,7 @@ def test_better_hardware_and_fewer_bytes_never_cost_more(algorithm: str, ranks: 
     assert cost(size * 2) > base
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(ALGORITHMS), st.integers(2, 500), st.floats(1, 1e9), st.sampled_from([1, 3, 4, 8]))
 def test_shards_are_summed_and_gathered_in_halves(algorithm: str, ranks: int, size: float, per_node: int) -> None:
     """Where an algorithm leaves no shards, another one stands for it, as in a run."""
@@ -326,7 +316,7 @@ def test_shards_are_summed_and_gathered_in_halves(algorithm: str, ranks: int, si
         assert moved == pytest.approx(sum(phase.seconds for phase in whole))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(2, 3000), st.integers(1, 1 << 28), st.sampled_from([1, 2, 4, 8]), st.sampled_from([0, 1e-6, 1e-4]))
 def test_auto_plans_what_a_run_would_take(ranks: int, size: int, per_node: int, message: float) -> None:
     """A run ranks the same candidates by the same price; in one chunk no other one of them is quicker."""

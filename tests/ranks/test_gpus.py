@@ -1,6 +1,7 @@
 """Each rank takes a GPU of its own, whoever has started it, and ranks that share one find out."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.messages import refused
+from tests.messages import refuses
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
@@ -50,11 +51,9 @@ def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPa
 
 def test_torchruns_variable_goes_first_and_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
     assert gpus.local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
-    with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
-        gpus.local_rank({"SLURM_LOCALID": "x"})
+    refuses("a number on the machine that is none", gpus.local_rank, {"SLURM_LOCALID": "x"}, about="SLURM_LOCALID = x")
     four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
-    with refused("more ranks than GPUs", "rank 4 of this machine"):
-        gpus.own_gpu(ranks_per_gpu=1)
+    refuses("more ranks than GPUs", gpus.own_gpu, ranks_per_gpu=1, about="rank 4 of this machine")
     four_gpus.setenv("SLURM_LOCALID", "3")
     four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
     assert gpus.own_gpu(ranks_per_gpu=1).index == 0
@@ -67,16 +66,16 @@ def rank_0_comes(store: HashStore) -> None:
     store.add(keys.HERE, 1)
 
 
-@pytest.mark.parametrize(("ranks_per_gpu", "nccl"), [(1, True), (2, False)])
-def test_ranks_meet_over_nccl_or_gloo(ranks_per_gpu: int, nccl: bool, four_gpus: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks_per_gpu", [1, 2])
+def test_ranks_meet_over_nccl_or_gloo(ranks_per_gpu: int, four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("LOCAL_RANK", "1")
     asked: dict[str, object] = {}
     four_gpus.setattr(groups, "build", lambda *_, **options: asked.update(options))
     store = HashStore()
     rank_0_comes(store)
-    meet_within(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
+    meet_within(store, 1, 2, "cuda", ranks_per_gpu, seconds=5)
     assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
-    assert asked["nccl"] == nccl
+    assert asked["nccl"] == (ranks_per_gpu == 1)
     assert [os.environ[name] for name in gpus.WATCHDOG] == ["0", "0"]
 
 
@@ -84,12 +83,11 @@ def test_ranks_on_one_gpu_are_named_also_where_two_without_a_number_meet(four_gp
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     rank_0_comes(store)
-    with refused("two ranks without a number on the machine", "ranks 0, 1"):
-        meet_within(store, 1, 2, "cuda", seconds=5)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
-    gpus.check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
-    with refused("two ranks on one GPU", "ranks 1, 5"):
-        gpus.check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
+    refuses("two ranks without a number on the machine", meet_within, store, 1, 2, "cuda", 1, 5, about="ranks 0, 1")
+    for rank, gpu in {0: "a", 1: "b", 4: "c", 5: "b"}.items():
+        store.set(keys.GPU.format(rank=rank), gpu)
+    gpus.check_shared_gpus(store, (0, 1, 4, 5), ranks_per_gpu=2)
+    refuses("two ranks on one GPU", gpus.check_shared_gpus, store, (0, 1, 4, 5), ranks_per_gpu=1, about="ranks 1, 5")
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
@@ -97,8 +95,7 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
-    with refused("more workers than GPUs", "workers = 5"):
-        resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
+    refuses("more workers than GPUs", resolve_workers, RuntimeOptions(workers=5), "cuda", recipe, about="workers = 5")
 
 
 class Ended(BaseException):
@@ -114,11 +111,9 @@ def join_on_the_same_gpu() -> tuple[int, list[str]]:
 
     os.environ.pop("LOCAL_RANK", None)
     with patch.multiple(torch.cuda, **FOUR_GPUS), patch.object(torchrun, "_print", said.append), patch("os._exit", end):
-        try:
+        with pytest.raises(Ended) as ended:
             torchrun.run_joined(lambda *_: None, "cuda", Limits(beat=30, start=30))
-        except Ended as ended:
-            return ended.args[0], said
-    raise AssertionError("the ranks have met")
+        return ended.value.args[0], said
 
 
 @pytest.mark.slow
@@ -135,8 +130,5 @@ def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
     store, device = HashStore(), gpus.device_of("cuda", ranks_per_gpu)
     for rank in range(2):
         gpus.claim_gpu(store, rank, device, ranks_per_gpu)
-    if ranks_per_gpu == 2:
+    with nullcontext() if ranks_per_gpu == 2 else pytest.raises(UserError):
         gpus.check_shared_gpus(store, range(2), ranks_per_gpu)
-    else:
-        with pytest.raises(UserError):
-            gpus.check_shared_gpus(store, range(2), ranks_per_gpu)

@@ -1,6 +1,7 @@
 """What reaches a run's port, or a machine that joins, and has no token: it learns nothing; flags that are wrong."""
 
 import errno
+import itertools
 import json
 import socket
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.launch.driven import job_of
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 
 from torusgd.errors import RunError, UserError
@@ -47,8 +48,8 @@ def test_both_sides_prove_that_they_know_the_token_and_who_does_not_gets_nothing
         join.prove_to_listener(here, b"x" * 64, NODE)
     assert str(found.exception()) == "a wrong token"
     here, there = socket.socketpair()
-    there.sendall(json.dumps({"torusgd": 1, "nonce": "0" * 64}).encode() + b"\n")
-    there.sendall(json.dumps({"proof": "0" * 64}).encode() + b"\n")
+    for message in ({"torusgd": 1, "nonce": "0" * 64}, {"proof": "0" * 64}):
+        there.sendall(json.dumps(message).encode() + b"\n")
     with pytest.raises(Refused):
         join.prove_to_listener(here, KEY, NODE)
 
@@ -70,18 +71,10 @@ def test_what_was_overheard_serves_no_second_time() -> None:
     assert str(found.exception()) == "a wrong token"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"",
-        b"\n",
-        b"[]\n",
-        b'{"proof": 1}\n',
-        b'{"purpose": [], "nonce": "", "proof": ""}\n',
-        b"x" * 5000,
-        b"[" * 1000 + b"\n",
-    ],
-)
+WRONG_TYPE = b'{"purpose": [], "nonce": "", "proof": ""}\n'
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"[]\n", b'{"proof": 1}\n', WRONG_TYPE, b"x" * 5000, b"[" * 1000 + b"\n"])
 def test_garbage_in_place_of_a_proof_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     if not said:
         monkeypatch.setattr(join, "HANDSHAKE_SECONDS", 0.2)
@@ -97,14 +90,11 @@ def test_a_channel_ends_with_silence_with_what_is_no_message_and_with_its_connec
     assert list(channel.receive()) == [{"a": 1}]
     there.sendall(b" 2}\n")
     assert list(channel.receive()) == [{"b": 2}]
-    with refused("a channel: silence", kind=ChannelClosed):
-        channel.check_silence()
+    refuses("a channel: silence", channel.check_silence, kind=ChannelClosed)
     there.sendall(b"[]\n")
-    with refused("a channel: no message", kind=ChannelClosed):
-        list(channel.receive())
+    refuses("a channel: no message", list, channel.receive(), kind=ChannelClosed)
     there.close()
-    with refused("a channel: closed", kind=ChannelClosed):
-        list(channel.receive())
+    refuses("a channel: closed", list, channel.receive(), kind=ChannelClosed)
 
 
 def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
@@ -113,26 +103,18 @@ def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert join.make_token(path) == join.read_token(path) == drawn
     path.chmod(0o640)
-    with refused("a token that others may read", f"--token-file {path}", TMP=tmp_path):
-        join.read_token(path)
+    refuses("a token that others may read", join.read_token, path, about=f"--token-file {path}", TMP=tmp_path)
     path.chmod(0o600)
     path.write_text("short")
-    with refused("a token that is none", f"--token-file {path}", TMP=tmp_path):
-        join.read_token(path)
-    with refused("a token that is not there", f"--token-file {tmp_path / 'none'}", TMP=tmp_path):
-        join.read_token(tmp_path / "none")
+    refuses("a token that is none", join.read_token, path, about=f"--token-file {path}", TMP=tmp_path)
+    refuses("a token that is not there", join.read_token, tmp_path / "none", about="--token-file", TMP=tmp_path)
 
 
-@pytest.mark.parametrize("text", ["7000", "host:", ":7000", "host:port", "host:70000"])
-def test_an_address_has_a_host_and_a_port(text: str) -> None:
-    with refused(f"no address: {text}", f"--listen {text}"):
-        join.parse_address(text, "--listen")
-
-
-@pytest.mark.parametrize("host", ["a..b", "127..1", "x" * 64])
-def test_what_can_be_no_name_of_a_host_is_a_mistake(host: str) -> None:
-    with refused("no name of a host", f"--listen {host}:7000", HOST=host):
-        join.parse_address(f"{host}:7000", "--listen")
+def test_an_address_has_a_host_and_a_port() -> None:
+    for text in ("7000", "host:", ":7000", "host:port", "host:70000"):
+        refuses(f"no address: {text}", join.parse_address, text, "--listen", about=f"--listen {text}")
+    for host in ("a..b", "127..1", "x" * 64):
+        refuses("no name of a host", join.parse_address, f"{host}:7000", "--listen", about="--listen", HOST=host)
 
 
 @pytest.fixture
@@ -155,11 +137,10 @@ def test_strangers_are_told_now_and_then_and_few_are_heard(port: Listener, capsy
 
 
 def test_a_listener_outlives_a_connection_that_cannot_be_taken(port: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept, failed = socket.socket.accept, list[int]()
+    accept, calls = socket.socket.accept, itertools.count()
 
     def fails_once(own: socket.socket) -> Any:
-        if not failed:
-            failed.append(errno.EMFILE)
+        if next(calls) == 0:
             raise OSError(errno.EMFILE, "too many open files")
         return accept(own)
 
@@ -167,7 +148,7 @@ def test_a_listener_outlives_a_connection_that_cannot_be_taken(port: Listener, m
     for _ in range(2):
         with socket.create_connection(port.address, 30) as stranger:
             assert stranger.recv(4096)
-    assert failed
+    assert next(calls) > 1
 
 
 def test_a_message_that_holds_no_number_ends_its_machine_alone(port: Listener) -> None:
@@ -178,26 +159,18 @@ def test_a_message_that_holds_no_number_ends_its_machine_alone(port: Listener) -
 
 
 GARBAGE = "a first machine that sends garbage"
+FIRST: list[Any] = [{"silent": "long", "job": {}}, {"job": {}}, {"end": "over"}, {"end": "over", "code": 1e400}]
+START = {"start": 1, "rank": -1, "size": 1, "attempt": 0}
+LATER: list[Any] = [{"start": 1}, START, {"kill": [2]}, {"end": "over", "code": -3}]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "messages"),
-    [
-        ("a job that is none", UserError, [{"silent": 5.0, "job": 7}]),
-        ("a job without a recipe", UserError, [{"silent": 5.0, "job": {"device": "tpu"}}]),
-        (GARBAGE, RunError, [{"silent": "long", "job": {}}]),
-        (GARBAGE, RunError, [{"job": {}}]),
-        (GARBAGE, RunError, [{"end": "over"}]),
-        (GARBAGE, RunError, [{"end": "over", "code": 1e400}]),
-        (GARBAGE, RunError, [None, {"start": 1}]),
-        (GARBAGE, RunError, [None, {"start": 1, "rank": -1, "size": 1, "attempt": 0}]),
-        (GARBAGE, RunError, [None, {"kill": [2]}]),
-        (GARBAGE, RunError, [None, {"end": "over", "code": -3}]),
-    ],
-)
-def test_odd_messages_of_the_first_machine_are_one_line(
-    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception], messages: list[Any]
-) -> None:
+@pytest.mark.parametrize(("name", "kind", "messages"), [
+    ("a job that is none", UserError, [{"silent": 5.0, "job": 7}]),
+    ("a job without a recipe", UserError, [{"silent": 5.0, "job": {"device": "tpu"}}]),
+    *((GARBAGE, RunError, [tree]) for tree in FIRST),
+    *((GARBAGE, RunError, [None, tree]) for tree in LATER),
+])  # fmt: skip
+def test_odd_messages_of_the_first_machine_are_one_line(tmp_path, recipe, monkeypatch, name, kind, messages) -> None:
     """None: the job as it should be."""
     job = job_of(tmp_path / "out", recipe)
     monkeypatch.setattr(node_agent, "warn", lambda line: None)
@@ -214,8 +187,7 @@ def test_odd_messages_of_the_first_machine_are_one_line(
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=be_root, daemon=True).start()
         host, port = server.getsockname()
-        with refused(name, kind=kind, PORT=port):
-            join_run((host, port), KEY, None, 1)
+        refuses(name, join_run, (host, port), KEY, None, 1, kind=kind, PORT=port)
 
 
 def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +195,7 @@ def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: py
     assert ("lo", "127.0.0.1") in join.interface_addresses()
     monkeypatch.setattr("torusgd.ranks.join.interface_addresses", lambda: [("eth0", "10.0.0.1"), ("eth0", "10.0.0.2")])
     assert join.interface_of("10.0.0.2") == "eth0"
-    with refused("an address of another machine", "0.0.0.0"):
-        join.interface_of("0.0.0.0")
+    refuses("an address of another machine", join.interface_of, "0.0.0.0", about="0.0.0.0")
 
 
 def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, mistake: Any) -> None:

@@ -35,8 +35,7 @@ class Clock:
         self.number += 1
         for rank, beat in enumerate(beats):
             if beat is not None:
-                record = json.dumps(asdict(replace(beat, number=self.number)))
-                self.store.set(f"beats/{rank}", record)
+                self.store.set(f"beats/{rank}", json.dumps(asdict(replace(beat, number=self.number))))
         return self.watch.look()
 
     def looks(self, *beats: Beat | None, seconds: int) -> list[LateRank]:
@@ -137,12 +136,8 @@ def test_a_wait_for_a_disk_is_told_and_given_up_late(clock: Clock) -> None:
         beat = replace(reading, idle=float(seconds))
         assert clock.look(beat, replace(beat, waits=seconds > 300)) == []
         told.append(clock.watch.outside_wait())
-    assert [line for line in told if line] == [
-        "all ranks have waited for images for 60 s: /data",
-        "all ranks have waited for images for 120 s: /data",
-        "all ranks have waited for images for 240 s: /data",
-        "rank 0 has waited for images for 480 s: /data",
-    ]
+    whos = (("all ranks have", 60), ("all ranks have", 120), ("all ranks have", 240), ("rank 0 has", 480))
+    assert [line for line in told if line] == [f"{who} waited for images for {t} s: /data" for who, t in whos]
     late = clock.look(replace(reading, idle=601.0), replace(BEAT, longest=1.0, waits=True, idle=601.0))
     assert [str(each) for each in late] == ["rank 0 on a in train of step 7: waits for images since 601 s (/data), at "]
     assert clock.look(replace(reading, idle=1.0), reading) == []
@@ -153,17 +148,15 @@ def test_a_rank_that_computes_has_an_hour_for_its_first_unit_and_one_that_hangs_
     for seconds in range(3601):
         busy = replace(BEAT, idle=float(seconds), busy=0.9)
         assert clock.look(busy, replace(busy, waits=True)) == []
-    assert [
-        late.rank for late in clock.look(replace(BEAT, idle=101.0, busy=0.01), replace(BEAT, idle=101.0, waits=True))
-    ] == [0]
+    (late,) = clock.look(replace(BEAT, idle=101.0, busy=0.01), replace(BEAT, idle=101.0, waits=True))
+    assert late.rank == 0
 
 
 @pytest.fixture
 def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat]]:
     """Makes heartbeats of ranks of this process, 20 a second."""
-    monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(liveness, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(liveness, "GRACE_SECONDS", 0.5)
+    for name, seconds in (("BEAT", 0.05), ("QUIET", 0.1), ("GRACE", 0.5)):
+        monkeypatch.setattr(liveness, f"{name}_SECONDS", seconds)
     common, made = serve_store(), list[Heartbeat]()
 
     def make(*arguments: Any, store: Store = common) -> Heartbeat:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.commands import command, ran
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.runs import TINY, sets, train
 
 from torusgd.errors import RunError, write_exit
@@ -33,30 +33,17 @@ def test_a_task_of_a_step_becomes_a_rank_and_any_other_process_starts_ranks_of_i
     slurm.adopt_step(given)
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("10.0.0.1", "5")
 
-    others: list[dict[str, str]] = [
-        {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"},  # the batch script
-        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
-        {**STEP, "RANK": "0"},  # of torchrun, started by srun
-        {},
-    ]
-    for other in others:
-        before = dict(other)
+    batch_script = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    for other in (batch_script, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {**STEP, "RANK": "0"}, dict[str, str]()):
+        before = dict(other)  # `RANK` is of torchrun, started by srun
         slurm.adopt_step(other)
         assert other == before
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SLURM_PROCID", "x"),
-        ("SLURM_STEP_NODELIST", ""),
-        ("SLURM_STEP_TASKS_PER_NODE", "2"),
-        ("SLURM_STEP_TASKS_PER_NODE", "two"),
-    ],
-)
-def test_variables_that_make_no_sense_are_refused(name: str, value: str) -> None:
-    with refused(f"{name}={value}", f"{name} = "):
-        slurm.adopt_step({**STEP, name: value})
+def test_variables_that_make_no_sense_are_refused() -> None:
+    tasks = "SLURM_STEP_TASKS_PER_NODE"
+    for name, value in (("SLURM_PROCID", "x"), ("SLURM_STEP_NODELIST", ""), (tasks, "2"), (tasks, "two")):
+        refuses(f"{name}={value}", slurm.adopt_step, {**STEP, name: value}, about=f"{name} = ")
     slurm.adopt_step({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x99999999999),1"})  # takes no memory for all of them
 
 
@@ -73,8 +60,7 @@ def test_the_job_is_queued_again_if_there_is_one(tmp_path: Path, monkeypatch: py
     slurm.requeue()
     assert (tmp_path / "said").read_text() == "requeue 77\n"
     put_scontrol(tmp_path, "echo 'Requested operation is presently disabled' >&2; exit 1", monkeypatch)
-    with refused("Slurm does not queue again", "--requeue", RunError):
-        slurm.requeue()
+    refuses("Slurm does not queue again", slurm.requeue, about="--requeue", kind=RunError)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     mistake("train", "digits", "--requeue", "--out", tmp_path / "run", TMP=tmp_path)
 
@@ -88,8 +74,7 @@ def test_exit_codes_and_the_line_for_schedulers(tmp_path: Path, run_cli: Any, mo
     write_exit(75, "stopped")
     done, wrong, stopped = map(json.loads, (tmp_path / "exit.json").read_text().splitlines())
     assert done == {"code": 0, "reason": "done", "again": False}
-    assert wrong["code"] == 2
-    assert wrong["reason"].startswith("recipe 'no-such-recipe'")
+    assert (wrong["code"], wrong["reason"][:23]) == (2, "recipe 'no-such-recipe'")
     assert stopped["again"]
     monkeypatch.setenv("TORUSGD_EXIT_FILE", str(tmp_path / "none" / "exit.json"))
     assert run_cli("recipes")[0] == 0

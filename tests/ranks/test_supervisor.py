@@ -1,8 +1,4 @@
-"""Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts.
-
-Where the first machine has lost all ranks that take part, another one of it does, and those of other machines go on.
-Which rank is on another machine is only said here; all of them are on this one.
-"""
+"""Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts."""
 
 import itertools
 import os
@@ -81,7 +77,7 @@ def fail(error: Exception, liveness: Liveness) -> None:
     raise error
 
 
-def die(liveness: Liveness) -> None:
+def be_killed(*_: Liveness) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -120,34 +116,26 @@ def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(att
     assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("action", "kind", "text"),
-    [
-        (partial(fail, UserError("data = 0: give 1 or more")), FailureKind.USER_ERROR, "data = 0: give 1 or more"),
-        (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
-        (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
-        (
-            partial(fail, BrokenPipeError()),
-            FailureKind.OUTPUT_CLOSED,
-            "nobody reads the output any more; the last checkpoint is good",
-        ),
-        (die, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
-        (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),
-        (freeze, FailureKind.RANK_LOST, r"rank 1 on \S+ in train of step 3: no heartbeat for 3 s, frozen or lost"),
-        (
-            sleep_for_ever,
-            FailureKind.RANK_LOST,
-            r"rank 1 on \S+ in train of step 3: no progress for \d+ s, at .*"
-            r"sleep_for_ever \(test_supervisor.py:.*",
-        ),
-    ],
-)
+STACK = r"sleep_for_ever \(test_supervisor.py:.*"
+AT, UNREAD = r"rank 1 on \S+ in train of step 3:", "nobody reads the output any more; the last checkpoint is good"
+
+
+@pytest.mark.parametrize(("action", "kind", "text"), [
+    (partial(fail, UserError("data = 0: give 1 or more")), FailureKind.USER_ERROR, "data = 0: give 1 or more"),
+    (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
+    (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
+    (partial(fail, BrokenPipeError()), FailureKind.OUTPUT_CLOSED, UNREAD),
+    (be_killed, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
+    (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),
+    (freeze, FailureKind.RANK_LOST, rf"{AT} no heartbeat for 3 s, frozen or lost"),
+    (sleep_for_ever, FailureKind.RANK_LOST, rf"{AT} no progress for \d+ s, at .*{STACK}"),
+])  # fmt: skip
 def test_a_failure_has_a_kind(attempts: Attempts, action: Callable[..., Any], kind: FailureKind, text: str) -> None:
     failure = attempts.failure(action)
     assert failure.kind is kind
     assert failure.rank == 1 or action in (freeze, sleep_for_ever), "of which another rank may tell"
     assert re.search(f"(^|; ){text}$", failure.text)
-    assert failure.kind.exit_code == (2 if kind is FailureKind.USER_ERROR else 1)
+    assert failure.kind.exit_code == 1 + (kind is FailureKind.USER_ERROR)
     assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
 
 
@@ -216,7 +204,7 @@ def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() 
 
 
 ELSEWHERE = 1
-"""the rank on the other machine; rank 0 is lost, and later ones join"""
+"""the rank that is said to be on another machine; rank 0 is lost, and later ones join"""
 
 
 class Lasting(LastingFunction):
@@ -248,7 +236,7 @@ class Losing(Lasting):
         me = world.ranks[world.rank]
         if me == 0:
             until(self._cue.exists, "the cue")
-            os.kill(os.getpid(), signal.SIGKILL)
+            be_killed()
         world.all_reduce(torch.ones(1))
         return [me, os.getpid(), *world.ranks]
 
@@ -263,17 +251,12 @@ class Handing(Lasting):
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         if world.ranks == (0,):
             assert isinstance(liveness, Heartbeat)
-            assert liveness.generations is not None
             generations = liveness.generations
             until(lambda: (stop(), 1 in generations.joiners)[1], "rank 1 wants the state")
             liveness.generations.meet_joiner(1, lambda: False).broadcast_text("the state")
             until(lambda: liveness.store.check([keys.READY.format(rank=1)]), "it is ready")
             be_killed()
         return [*world.ranks]
-
-
-def be_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse() -> None:
@@ -291,11 +274,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("requested", [3, None], ids=["about to join, and not ready", "new"])
 def test_another_rank_takes_the_place(requested: int | None, tmp_path: Path, elsewhere: None) -> None:
-    lines: list[str] = []
+    lines, cue = list[str](), tmp_path / "cue"
     if requested is None:
-        (tmp_path / "cue").touch()
+        cue.touch()
     with supervise(2, lines) as supervisor:
-        results = supervisor.run(Losing(tmp_path / "cue"), quorum=Quorum(fewest=1), requested=lambda: requested)
+        results = supervisor.run(Losing(cue), quorum=Quorum(fewest=1), requested=lambda: requested)
     assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
     assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
 
@@ -308,16 +291,11 @@ def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left() ->
     assert lines[-1].endswith("rank 1 goes on")
 
 
-@pytest.mark.parametrize(
-    ("prepares", "kind", "text"),
-    [
-        (be_killed, FailureKind.RANK_LOST, "rank 2 was ended by SIGKILL"),
-        (refuse, FailureKind.USER_ERROR, "--data nowhere: there is nothing"),
-    ],
-)
-def test_no_rank_after_another_is_started_in_vain(
-    tmp_path: Path, elsewhere: None, prepares: Callable[[], None], kind: FailureKind, text: str
-) -> None:
+@pytest.mark.parametrize(("prepares", "kind", "text"), [
+    (be_killed, FailureKind.RANK_LOST, "rank 2 was ended by SIGKILL"),
+    (refuse, FailureKind.USER_ERROR, "--data nowhere: there is nothing"),
+])  # fmt: skip
+def test_no_rank_after_another_is_started_in_vain(tmp_path: Path, elsewhere: None, prepares, kind, text) -> None:
     (tmp_path / "cue").touch()
     with supervise(2, []) as supervisor, pytest.raises(RankFailed) as caught:
         supervisor.run(Losing(tmp_path / "cue", prepares), quorum=Quorum(fewest=1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe, parse_yaml, recipe_source, validate
@@ -34,21 +34,17 @@ MISTAKES = [
 @pytest.mark.parametrize("override", MISTAKES)
 def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) -> None:
     section = override.partition("=")[0].partition(".")[0]
-    with refused(f"a recipe with {override}", f"recipe digits: {section}"):
-        load_recipe("digits", [override])
+    refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"recipe digits: {section}")
 
 
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
     for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
-        with refused(f"a recipe with {override}", f"--set {override}:"):
-            load_recipe("digits", [override])
-    with refused("a recipe's name with a slip", "recipe 'digit':"):
-        load_recipe("digit")
+        refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
+    refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
     for text in ("a: 1\na: 2\n", "- 1\n", "name: [\n", call, "name: x\n", "name: 2020-01-01\n"):
         path.write_text(text)
-        with refused(f"a recipe file: {text!r}", f"recipe {path}:", TMP=tmp_path):
-            load_recipe(str(path))
+        refuses(f"a recipe file: {text!r}", load_recipe, str(path), about=f"recipe {path}:", TMP=tmp_path)
 
 
 def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tmp_path: Path) -> None:
@@ -59,7 +55,6 @@ def test_a_hash_is_of_every_key_that_is_said_and_of_the_schema_and_no_runtime(tm
     recipe, runtime = load_recipe(str(path))
     assert recipe.sha256() == base.sha256()
     assert (runtime.workers, runtime.checkpoint_every) == (2, Duration(50, "st"))
-    base = load_recipe("digits").recipe
     assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
     whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
     assert whole.sha256() != none.sha256()
@@ -97,8 +92,7 @@ def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.L
     assert load_recipe("digits", digits).recipe.model == Model(name="fashion-net", options={"zero_gamma": False})
     assert len(caplog.messages) == 1
     caplog.clear()
-    same = load_recipe("digits", ["model.name=digits-net"]).recipe
-    assert same == load_recipe("digits").recipe
+    assert load_recipe("digits", ["model.name=digits-net"]).recipe == load_recipe("digits").recipe
     assert not caplog.messages
 
 
@@ -117,24 +111,20 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[" * 3000, "inside one another"),
-        ("{a: " * 3000, "inside one another"),
-        ("- " * 3000, "inside one another"),
-        (ALIASES, "more than 100000 values"),
-        ("&a [*a]", "an alias inside of what it stands for"),
-        ("9" * 5000, "digits"),
-        ("1" + "0" * 30, "beyond 64 bits"),
-        ("a" * (MOST_YAML + 1), "longer than"),
-        ("!!bool word", "word"),
-        ("!!timestamp word", "not valid YAML"),
-        ("? [1]\n: 2", "a key must be a word or a number"),
-        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
-    ],
-    ids=lambda value: value[:12],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("[" * 3000, "inside one another"),
+    ("{a: " * 3000, "inside one another"),
+    ("- " * 3000, "inside one another"),
+    (ALIASES, "more than 100000 values"),
+    ("&a [*a]", "an alias inside of what it stands for"),
+    ("9" * 5000, "digits"),
+    ("1" + "0" * 30, "beyond 64 bits"),
+    ("a" * (MOST_YAML + 1), "longer than"),
+    ("!!bool word", "word"),
+    ("!!timestamp word", "not valid YAML"),
+    ("? [1]\n: 2", "a key must be a word or a number"),
+    ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+], ids=lambda value: value[:12])  # fmt: skip
 def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
     with refused(f"YAML: {reason}", "file:") as error:
         parse_yaml(text, "file")
@@ -146,33 +136,25 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases_and_texts_have_an_end(t
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "file") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
     assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
     (tmp_path / "long").write_bytes(b"x" * 11)
-    with refused("a text of 11 bytes", kind=ValueError):
-        read_text(tmp_path / "long", 10)
-    with refused("an endless text", kind=ValueError):
-        read_text(Path("/dev/zero"))
+    refuses("a text of 11 bytes", read_text, tmp_path / "long", 10, kind=ValueError)
+    refuses("an endless text", read_text, Path("/dev/zero"), kind=ValueError)
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
         load_recipe(str(tmp_path / "zero.yaml"))
-    with refused("lists in lists", kind=ValueError):
-        parse_json("[" * 100_000)
-
-
-NO_NUMBERS = (
-    "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
-    "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
-    "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
-)  # fmt: skip
+    refuses("lists in lists", parse_json, "[" * 100_000, kind=ValueError)
 
 
 def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interval() -> None:
-    for item in NO_NUMBERS:
+    for item in (
+        "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
+        "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
+        "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
+    ):  # fmt: skip
         key = item.partition("=")[0]
         about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
-        with refused(f"no number: {item}", f"recipe digits: {about}"):
-            load_recipe("digits", [item])
+        refuses(f"no number: {item}", load_recipe, "digits", [item], about=f"recipe digits: {about}")
     schedule, tiny = Schedule(load_recipe("digits").recipe, 1437), Duration.parse("0.0000001ep")
-    with refused("an interval that is too short", "an interval of 0.0000001ep"):
-        schedule.boundaries(tiny)
+    refuses("an interval that is too short", schedule.boundaries, tiny, about="an interval of 0.0000001ep")
     assert Duration.parse(str(tiny)) == tiny
 
 
@@ -186,13 +168,11 @@ def test_archives_of_weights_and_compressed_data_may_not_swell(tmp_path: Path) -
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, bytes(1 << 22) if name == storage else data)
-    with refused("weights that swell", f"{path}:", TMP=tmp_path, STORED=path.stat().st_size):
-        load_weights(path)
+    refuses("weights that swell", load_weights, path, about=f"{path}:", TMP=tmp_path, STORED=path.stat().st_size)
     # Compressed images neither.
     check_swelling(size=1 << 28, stored=1000)
     check_swelling(size=1 << 33, stored=1 << 30)
-    with refused("data that swell", kind=ValueError):
-        check_swelling(size=(1 << 28) + 1, stored=1000)
+    refuses("data that swell", check_swelling, size=(1 << 28) + 1, stored=1000, kind=ValueError)
 
 
 TRAIN = 1437
@@ -206,7 +186,7 @@ def schedule(*overrides: str, train_images: int = TRAIN) -> Schedule:
     st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(50, 5000),
     st.lists(st.integers(1, 5), min_size=4, max_size=4),
 )  # fmt: skip
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     workers: int, images: list[int], train: int, spans: list[int]
 ) -> None:
@@ -245,7 +225,7 @@ def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> N
     assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(exact=st.booleans(), batch=st.integers(1, 90), momentum=st.floats(0.0, 0.99), lr=st.floats(0.01, 4.0))
 def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(exact, batch, momentum, lr: float) -> None:
     """Smith and Le, arXiv 1710.06451: lr (N / B - 1) / (1 - m), or lr N / B / (1 - m)."""
@@ -270,16 +250,13 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
         schedule("stages.0.momentum=noise-scale")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("stages.1.until=20ep", "stages.1.until = 20ep:"),
-        ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
-        ("rate.decay.end=1ep", "rate.decay:"),
-        ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
-        ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
-    ],
-)
+@pytest.mark.parametrize(("override", "words"), [
+    ("stages.1.until=20ep", "stages.1.until = 20ep:"),
+    ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
+    ("rate.decay.end=1ep", "rate.decay:"),
+    ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
+    ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
+])  # fmt: skip
 def test_impossible_schedules_are_one_line(override: str, words: str) -> None:
     with refused(f"a schedule: {override}", words):
         plan = schedule(override)

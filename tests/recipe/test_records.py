@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.plan.cluster import load_software
@@ -16,18 +16,12 @@ from torusgd.recipe.schedule import Schedule, Step
 from torusgd.recipe.schema import Recipe
 
 IMAGENET = 1281167
-RECORDS = {
-    "sony-224s", "sony-85k", "sony-119k", "sony-122s", "fujitsu-74s", "fujitsu-62s",
-    "you-resnet50-20min", "you-resnet50-14min", "you-alexnet-11min",
-}  # fmt: skip
+RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 # Nodes, batch, steps: Das et al. (arXiv 1602.06709), with the lengths of VGG's and OverFeat's authors.
 INTEL = {
-    "intel-vgga-128": (128, 512, 185169),
-    "intel-vgga-64": (64, 256, 370338),
-    "intel-overfeat-64": (64, 256, 450411),
-    "intel-aws-vgga-16": (16, 256, 370338),
-    "intel-cddnn-16": (16, 1024, 39063),
-}
+    "intel-vgga-128": (128, 512, 185169), "intel-vgga-64": (64, 256, 370338), "intel-overfeat-64": (64, 256, 450411),
+    "intel-aws-vgga-16": (16, 256, 370338), "intel-cddnn-16": (16, 1024, 39063),
+}  # fmt: skip
 
 
 def schedule(name: str) -> Schedule:
@@ -51,7 +45,7 @@ def test_every_recipe_has_its_files_name_a_description_and_a_complete_dump(name:
     assert (again, again.sha256()) == (recipe, recipe.sha256())
 
 
-@pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
+@pytest.mark.parametrize("name", RECORDS)
 def test_a_record_names_the_source_of_each_value_and_holds_its_system(name: str) -> None:
     header, (recipe, runtime) = recipe_source(name).split("\nname:")[0], load_recipe(name)
     assert "# Published" in header
@@ -75,20 +69,17 @@ def test_a_record_names_the_source_of_each_value_and_holds_its_system(name: str)
         assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
 
 
-@pytest.mark.parametrize(
-    ("name", "workers", "batches", "steps", "top1"),
-    [
-        ("sony-224s", 2176, [34816, 69632], 2208, 0.7503),
-        ("sony-122s", 3456, [27648, 55296], 2202, 0.7529),
-        ("sony-85k", 2176, [34816, 69632, 87040], 2098, None),
-        ("sony-119k", 2176, [34816, 69632, 87040, 121856], 1980, None),
-        ("fujitsu-74s", 2048, [81920, 81920], 1440, 0.7508),
-        ("fujitsu-62s", 3072, [86016, 86016], 1350, 0.7597),
-        ("you-resnet50-20min", 2048, [32768], 3519, 0.754),
-        ("you-resnet50-14min", 2048, [32768], 2503, 0.749),
-        ("you-alexnet-11min", 1024, [32768], 3910, 0.586),
-    ],
-)
+@pytest.mark.parametrize(("name", "workers", "batches", "steps", "top1"), [
+    ("sony-224s", 2176, [34816, 69632], 2208, 0.7503),
+    ("sony-122s", 3456, [27648, 55296], 2202, 0.7529),
+    ("sony-85k", 2176, [34816, 69632, 87040], 2098, None),
+    ("sony-119k", 2176, [34816, 69632, 87040, 121856], 1980, None),
+    ("fujitsu-74s", 2048, [81920, 81920], 1440, 0.7508),
+    ("fujitsu-62s", 3072, [86016, 86016], 1350, 0.7597),
+    ("you-resnet50-20min", 2048, [32768], 3519, 0.754),
+    ("you-resnet50-14min", 2048, [32768], 2503, 0.749),
+    ("you-alexnet-11min", 1024, [32768], 3910, 0.586),
+])  # fmt: skip
 def test_workers_batches_steps_and_accuracy(name: str, workers: int, batches: list[int], steps: int, top1) -> None:
     plan = schedule(name)
     assert ([span.batch for span in plan.spans], len(plan)) == (batches, steps)
@@ -102,7 +93,6 @@ FUJITSU_RATES = {0: 0.0, 10: 3.61, 36: 13.0, 45: 8.57, 60: 3.35, 75: 0.65, 80: 0
 @pytest.mark.parametrize(("name", "steps_a_pass"), [("fujitsu-62s", 15), ("fujitsu-74s", 16)])
 def test_fujitsu_is_what_its_code_does(name: str, steps_a_pass: int) -> None:
     plan = schedule(name)
-    assert len(plan) == 90 * steps_a_pass
     assert IMAGENET < plan[0].batch * steps_a_pass < 1.03 * IMAGENET
     for number, rate in FUJITSU_RATES.items():
         digits = 3 if 0 < rate < 0.1 else 2  # half a unit of the last that is published
@@ -114,8 +104,7 @@ def test_fujitsu_is_what_its_code_does(name: str, steps_a_pass: int) -> None:
         # The rate multiplies weight decay already; a ramp of its own would count twice.
         assert (step.weight_decay_factor, step.augment) == (1.0, passed < 85)
     evaluate, optimizer = plan.recipe.evaluate, plan.recipe.optimizer
-    passes = [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)]
-    assert passes == list(range(2, 91, 4))
+    assert [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)] == list(range(2, 91, 4))
     assert (optimizer.variant, optimizer.trust, optimizer.eps) == ("fujitsu", 0.0025, 1e-9)
     assert (optimizer.momentum, optimizer.weight_decay) == (0.96, 5e-5)
 
@@ -179,24 +168,19 @@ def test_intel_batches_are_those_of_the_paper(name: str) -> None:
     assert row in [(row.model, row.devices, list(row.images), row.value) for row in read_rows()]
 
 
-@pytest.mark.parametrize(
-    ("name", "rates", "momentum", "decay"),
-    [
-        ("intel-vgga-64", {0: 0.01, 18.4: 0.01, 18.5: 1e-3, 37: 1e-4, 55.5: 1e-5, 73.9: 1e-5}, 0.9, 5e-4),
-        ("intel-overfeat-64", {0: 0.05, 29.9: 0.05, 30: 0.025, 50: 0.0125, 60: 0.00625, 70: 0.003125, 80: 0.0015625,
-                               89: 0.0015625}, 0.6, 1e-5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "rates", "momentum", "decay"), [
+    ("intel-vgga-64", {0: 0.01, 18.4: 0.01, 18.5: 1e-3, 37: 1e-4, 55.5: 1e-5, 73.9: 1e-5}, 0.9, 5e-4),
+    ("intel-overfeat-64", {0: 0.05, 29.9: 0.05, 30: 0.025, 50: 0.0125, 60: 0.00625, 70: 0.003125, 80: 0.0015625,
+                           89: 0.0015625}, 0.6, 1e-5),
+])  # fmt: skip
 def test_rates_of_vgg_and_overfeat_fall_as_their_authors_had_them(name, rates, momentum: float, decay: float) -> None:
     plan = schedule(name)
     assert {epoch: step_at(plan, epoch).lr for epoch in rates} == pytest.approx(rates)
     assert (plan.recipe.optimizer.momentum, plan.recipe.optimizer.weight_decay) == (momentum, decay)
 
 
-def test_vgg_has_its_authors_iterations_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
-    plan = schedule("intel-vgga-64")
-    assert len(plan) == pytest.approx(370e3, rel=0.01)
-    assert plan.recipe.optimizer.no_decay == ()
+def test_no_recipe_of_vgg_differs_but_in_the_batch() -> None:
+    assert load_recipe("intel-vgga-64").recipe.optimizer.no_decay == ()
     for name in ("intel-vgga-128", "intel-aws-vgga-16"):
         assert_same("data model rate optimizer evaluate", name, "intel-vgga-64")
 
@@ -210,14 +194,11 @@ def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:
 
 # MLPerf's reference points: batch, rate, warm-up, momentum, weight decay, images of a batch norm, epochs to 75.9 %.
 POINTS = [
-    (4096, 10, 5, 0.9, 2e-4, 64, 40.0),
-    (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
-    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4),
-    (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
-    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0),
-    (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
+    (4096, 10, 5, 0.9, 2e-4, 64, 40.0), (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
+    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4), (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
+    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0), (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
     (65536, 24.699, 31, 0.951807, 1e-4, 128, 84.5),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch", "lr", "warmup", "momentum", "decay", "images", "epochs"), POINTS)
@@ -239,8 +220,7 @@ def test_resnet50_in_37_epochs_is_nvidias_and_other_items_go_before_a_row() -> N
     assert load_recipe("resnet50", ["batch=3200"]).recipe == plan.recipe
     assert load_recipe("resnet50", ["rate.lr=5.0", "batch=4096"]).recipe.rate.lr == 5.0
     for name, batch in (("resnet50", 5000), ("digits", 64)):
-        with refused(f"batch {batch} of {name}", f"batch = {batch}:"):
-            load_recipe(name, [f"batch={batch}"])
+        refuses(f"batch {batch} of {name}", load_recipe, name, [f"batch={batch}"], about=f"batch = {batch}:")
 
 
 def assert_same(keys: str, one: str, other: str) -> tuple[Recipe, Recipe]:

@@ -31,23 +31,18 @@ ALIKE = {"sony-224s", "sony-85k", "sony-119k", "fujitsu-74s", "you-resnet50-14mi
 FLOAT32 = ("precision=float32", "loss_scale={}")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECORDS])
-def test_three_steps(name: str, tmp_path: Path) -> None:
-    three_steps(tmp_path, name, *FURTHER.get(name, PICTURES), *FLOAT32)
+CASES = [
+    *(pytest.param(name, (*FURTHER.get(name, PICTURES), *FLOAT32), marks=[pytest.mark.slow] * (name in ALIKE), id=name)
+      for name in RECORDS),
+    # A CPU computes float16 slowly: one record stands for the four that use it, and a small network for its own.
+    ("fujitsu-62s", (*PICTURES, "model.name=fashion-net", "data.image_size=28", "data.resize=32")),
+    pytest.param("fujitsu-62s", (*PICTURES, "data.image_size=64", "data.resize=72"),
+                 marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+]  # fmt: skip
 
 
-def test_three_steps_in_float16(tmp_path: Path) -> None:
-    """A CPU computes float16 slowly: one record stands for the four that use it, and a small network for its own."""
-    three_steps(tmp_path, "fujitsu-62s", *PICTURES, "model.name=fashion-net", "data.image_size=28", "data.resize=32")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_three_steps_of_resnet50_in_float16(tmp_path: Path) -> None:
-    three_steps(tmp_path, "fujitsu-62s", *PICTURES, "data.image_size=64", "data.resize=72")
-
-
-def three_steps(tmp_path: Path, name: str, *overrides: str) -> None:
+@pytest.mark.parametrize(("name", "overrides"), CASES)
+def test_three_steps(name: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
     recipe = resolve_auto(load_recipe(name, [*SMALL, *overrides]).recipe, "cpu")
     summary = run_of(job_of(recipe=recipe, out=tmp_path, max_steps=3)).run().summary
     steps = [event for event in events(tmp_path) if "lr" in event]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torusgd.rehearse.lab import why_not
+from torusgd.rehearse.wire import why_not
 
 MISSING = why_not()
 needs_lab = pytest.mark.skipif(

@@ -2,9 +2,7 @@
 
 import json
 import os
-import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -26,53 +24,31 @@ def found(value: object) -> None:
     print("found:", json.dumps(value))
 
 
-def sockets(peers: int) -> list[socket.socket]:
-    """Plain connections between rank 0 and so many others: on rank 0 by their ranks."""
-    port = 5000
-    if RANK == 0:
-        with socket.create_server(("", port)) as server:
-            links = dict(sorted((int(link.recv(1)), link) for link, _ in (server.accept() for _ in range(peers))))
-        return [*links.values()]
-    while True:
-        try:
-            link = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=240)
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-            continue
-        link.sendall(str(RANK).encode())
-        return [link]
-
-
-def receive(link: socket.socket, size: int) -> None:
-    while size:
-        size -= len(link.recv(min(size, 1 << 16)))
+def bytes_of(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def links() -> None:
     """On hosts 0, 1 and 2: a round trip of 0 and 1, one of 0 and 2, and a megabyte from 0 to 1, in seconds."""
-    ends = sockets(2)
-    if RANK:
-        for size in (1, 1_000_000) if RANK == 1 else (1,):
-            receive(ends[0], size)
-            ends[0].sendall(b"x")
-        return
     seconds = []
-    for link, size in ((ends[0], 1), (ends[1], 1), (ends[0], 1_000_000)):
+    for peer, size in ((1, 1), (2, 1), (1, 1_000_000)):
         begin = time.perf_counter()
-        link.sendall(bytes(size))
-        receive(link, 1)
+        if RANK == 0:
+            dist.send(bytes_of(size), peer)
+            dist.recv(bytes_of(1), peer)
+        elif peer == RANK:
+            dist.recv(bytes_of(size), 0)
+            dist.send(bytes_of(1), 0)
         seconds.append(time.perf_counter() - begin)
     found(seconds)
 
 
 def both_ways() -> None:
     """On two hosts: short questions and answers, then 400,000 bytes each way at once; what TCP then has sent twice."""
-    (link,) = sockets(1)
     for size in (*[10] * 20, 400_000):
-        sender = threading.Thread(target=link.sendall, args=(bytes(size),))
-        sender.start()
-        receive(link, size)
-        sender.join()
+        both = [dist.P2POp(way, bytes_of(size), 1 - RANK) for way in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
     lines = Path("/proc/self/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line[:4] == "Tcp:")
     found(int(values[names.index("RetransSegs")]))
@@ -80,7 +56,6 @@ def both_ways() -> None:
 
 def auto() -> None:
     """Lets `auto` probe the network, and checks its sums from small to large."""
-    dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     allreduce = create("auto")
     print(allreduce.explanation)
@@ -94,7 +69,6 @@ def auto() -> None:
 
 def sent_bytes(length: str, repeat: int = 3) -> None:
     """Sums by torus and by ring; the kernel's counts at this host's interfaces, an all-reduce."""
-    dist.init_process_group("gloo")
     counted = {}
     for name in ("torus", "ring"):
         allreduce = create(name)
@@ -107,7 +81,7 @@ def sent_bytes(length: str, repeat: int = 3) -> None:
             allreduce.start(tensor).wait()
         dist.barrier()
         after = interface_bytes()
-        counted[name] = [(after[link].sent - before[link].sent) / repeat for link in ("lo", "tun0")]
+        counted[name] = [(after[link] - before[link]) / repeat for link in ("lo", "tun0")]
         dist.barrier()
         allreduce.close()
     found(counted)
@@ -115,7 +89,6 @@ def sent_bytes(length: str, repeat: int = 3) -> None:
 
 def cut() -> None:
     """Sums until a link is cut; exit code 3 if the all-reduce reports that."""
-    dist.init_process_group("gloo")
     allreduce = create("ring", timeout=2)
     allreduce.start(torch.ones(1000)).wait()
     print("summed", flush=True)
@@ -130,7 +103,6 @@ def cut() -> None:
 
 def skew(late: float = 0.05, repeat: int = 9) -> None:
     """Times a sum while one rank begins late: by the group's clock, and from a barrier on, as it was done before."""
-    dist.init_process_group("gloo")
     connection = connect()
     doubling = parse_algorithm("doubling", connection.group.size)
     is_late, start = connection.group.rank == 2, Clock.start
@@ -163,4 +135,5 @@ def skew(late: float = 0.05, repeat: int = 9) -> None:
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks.rehearse.hybrid import volume
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from tests.rehearse.marks import needs_lab
 from tests.run.processes import descendants, is_alive
@@ -36,8 +36,7 @@ def records(hosts: list[Host], name: str, *arguments: object) -> list[Any]:
 
 @pytest.mark.slow
 def test_latency_and_bandwidth_are_at_least_as_set() -> None:
-    hosts = [Host(latency=latency, rate=50e6) for latency in (0.02, 0.02, 0.06)]
-    pings, slow, transfer = records(hosts, "links")[0]
+    pings, slow, transfer = records([Host(latency=each, rate=50e6) for each in (0.02, 0.02, 0.06)], "links")[0]
     assert pings >= 0.04
     assert slow >= 0.08
     assert transfer >= 8 * 1_000_000 / 50e6
@@ -72,10 +71,9 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes() -> None:
 @pytest.mark.slow
 def test_one_slow_host_and_every_algorithm_still_agrees() -> None:
     hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
-    lines = [line for text in outputs(hosts, "auto") for line in text.splitlines()]
-    explained = {line for line in lines if line.startswith("allreduce auto")}
-    assert len(explained) == 1
-    assert "4 ranks on 4 hosts" in explained.pop()
+    lines = {line for text in outputs(hosts, "auto") for line in text.splitlines()}
+    (explained,) = (line for line in lines if line.startswith("allreduce auto"))
+    assert "4 ranks on 4 hosts" in explained
 
 
 def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:
@@ -90,9 +88,8 @@ def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:
 def test_a_failing_rank_is_named_with_what_it_said(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")
-    with Lab([Host()] * 2) as lab, pytest.raises(RunError) as caught:
+    with Lab([Host()] * 2) as lab, pytest.raises(RunError, match="rank 1 ended with 1: no luck"):
         lab.run([str(program)], timeout=240)
-    assert "rank 1 ended with 1: no luck" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -101,8 +98,7 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
     with Lab([Host(ranks=2)]) as lab:
         ranks = lab.start([str(program)])
-        with refused("a lab that takes too long", "the network lab:", RunError):
-            ranks.wait(timeout=3)
+        refuses("a lab that takes too long", ranks.wait, timeout=3, about="the network lab:", kind=RunError)
         assert all(map(is_alive, ranks.processes))
         ranks.end()
         until(lambda: not any(map(is_alive, ranks.processes)), "their end")

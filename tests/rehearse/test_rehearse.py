@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.measured import VGG, vgg
 from tests.rehearse.marks import needs_lab
 from torusgd.plan.cluster import Communication, Software, load_cluster, load_software
-from torusgd.plan.forecast import Workload, with_communication, workload_of
+from torusgd.plan.forecast import with_communication
 from torusgd.plan.model_cost import update_seconds
 from torusgd.plan.program import as_torusgd, program_for
 from torusgd.plan.step_script import Action, Compute, Send, Wait, compose
 from torusgd.plan.timeline import Phase, compute_seconds, price_of, step_time, step_work, waited_seconds
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.rehearse import lab
+from torusgd.rehearse import wire
 from torusgd.rehearse.player import dump, elements
 from torusgd.rehearse.rehearsal import SHARE, Ceiling, choose_scale
 from torusgd.tensor_parallel.tail import hybrid_volume
@@ -26,22 +26,16 @@ from torusgd.tensor_parallel.tail import hybrid_volume
 AWS = load_cluster("aws-c4.8xlarge")
 
 
-@pytest.fixture(scope="module")
-def workload() -> Workload:
-    return workload_of(load_recipe("intel-aws-vgga-16").recipe)
-
-
 def program(linear_groups: int | None = None, overlap: bool = True, **runtime: object) -> Software:
     options = RuntimeOptions.model_validate({"workers": 16, "allreduce": "ring", **runtime})
-    profile = as_torusgd(load_software("pcl-dnn"))
-    ours = program_for(load_recipe("intel-aws-vgga-16").recipe, options, AWS, profile)
+    ours = program_for(VGG, options, AWS, as_torusgd(load_software("pcl-dnn")))
     return with_communication(ours, linear_groups=linear_groups, overlap=overlap)
 
 
-def script_of(workload: Workload, software: Software, devices: int = 16) -> list[Action]:
-    (stage,) = workload.stages
-    work = step_work(workload.cost, AWS, software, devices, stage.images)
-    return compose(workload.cost, AWS, software, devices, stage.images, stage.workers // devices, work)
+def script_of(software: Software, devices: int = 16) -> list[Action]:
+    (stage,) = vgg().stages
+    work = step_work(vgg().cost, AWS, software, devices, stage.images)
+    return compose(vgg().cost, AWS, software, devices, stage.images, stage.workers // devices, work)
 
 
 def sent(script: list[Action]) -> dict[str, Send]:
@@ -52,10 +46,10 @@ def sent(script: list[Action]) -> dict[str, Send]:
     ("how", "devices"),
     [*product(({}, {"update": "sharded"}, {"overlap": False}), (2, 16)), ({"linear_groups": 2}, 16)],
 )
-def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(workload, how, devices):
+def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(how, devices):
     software = program(**how)
-    script = script_of(workload, software, devices)
-    step = step_time(workload.cost, AWS, software, devices, 16, 16 // devices)
+    script = script_of(software, devices)
+    step = step_time(vgg().cost, AWS, software, devices, 16, 16 // devices)
     assert compute_seconds(script) == pytest.approx(step.compute + step.update)
     names = [action.name for action in script if isinstance(action, Send)]
     assert len(set(names)) == len(names) > 0
@@ -64,22 +58,14 @@ def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(wo
     assert waited == pytest.approx(step.exposed + step.exchange)
 
 
-def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first(workload):
-    script = script_of(workload, program(update="sharded"))
-    scatters = [action for action in script if isinstance(action, Send) and action.kind == "scatter"]
-    gathers = [action for action in script if isinstance(action, Send) and action.kind == "gather"]
-    assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * workload.cost.parameters
+def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first():
+    script = script_of(program(update="sharded"))
+    scatters, gathers = ([s for s in sent(script).values() if s.kind == kind] for kind in ("scatter", "gather"))
+    assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * vgg().cost.parameters
     waits = [action.name for action in script if isinstance(action, Wait) and action.name.startswith("weights")]
     assert [send.name for send in gathers] == waits
     first, last = script.index(Wait(waits[0])), script.index(Wait(waits[-1]))
     assert compute_seconds(script[:first]) == 0 < compute_seconds(script[first:last])
-
-
-def test_without_overlap_no_gradient_leaves_before_backward_ends(workload):
-    script = script_of(workload, program(overlap=False))
-    first = next(i for i, action in enumerate(script) if isinstance(action, Send) and action.content == "gradients")
-    step = step_time(workload.cost, AWS, program(overlap=False), 16, 16)
-    assert compute_seconds(script[:first]) == pytest.approx(step.compute)
 
 
 def test_a_walk_by_hand() -> None:
@@ -96,17 +82,13 @@ def test_a_walk_by_hand() -> None:
     assert waited_seconds(axes, both, pipelined=False) == pytest.approx(6.0)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
-    ceiling=st.builds(Ceiling, st.floats(1e-5, 1e-2), st.floats(1e6, 1e9)),
-    seconds=st.floats(1e-3, 10),
-    size=st.floats(1e3, 1e9),
-    ranks=st.integers(2, 64),
-    limit=st.floats(1, 30),
-)
+    st.builds(Ceiling, st.floats(1e-5, 1e-2), st.floats(1e6, 1e9)), st.floats(1e-3, 10), st.floats(1e3, 1e9),
+    st.integers(2, 64), st.floats(1, 30),
+)  # fmt: skip
 def test_a_scaled_message_takes_as_much_longer_as_a_step_does(ceiling, seconds, size, ranks, limit):
-    how = Communication(message=1e-5)
-    scale = choose_scale(AWS, how, ceiling, seconds, size, ranks, limit)
+    scale = choose_scale(AWS, Communication(message=1e-5), ceiling, seconds, size, ranks, limit)
     alpha, bandwidth = AWS.between.alpha, AWS.between.bandwidth * AWS.between.efficiency
     assert size / scale.shrink / scale.rate == pytest.approx(scale.stretch * size / bandwidth)
     # What the lab adds to its own round, or what its own is too long, makes up a scaled one.
@@ -130,9 +112,9 @@ def test_mistakes_are_one_line(flags, mistake):
     mistake("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16, *flags.split())
 
 
-def test_split_layers_send_what_the_balance_equations_say_and_are_updated_where_they_are_kept(workload):
-    script = script_of(workload, program(linear_groups=4))
-    layers = {layer.name: layer for layer in workload.cost.layers if layer.linear}
+def test_split_layers_send_what_the_balance_equations_say_and_are_updated_where_they_are_kept():
+    script = script_of(program(linear_groups=4))
+    layers = {layer.name: layer for layer in vgg().cost.layers if layer.linear}
     assert len(layers) == 3
     for name, layer in layers.items():
         messages = sent(script)
@@ -144,13 +126,13 @@ def test_split_layers_send_what_the_balance_equations_say_and_are_updated_where_
         assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)
         assert 2 * shards.bytes * 3 / 4 == pytest.approx(weights)
     assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
-    whole, split = (update_seconds(workload.cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
-    linear = sum(layer.weights for layer in workload.cost.layers if layer.linear)
-    assert split / whole == pytest.approx((workload.cost.parameters - 0.75 * linear) / workload.cost.parameters)
+    whole, split = (update_seconds(vgg().cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
+    linear = sum(layer.weights for layer in layers.values())
+    assert split / whole == pytest.approx((vgg().cost.parameters - 0.75 * linear) / vgg().cost.parameters)
 
 
 def test_without_a_lab_it_says_so(monkeypatch, run_cli):
-    monkeypatch.setattr(lab, "why_not", lambda: "the network lab needs root, for network namespaces")
+    monkeypatch.setattr(wire, "why_not", lambda: "the network lab needs root, for network namespaces")
     code, _, err = run_cli("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16)
     assert (code, err) == (1, "torusgd: rehearse: the network lab needs root, for network namespaces\n")
 

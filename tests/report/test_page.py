@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refuses
+from tests.run.processes import summary as summary_of
 from tests.run.runs import run_here
 
 from torusgd.errors import UserError
@@ -77,10 +78,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     run_here(folder)
     return folder
-
-
-def summary_of(run: Path) -> Any:
-    return json.loads((run / "summary.json").read_text())
 
 
 def lines_of(run: Path) -> list[str]:
@@ -151,8 +148,7 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     (nothing / "events.jsonl").unlink()
     Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
     (nothing / "events.jsonl").symlink_to("/dev/zero")
-    with refused("events that are a device", f"{nothing}/events.jsonl:", OTHER=nothing):
-        read_run(nothing)
+    refuses("events that are a device", read_run, nothing, about=f"{nothing}/events.jsonl:", OTHER=nothing)
     diverged = [json.dumps(json.loads(line) | {"loss": None}) for line in lines]
     page = run_page([read_run(copied(run, tmp_path / "diverged", diverged, loss=None))], [None])
     assert Tags(page).seen.count("figure") == 5, "a loss that is none is a gap"
@@ -172,8 +168,7 @@ def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: 
 @pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999, 10**400])
 @pytest.mark.parametrize("key", ["top1", "seconds", "predicted", "shares", "conditions", "lost_ranks", "world_size"])
 def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: Any) -> None:
-    other = copied(run, tmp_path / "other", None, **{key: value})
-    Tags(run_page([read_run(other)], [None]))
+    Tags(run_page([read_run(copied(run, tmp_path / "other", None, **{key: value}))], [None]))
 
 
 def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path, run_cli: Any, mistake: Any) -> None:
@@ -195,8 +190,7 @@ def test_pictures_are_what_the_network_saw() -> None:
     assert (cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB) == pixels).all()
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     normalised = (torch.from_numpy(pixels) / 255 - torch.tensor(mean)) / torch.tensor(std)
-    address = picture_of(normalised.permute(2, 0, 1), mean, std)
-    assert base64.b64decode(address.partition(",")[2]) == png(pixels)
+    assert base64.b64decode(picture_of(normalised.permute(2, 0, 1), mean, std).partition(",")[2]) == png(pixels)
     assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
 
 
@@ -253,15 +247,11 @@ def test_a_page_shows_the_records_and_what_was_verified(run: Path, tmp_path: Pat
     assert run_cli(*words)[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
-        (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
-        pytest.param(("resnet50", "--to", "75.9%"), ("top-1 to reach", "75.90%", "epochs"), marks=pytest.mark.slow),
-    ],
-    ids=["plan", "best", "to"],
-)
+@pytest.mark.parametrize(("asked", "shown"), [
+    (("digits",), ('"row">forward<', "images a second", "efficiency", "Bold: the knee")),
+    (("digits", "--cost", "2.50", "--best"), ("cost", "Better settings")),
+    pytest.param(("resnet50", "--to", "75.9%"), ("top-1 to reach", "75.90%", "epochs"), marks=pytest.mark.slow),
+], ids=["plan", "best", "to"])  # fmt: skip
 def test_a_page_has_the_sweep(asked: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path, run_cli: Any) -> None:
     page = tmp_path / "page.html"
     code, output, errors = run_cli("plan", *asked, "--cluster", "hgx-h100", "--devices", "12", "--report", page)
@@ -305,10 +295,8 @@ def test_axes_have_a_few_ticks_within_their_bounds_whatever_the_values(low: floa
         assert log
         assert low + width <= 0
         return
-    for tick in chart.x_ticks:
-        assert LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1
-    for tick in chart.y_ticks:
-        assert TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1
+    assert all(LEFT - 0.1 <= tick.at <= WIDTH - RIGHT + 0.1 for tick in chart.x_ticks)
+    assert all(TOP - 0.1 <= tick.at <= HEIGHT - BOTTOM + 0.1 for tick in chart.y_ticks)
     assert 1 <= len(chart.y_ticks) <= 12
 
 

@@ -12,8 +12,11 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from torch import Tensor
@@ -58,8 +61,7 @@ def in_weights(step: TrainStep, mark: Path) -> None:
 
 def in_images(step: TrainStep, mark: Path) -> None:
     """Of one virtual worker's images, from now on, as by a damaged copy of the data on one host."""
-    loader = step.images._loader
-    take = loader.take
+    loader, take = step.images._loader, step.images._loader.take
 
     def wrong(*arguments: Any) -> Batch:
         batch = take(*arguments)
@@ -76,11 +78,10 @@ def clock_jumps(step: TrainStep, mark: Path) -> None:
 
 def read_error(step: TrainStep, mark: Path) -> None:
     """Three images can't be read, with EIO each time."""
-    read, left = Slow.read, [3]
+    read, reads = Slow.read, count()
 
     def broken(self: Slow, index: int) -> Any:
-        if left[0]:
-            left[0] -= 1
+        if next(reads) < 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO), f"/data/{index}.png")
         return read(self, index)
 
@@ -89,11 +90,10 @@ def read_error(step: TrainStep, mark: Path) -> None:
 
 def write_error(step: TrainStep, mark: Path) -> None:
     """The next file of a checkpoint can't be written, with EIO."""
-    write, left = save_weights, [1]
+    write, writes = save_weights, count()
 
     def broken(path: Path, *arguments: Any) -> None:
-        if left[0]:
-            left[0] -= 1
+        if next(writes) < 1:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         write(path, *arguments)
 
@@ -105,16 +105,13 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def no_fingerprint() -> None:
-    _replace(build, "check_ranks_agree", lambda *arguments, **more: [])
-
-
-def no_checksum() -> None:
-    _replace(checkpoint, "hashlib", _NoHash)
-
-
-def no_lock() -> None:
-    _replace(RunDir, "lock", lambda self, *arguments, **more: nullcontext())
+_EQUAL = SimpleNamespace(hexdigest=lambda: ANY)  # to every other
+DETECTORS: dict[str, tuple[object, str, object]] = {
+    "no_fingerprint": (build, "check_ranks_agree", lambda *arguments, **more: []),
+    "no_checksum": (checkpoint, "hashlib", SimpleNamespace(file_digest=hashlib.file_digest, sha256=lambda _: _EQUAL)),
+    "no_lock": (RunDir, "lock", lambda self, *arguments, **more: nullcontext()),
+}
+"""what stands in whose place of a name, which is then blind"""
 
 
 def _replace(owner: object, name: str, by: object) -> None:
@@ -123,32 +120,10 @@ def _replace(owner: object, name: str, by: object) -> None:
     setattr(owner, name, by)
 
 
-class _NoHash:
-    """In the place of hashlib: a hash that equals every other."""
-
-    class _Equal(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        def __ne__(self, other: object) -> bool:
-            return False
-
-    file_digest = staticmethod(hashlib.file_digest)
-
-    @staticmethod
-    def sha256(*data: bytes) -> Any:
-        return type("Hash", (), {"update": lambda self, data: None, "hexdigest": lambda self: _NoHash._Equal()})()
-
-
-DETECTORS: dict[str, Callable[[], None]] = {each.__name__: each for each in (no_fingerprint, no_checksum, no_lock)}
-
-
 def prepare() -> None:
     """Puts the fault of this process' environment in its place."""
     if os.environ.get(BLIND):
-        DETECTORS[os.environ[BLIND]]()
+        _replace(*DETECTORS[os.environ[BLIND]])
     told = json.loads(os.environ.get(FAULT) or "{}")
     mark = Path(told.get("mark", ""))
     if not told or os.environ.get("RANK") != str(told["rank"]) or mark.exists():

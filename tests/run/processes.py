@@ -57,10 +57,7 @@ class Process:
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             words, variables = [*map(str, arguments)], {**os.environ, **(environment or {})}
             self.popen = subprocess.Popen(words, stdout=out, stderr=err, env=variables, start_new_session=True)
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
+        self.pid = self.popen.pid
 
     def end(self, timeout: float = 240) -> int:
         """Waits for the end; the exit code. A process that doesn't end is killed, and the test fails."""
@@ -140,12 +137,10 @@ def pauses(train: float, held_out: float = 0.0) -> list[str]:
 
 
 def last_step(out: Path) -> int:
-    try:
-        lines = (out / "events.jsonl").read_bytes().splitlines()
-    except OSError:
-        return 0
-    found = re.match(rb'\{"step": (\d+)', lines[-1]) if lines else None
-    return int(found[1]) if found else 0
+    with suppress(OSError):
+        found = re.search(rb'^\{"step": (\d+)[^\n]*\n?\Z', (out / "events.jsonl").read_bytes(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 def wait_for_step(out: Path, step: int, process: Process) -> None:
@@ -166,6 +161,16 @@ def results(told: dict[str, Any]) -> dict[str, Any]:
     return {key: told[key] for key in RESULTS}
 
 
+def ended_well(out: Path, expected: dict[str, Any] | None, *processes: Process) -> dict[str, Any]:
+    """The summary of a run whose processes end with 0; it has these results (None: any) and told each step once."""
+    for process in processes:
+        assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == (expected or results(told))
+    assert_told_once(out, told["steps"])
+    return told
+
+
 def assert_told_once(out: Path, steps: int) -> None:
     """events.jsonl: each line JSON, the steps 1..N without gaps or repetitions."""
     told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
@@ -176,10 +181,13 @@ def assert_told_once(out: Path, steps: int) -> None:
 
 def is_alive(pid: int) -> bool:
     """False for a zombie too."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return False
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    until(lambda: not any(map(is_alive, pids)), f"{pids} have ended")
 
 
 def children(pid: int) -> list[int]:
@@ -187,8 +195,7 @@ def children(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent, *_ = path.read_text().rpartition(")")[2].split()
-            if int(parent) == pid and state != "Z":
-                found.append(int(path.parent.name))
+            found += [int(path.parent.name)] if int(parent) == pid and state != "Z" else []
     return sorted(found)
 
 
@@ -197,27 +204,21 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
+    return ""
 
 
 def listening(pids: Iterable[int]) -> list[str]:
     """The addresses (hex, as in /proc/net/tcp) at which these processes listen for TCP connections."""
     inodes = {path.removeprefix("socket:[").removesuffix("]") for pid in pids for path in open_files(pid)}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].partition(":")[0])
-    return found
+    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    rows = [line.split() for line in tables.splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
 def open_files(pid: int) -> list[str]:
-    found = []
+    found = list[str]()
     with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            found.append(os.readlink(link))
+        found.extend(map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()))
     return found

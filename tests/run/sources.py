@@ -21,8 +21,7 @@ class Half:
 
     def read(self, index: int) -> np.ndarray:
         image = np.full((8, 8, 1), 40 + index, np.uint8)
-        rows = slice(0, 4) if self.labels[index] % 2 else slice(4, 8)
-        image[rows] = 200 if self.labels[index] < 2 else 150
+        image[slice(0, 4) if self.labels[index] % 2 else slice(4, 8)] = 200 if self.labels[index] < 2 else 150
         return image
 
 

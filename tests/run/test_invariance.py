@@ -1,6 +1,8 @@
 """The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
 
-from functools import partial
+import re
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,22 +41,18 @@ DIGITS = (
     "data.eval_images=70",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 4.0, warmup: {length: 2st}}",
-    "evaluate={every: 3st, images_per_chunk: 50}",
-    "polish={images: 250, images_per_batch: 100}",
+    *("evaluate={every: 3st, images_per_chunk: 50}", "polish={images: 250, images_per_batch: 100}"),
 )
 SENT: dict[str, dict[str, Any]] = {
-    "small buckets": {"buckets": 0.001},
-    "halving-doubling": {"allreduce": "halving-doubling"},
+    "small buckets": {"buckets": 0.001}, "halving-doubling": {"allreduce": "halving-doubling"},
     "torus": {"allreduce": "torus", "buckets": 0.01},
-}
+}  # fmt: skip
 """cases that differ in what is sent alone, and so have the weights of `float32`"""
 OF_DIGITS: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("precision=bfloat16",),
     "float16": (  # which a CPU computes slowly
-        "precision=float16",
-        "loss_scale.initial=1.0e+12",
-        "virtual_workers=7",
+        "precision=float16", "loss_scale.initial=1.0e+12", "virtual_workers=7",
         "stages=[{until: 1st, images_per_worker: 3}, {until: 3st, images_per_worker: 2}]",
     ),
     "torn images": (
@@ -62,32 +60,23 @@ OF_DIGITS: dict[str, tuple[str, ...]] = {
         "data.max_replaced=1.0",
     ),
     "keys of the records": (
-        "data.resize=10",
-        "data.augment={crop: random, flip: 0.5}",
-        "model.batch_norm_momentum=1.0",
-        "noise_scale={exact: true, batch: 50}",
-        "optimizer.bias_rate=2.0",
-        "optimizer.variant=nnabla",
-        "optimizer.eps=1.0e-6",
-        "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
+        "data.resize=10", "data.augment={crop: random, flip: 0.5}", "model.batch_norm_momentum=1.0",
+        "noise_scale={exact: true, batch: 50}", "optimizer.bias_rate=2.0", "optimizer.variant=nnabla",
+        "optimizer.eps=1.0e-6", "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
     ),
     "fewer epochs": (
         "stages=[{until: 3st, images_per_worker: 3, image_size: 6, resize: 7}, {until: 5st, images_per_worker: 5}]",
         "data.augment={crop: shift, shift: 1, flip: alternating, rotation: 0.3, distortion: 0.2, brightness: 0.1, "
         "contrast: 1.2, noise: 0.05}",
-        "average={half_life: 2st, every: 2}",
-        "loss=binary-cross-entropy",
-        "polish={steps: 3, images_per_batch: 7}",
+        "average={half_life: 2st, every: 2}", "loss=binary-cross-entropy", "polish={steps: 3, images_per_batch: 7}",
         "evaluate={every: 3st, images_per_chunk: 50, flip: true}",
     ),
     "batch norm as Fujitsu's": (
-        "model.batch_norm_workers=each",
-        "data.augment={crop: shift, shift: 1}",
+        "model.batch_norm_workers=each", "data.augment={crop: shift, shift: 1}", "polish={steps: 2}",
         "stages=[{until: 2st, images_per_worker: 3, extra_pass: true}, {until: 3st, images_per_worker: 3}, "
         "{until: 5st, images_per_worker: 3, augment: false, extra_pass: true}]",
-        "polish={steps: 2}",
     ),
-}
+}  # fmt: skip
 # What users of timm bring along: other classes, frozen layers, optimisers, mixing; two steps, evaluated at the end.
 SHORT = (*TINY, "stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
 TINIES: dict[str, Case] = {
@@ -135,10 +124,8 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 WIDE = (
     "model.options={width: 24, dropout: 0.1}",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
-    "rate={lr: 4.0, warmup: {length: 2st}}",
-    "data.eval_images=90",
-    "evaluate={every: 4st, images_per_chunk: 40}",
-    "polish={images: 100, images_per_batch: 50}",
+    *("rate={lr: 4.0, warmup: {length: 2st}}", "data.eval_images=90"),
+    *("evaluate={every: 4st, images_per_chunk: 40}", "polish={images: 100, images_per_batch: 50}"),
 )
 SGD = ("optimizer={name: sgd, momentum: 0.9, nesterov: true}", "rate={lr: 0.1}")
 ADAMW = ("optimizer={name: adamw, beta2: 0.99, weight_decay: 0.1}", "rate.lr=0.01")
@@ -161,21 +148,20 @@ SHARDED: dict[str, Case] = {
         ("LAMB", LAMB, {"allreduce": "ring"}),
     )
 }
+FLOATS: dict[str, Case] = {
+    f"{wire} sums": Case((*WIDE, f"reduction={wire}", f"float32_norms={norms}"), {"allreduce": allreduce})
+    for wire, norms, allreduce in (("float32", "false", "native"), ("float16", "true", "ring"))
+}
 CASES: dict[str, Case] = {
     **{name: Case((*DIGITS, *overrides)) for name, overrides in OF_DIGITS.items()},
     **{name: Case(DIGITS, options) for name, options in SENT.items()},
-    **TINIES,
-    **SOURCES,
-    **SHARDED,
+    **(TINIES | SOURCES | SHARDED | FLOATS),
     **{name: Case(overrides, recipe=name) for name, overrides in NETWORKS.items()},
 }
 COMPARED = (
     "weights_sha256", "top1", "top5", "loss", "train_loss", "replaced_images", "excluded_images", "redone_steps",
     "skipped_steps", "top1_before_polish",
 )  # fmt: skip
-
-OF_TIME = ("slowest", "hidden_share")
-FLOATS = {"float32": "native", "float16": "ring"}
 
 
 def train_cases(given: Path, out: Path, names: list[str], max_steps: int | None = None, **more: Any) -> None:
@@ -200,15 +186,12 @@ def train_cases(given: Path, out: Path, names: list[str], max_steps: int | None 
 
 
 def results(out: Path, names: list[str]) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        told = summary(out / name)
-        lines = [
-            {key: value for key, value in event.items() if "seconds" not in key and key not in OF_TIME}
-            for event in events(out / name)
-        ]
-        found[name] = {key: told[key] for key in COMPARED} | {"events": lines}
-    return found
+    def found(name: str) -> dict[str, Any]:
+        told, of_time = summary(out / name), re.compile("seconds|^slowest$|^hidden_share$")
+        lines = [{key: each[key] for key in each if not of_time.search(key)} for each in events(out / name)]
+        return {key: told[key] for key in COMPARED} | {"events": lines}
+
+    return {name: found(name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -221,29 +204,24 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "parquet" in FOLDERS:
         write_parquet(root / "tables")
     network = Model(name="digits-net", options=load_recipe("digits").recipe.model.options)
-    weights = build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict()
-    save_file(weights, root / "ten.safetensors")
+    save_file(build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict(), root / "ten.safetensors")
     return root
 
 
-class Alone(dict[str, dict[str, Any]]):
-    """The results of the replicated update on one rank, each found when it is first asked for."""
-
-    def __init__(self, given: Path, out: Path) -> None:
-        super().__init__()
-        self._given, self._out = given, out
-
-    def __missing__(self, name: str) -> dict[str, Any]:
-        same = "float32" if name in SENT else "LARS, ring" if name == "auto" else name  # on one rank nothing is sent
-        if same == name:
-            train_cases(self._given, self._out, [name], update="replicated")
-        self[name] = results(self._out, [name])[name] if same == name else self[same]
-        return self[name]
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
-    return Alone(given, tmp_path_factory.mktemp("alone"))
+def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Callable[[str], dict[str, Any]]:
+    """The results of the replicated update on one rank, each found when it is first asked for."""
+    out = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def found(name: str) -> dict[str, Any]:
+        same = "float32" if name in SENT else "LARS, ring" if name == "auto" else name  # on one rank nothing is sent
+        if same != name:
+            return found(same)
+        train_cases(given, out, [name], update="replicated")
+        return results(out, [name])[name]
+
+    return found
 
 
 @pytest.mark.parametrize(
@@ -259,45 +237,41 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Alone:
         (3, ["LARS, ring", "skipped steps", "redone steps", "64-bit sums"]),
         pytest.param(5, ["SGD with averages, native"], marks=pytest.mark.slow),
         pytest.param(3, [*SHARDED], marks=pytest.mark.slow),
+        pytest.param(3, [*NETWORKS], marks=pytest.mark.slow),
     ],
 )
-def test_same_bits_on_any_ranks(size: int, names: list[str], alone: Alone, given: Path, tmp_path: Path) -> None:
+def test_same_bits_on_any_ranks(size: int, names: list[str], alone: Any, given: Path, tmp_path: Path) -> None:
     run_ranks(size, train_cases, given, tmp_path, names, timeout=200)
-    assert results(tmp_path, names) == {name: alone[name] for name in names}
+    assert results(tmp_path, names) == {name: alone(name) for name in names}
 
 
-@pytest.mark.parametrize("names", [[*OF_DIGITS, *TINIES], pytest.param([*SHARDED], marks=pytest.mark.slow)])
-def test_cases_are_what_they_claim(names: list[str], alone: Alone) -> None:
-    hashes = {alone[name]["weights_sha256"] for name in names if name != "auto"}
-    assert len(hashes) == len({*names} - {"auto"})
+@pytest.mark.parametrize(
+    "names", [[*OF_DIGITS, *TINIES], *(pytest.param([*each], marks=pytest.mark.slow) for each in (SHARDED, NETWORKS))]
+)
+def test_cases_are_what_they_claim(names: list[str], alone: Any) -> None:
+    own = {*names} - {"auto"}
+    assert len({alone(name)["weights_sha256"] for name in own}) == len(own)
+    for name in own:
+        losses = [event["loss"] for event in alone(name)["events"] if "lr" in event]
+        assert 1 < len(losses) == len(set(losses)), "each step has other images and other weights"
     if "torn images" in names:
-        assert alone["torn images"]["replaced_images"] > 0
-        assert alone["torn images"]["excluded_images"] > 0
-        assert alone["float16"]["skipped_steps"] > 0
-    else:
-        assert alone["redone steps"]["redone_steps"] > 0
-        assert 0 < alone["skipped steps"]["skipped_steps"] < 4
-
-
-def train_on_floats(out: Path) -> None:
-    for wire, allreduce in FLOATS.items():
-        for update in ("replicated", "sharded"):
-            norms = f"float32_norms={str(wire == 'float16').lower()}"
-            recipe = load_recipe("digits", [*WIDE, f"reduction={wire}", norms]).recipe
-            recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-            options: dict[str, Any] = {"drift_every": 1, "allreduce": allreduce, "update": update}
-            train_on_ranks(out / f"{wire} {update}", recipe, RuntimeOptions(**options))
+        torn = alone("torn images")
+        assert min(torn["replaced_images"], torn["excluded_images"], alone("float16")["skipped_steps"]) > 0
+    if "redone steps" in names:
+        assert alone("redone steps")["redone_steps"] > 0
+        assert 0 < alone("skipped steps")["skipped_steps"] < 4
 
 
 @pytest.mark.slow
-def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(tmp_path: Path) -> None:
-    run_ranks(3, train_on_floats, tmp_path)
-    for wire in FLOATS:
-        losses = [summary(tmp_path / f"{wire} {update}")["train_loss"] for update in ("replicated", "sharded")]
+def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(given: Path, tmp_path: Path) -> None:
+    for update in ("replicated", "sharded"):
+        run_ranks(3, partial(train_cases, update=update), given, tmp_path / update, [*FLOATS])
+    for name in FLOATS:
+        losses = [summary(tmp_path / update / name)["train_loss"] for update in ("replicated", "sharded")]
         assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Alone, given: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Any, given: Path, tmp_path: Path) -> None:
     """Begun sharded on 3 ranks, gone on replicated on 2, and ended sharded on 5."""
     names = ["LARS, ring", "AdamW"]
     for size, update, until, begun in ((3, "sharded", 1, 0), (2, "replicated", 3, 1), (5, "sharded", None, 3)):
@@ -307,16 +281,4 @@ def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Alone, given:
             assert told["resumed_from"] == begun
             (tmp_path / name / "summary.json").unlink()
             if until is None:
-                assert {key: told[key] for key in ("weights_sha256", "loss")}.items() <= alone[name].items()
-
-
-@pytest.mark.slow
-def test_the_networks_of_das_et_al_have_the_same_bits_on_three_ranks(given: Path, tmp_path: Path) -> None:
-    names, found = [*NETWORKS], {}
-    for size in (1, 3):
-        run_ranks(size, train_cases, given, tmp_path / str(size), names, timeout=200)
-        found[size] = results(tmp_path / str(size), names)
-    assert found[1] == found[3]
-    for each in found[1].values():
-        losses = [event["loss"] for event in each["events"] if "lr" in event]
-        assert len(losses) == len(set(losses)) == 4
+                assert {key: told[key] for key in ("weights_sha256", "loss")}.items() <= alone(name).items()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +29,7 @@ FINGERPRINT = Fingerprint("recipe", 96, "data", "", "drawn", {})
 def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one_and_know_of_the_last_checkpoint() -> None:
     none, old, new = Offer(), Offer(copy=4, digest=1), Offer(copy=7, digest=1)
     assert choose([old._replace(disk=7), none, new, new]) == Choice(source=2, is_copy=True)
-    assert choose([new._replace(disk=8), none]) == Choice(source=0)
-    assert choose([none, none]) == Choice(source=0)
+    assert choose([new._replace(disk=8), none]) == choose([none, none]) == Choice(source=0)
     # Of two that differ nobody can tell which is wrong.
     assert choose([new, new._replace(digest=2)]) is None
     # What ranks hold comes before all copies.
@@ -54,8 +53,7 @@ def agreed(*each: Retained) -> list[tuple[int, int, Any, dict[str, float]]]:
     store = HashStore()
 
     def be(rank: int) -> tuple[int, int, Any, dict[str, float]]:
-        world = groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240)
-        taken = agree(each[rank], world)
+        taken = agree(each[rank], groups.build(store, range(len(each)), rank, device=torch.device("cpu"), timeout=240))
         own = each[rank].tensors if rank in taken.holders else {}
         tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
         return taken.state.step, taken.state.evaluated, taken.last_event, tensors
@@ -71,9 +69,8 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
     assert agreed(retained(4, 0, 1.0), retained(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
     # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
     joiner = replace(retained(0, 0, 0.0), state=None, tensors={}, last_event=None)
-    assert agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner) == [
-        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
-    ]
+    found = agreed(retained(4, 0, 1.0), retained(5, 0, 3.0), retained(4, 4, 2.0), joiner)
+    assert found == [(4, 4, {"step": 4}, whole)] * 4
 
 
 @pytest.fixture
@@ -90,11 +87,14 @@ def job(*overrides: str, **options: Any) -> Job:
 
 
 def keep(memory: NodeMemory, step: int) -> None:
-    state = RunState(FINGERPRINT, step=step)
-    tensors = {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)}
-    memory.keep(state, cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors)))
+    keep_tensors(memory, step, {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)})
     assert memory.writer is not None
     memory.writer.wait()
+
+
+def keep_tensors(memory: NodeMemory, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    state: Any = SimpleNamespace(state_dict=lambda steps, keep: tensors)
+    memory.keep(RunState(FINGERPRINT, step=step), state)
 
 
 @pytest.fixture
@@ -110,18 +110,16 @@ def test_a_copy_is_read_by_the_agents_next_worker_and_removed_at_the_end(shared:
     assert not memory.is_due()  # a second at least from one to the next
     keep(memory, 5)
     (folder,) = shared.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(list_checkpoints(folder)) == 1
+    assert (folder.stat().st_mode & 0o777, len(list_checkpoints(folder))) == (0o700, 1)
 
     again = node_memory(job())
     assert again is not None
     found = again.read()
     assert found is not None
     assert (found.step, found.model["w"].tolist()) == (5, [5.0, 5.0, 5.0])
-    memory.forget()
-    again.forget()
-    assert not list(shared.iterdir())
-    assert not memory.is_due()
+    for each in (memory, again):
+        each.forget()
+    assert (memory.is_due(), [*shared.iterdir()]) == (False, [])
 
 
 def test_a_damaged_copy_is_told_not_used(shared: Path, memory: NodeMemory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,15 +130,11 @@ def test_a_damaged_copy_is_told_not_used(shared: Path, memory: NodeMemory, capsy
     assert "state.safetensors is damaged (its SHA-256 is not the manifest's); it is not used" in capsys.readouterr().err
 
 
-def test_without_room_the_run_goes_on_without_copies(
-    shared: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_room_the_run_goes_on_without_copies(shared: Path, memory: NodeMemory, monkeypatch, capsys) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    keep_nothing = SimpleNamespace(state_dict=lambda steps, keep: {"model/w": torch.zeros(1 << 20)})
-    memory.keep(RunState(FINGERPRINT, step=3), cast(Any, keep_nothing))
+    keep_tensors(memory, 3, {"model/w": torch.zeros(1 << 20)})
     assert "has no room for 8 MiB" in capsys.readouterr().err
-    assert not memory.is_due()
-    assert not list(shared.iterdir())
+    assert (memory.is_due(), [*shared.iterdir()]) == (False, [])
 
 
 def test_what_an_ended_agent_left_is_swept_and_nothing_else(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +148,8 @@ def test_what_an_ended_agent_left_is_swept_and_nothing_else(shared: Path, monkey
     for folder in (dead, living, elsewhere, other):
         folder.mkdir()
     assert node_memory(job()) is not None
-    assert not dead.exists()
-    assert living.exists()
-    assert elsewhere.exists(), "of a container whose processes can't be seen from here"
-    assert other.exists()
+    # The processes of another container can't be seen from here.
+    assert [folder.exists() for folder in (dead, living, elsewhere, other)] == [False, True, True, True]
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert node_memory(job()) is None
 
@@ -168,8 +160,7 @@ def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest
     folder.chmod(0o777)
     memory = node_memory(job())
     assert memory is not None
-    assert not memory.is_due()
-    assert memory.read() is None
+    assert (memory.is_due(), memory.read()) == (False, None)
     assert "it is not this user's alone: the state is not saved" in capsys.readouterr().err
 
 

@@ -61,8 +61,7 @@ def _on_two_ranks(folder: Path) -> list[Any]:
     """Several runs one after another, in each of which something happens to rank 1 alone."""
     is_struck, told = group_of().rank == 1, list[Any]()
     for update in ("replicated", "sharded"):
-        stop = StopAfter(7) if is_struck else StopFlag()
-        told.append(run(folder, update, stop, update=update).run().signal)
+        told.append(run(folder, update, StopAfter(7) if is_struck else StopFlag(), update=update).run().signal)
     for name, good in (("measured", 0), ("later", 24)):
         reading = patch.object(Slow, "read", unreadable(good) if is_struck else Slow.read)
         with reading, patch.object(pipeline, "_PAUSES", ()), pytest.raises(RunError) as caught:
@@ -89,9 +88,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["replicated", "sharded"])
-def test_a_stop_between_two_virtual_workers_abandons_the_step_on_all_ranks(
-    folder: Path, told: list[list[Any]], undisturbed: dict[str, Any], name: str
-) -> None:
+def test_a_stop_between_two_virtual_workers_abandons_the_step_on_all_ranks(folder, told, undisturbed, name) -> None:
     assert [rank[:2] for rank in told] == [[15, 15], [15, 15]]
     assert [path.name for path in list_checkpoints(folder / name / "checkpoints")] == ["step-00000002"]
     again = run_alone(folder / name, folder / "recipe.yaml")
@@ -113,6 +110,5 @@ def test_images_that_one_cannot_read_end_all(folder: Path, told: list[list[Any]]
 
 def test_a_stop_of_a_rank_alone_is_heard_between_two_virtual_workers(folder: Path, undisturbed: dict[str, Any]) -> None:
     assert run(folder, "alone", StopAfter(11)).run().signal == 15
-    (checkpoint,) = list_checkpoints(folder / "alone" / "checkpoints")
-    assert checkpoint.name == "step-00000001"
+    assert [path.name for path in list_checkpoints(folder / "alone" / "checkpoints")] == ["step-00000001"]
     assert results(run_alone(folder / "alone", folder / "recipe.yaml")) == undisturbed

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from tests.messages import refused
-from tests.run.processes import STEPS, assert_told_once, results, run_alone
-from tests.run.runs import flip_a_byte
+from tests.run.processes import ended_well, results, run_alone
+from tests.run.runs import events, flip_a_byte
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
@@ -25,8 +24,7 @@ from torusgd.weights import load_weights
 def half_way(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 15 of its 30 steps, with checkpoints of steps 12 and 15."""
     out = tmp_path_factory.mktemp("half") / "out"
-    told = run_alone(out, recipe, max_steps=15)
-    assert told["steps"] == 15
+    assert run_alone(out, recipe, max_steps=15)["steps"] == 15
     return out
 
 
@@ -43,20 +41,15 @@ def renew_manifest(file: Path) -> None:
     manifest.write_text(json.dumps(sums))
 
 
-@pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12)])
-def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
-    recipe: Path, out: Path, undisturbed: dict[str, Any], damaged: tuple[int, ...],
-    resumed_from: int, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    for step in damaged:
-        flip_a_byte(out / "checkpoints" / f"step-{step:08d}" / FILES[0])
-    told = run_alone(out, recipe)
-    assert results(told) == undisturbed
-    assert told["resumed_from"] == resumed_from
-    assert_told_once(out, STEPS)
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_more_steps_go_on_from_the_newest_good_checkpoint(recipe, out: Path, undisturbed, is_damaged, capsys) -> None:
+    if is_damaged:
+        flip_a_byte(out / "checkpoints" / "step-00000015" / FILES[0])
+    run_alone(out, recipe)
+    assert ended_well(out, undisturbed)["resumed_from"] == (12 if is_damaged else 15)
     assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step-00000030", "step-00000028"]
-    heard = capsys.readouterr().err
-    assert heard.count("model.safetensors is damaged (its SHA-256 is not the manifest's)") == len(damaged)
+    damage = "model.safetensors is damaged (its SHA-256 is not the manifest's)"
+    assert capsys.readouterr().err.count(damage) == is_damaged
 
 
 def test_a_run_without_a_good_checkpoint_needs_fresh(recipe: Path, out: Path, undisturbed: dict[str, Any]) -> None:
@@ -80,27 +73,25 @@ def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Pat
         run_alone(out, recipe, max_steps=10)
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
-    progress = out / "checkpoints" / "step-00000015" / FILES[2]
-    tree = json.loads(progress.read_text())
-    tree["fingerprint"]["train_images"] = 97
-    progress.write_text(json.dumps(tree))
-    renew_manifest(progress)
+    fingerprint = json.loads((out / "checkpoints" / "step-00000015" / FILES[2]).read_text())["fingerprint"]
+    change_progress(out, fingerprint=fingerprint | {"train_images": 97})
     with refused("a checkpoint of more images", "the checkpoint of step 15"):
         run_alone(out, recipe)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("optimizer/momentum_buffer/fc.weight", None),
-        ("gradient_bounds", torch.zeros(3, dtype=torch.float64)),
-        ("loss_scale", None),
-    ],
-)
-def test_a_state_without_a_tensor_is_refused(recipe: Path, out: Path, name: str, change: torch.Tensor | None) -> None:
+def change_progress(out: Path, **changes: Any) -> None:
+    """As somebody would who renews the manifest, too."""
+    path = out / "checkpoints" / "step-00000015" / FILES[2]
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    renew_manifest(path)
+
+
+@pytest.mark.parametrize("name", ["optimizer/momentum_buffer/fc.weight", "gradient_bounds", "loss_scale"])
+def test_a_state_without_a_tensor_is_refused(recipe: Path, out: Path, name: str) -> None:
     path = out / "checkpoints" / "step-00000015" / FILES[1]
-    tensors = {key: tensor for key, tensor in load_weights(path)[0].items() if key != name}
-    save_file(tensors if change is None else {**tensors, name: change}, path)
+    tensors = load_weights(path)[0]
+    whole = tensors.pop(name)
+    save_file(tensors | ({name: whole[:3].clone()} if name == "gradient_bounds" else {}), path)
     renew_manifest(path)
     with pytest.raises(UserError, match=f"'{name}'"):
         run_alone(out, recipe)
@@ -114,9 +105,7 @@ def test_a_state_without_a_tensor_is_refused(recipe: Path, out: Path, name: str,
     ],
 )
 def test_a_strangers_checkpoint_is_refused_in_one_line(recipe: Path, out: Path, changes: dict[str, Any]) -> None:
-    progress = out / "checkpoints" / "step-00000015" / FILES[2]
-    progress.write_text(json.dumps(json.loads(progress.read_text()) | changes))
-    renew_manifest(progress)
+    change_progress(out, **changes)
     with refused(f"a checkpoint with {changes}", "the checkpoint of step 15"):
         run_alone(out, recipe)
 
@@ -128,10 +117,7 @@ def test_a_strangers_checkpoint_folder_leads_nowhere(
         folder = out / "checkpoints" / f"step-{20 + number:08d}"
         shutil.copytree(out / "checkpoints" / "step-00000015", folder)
         (folder / name).unlink()
-        if number % 2:
-            os.mkfifo(folder / name)
-        else:
-            (folder / name).symlink_to("/dev/zero")
+        os.mkfifo(folder / name) if number % 2 else (folder / name).symlink_to("/dev/zero")
     (out / "checkpoints" / "step-00000099").symlink_to(out / "checkpoints")
     told = run_alone(out, recipe)
     assert (results(told), told["resumed_from"]) == (undisturbed, 15)
@@ -151,15 +137,13 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, recipe: Path,
     whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
     run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
     resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)
-    assert resumed["resumed_from"] == 4
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (resumed["resumed_from"], resumed["weights_sha256"]) == (4, whole["weights_sha256"])
 
 
 def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(tmp_path: Path, recipe: Path) -> None:
     torn = ("data.source=tests.run.sources:Torn", "data.classes=4", "data.max_replaced=0.001", "polish=null")
     with pytest.raises(RunError, match=r"data\.max_replaced"):
         run_alone(tmp_path, recipe, *torn)
-    newest = newest_checkpoint(tmp_path / "checkpoints", print)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    steps = [event["step"] for event in events if "event" not in event]
-    assert (newest.step if newest is not None else 0) == (steps[-1] if steps else 0)
+    steps = [event["step"] for event in events(tmp_path) if "event" not in event]
+    newest = newest_checkpoint(tmp_path / "checkpoints", pytest.fail)
+    assert (newest.step if newest else 0) == (steps[-1] if steps else 0)

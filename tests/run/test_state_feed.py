@@ -1,7 +1,7 @@
 """A rank that joins is sent the state beside the steps: it gets the same bits, and the steps of the others go on."""
 
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,15 +55,14 @@ class Follower:
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.fill_(float("nan"))  # nothing of its own may be left
-        self._follower = StateFollower(job, replace(retained, network=network), Liveness())
-        self._store = store
+        self._follower, self._store = StateFollower(job, replace(retained, network=network), Liveness()), store
         self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
         self.group: Group | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
-        self.group = pair(self._store, 1)
+        self.group = pair(self._store, JOINER)
         self.connected.set()
         self.go.wait(SECONDS)
         self._follower.follow(self.group, self.caught_up.set)
@@ -76,8 +75,8 @@ class Follower:
         return self._follower.keep()
 
 
-def pair(store: HashStore, place: int) -> Group:
-    return groups.build(store, (0, JOINER), (0, JOINER)[place], device=torch.device("cpu"), timeout=SECONDS)
+def pair(store: HashStore, rank: int) -> Group:
+    return groups.build(store, (0, JOINER), rank, device=torch.device("cpu"), timeout=SECONDS)
 
 
 def begin(*overrides: str) -> tuple[Sender, Follower]:
@@ -92,9 +91,8 @@ def begin(*overrides: str) -> tuple[Sender, Follower]:
 
 
 def assert_same(retained: Retained, sender: Sender) -> None:
-    assert retained.state is not None
+    assert retained.state == sender.state
     assert retained.last_event is not None
-    assert asdict(retained.state) == asdict(sender.state)
     assert retained.last_event() == {"step": sender.state.step}
     tensors = sender.trainer.step.state.state_dict(sender.state.step, keep=True)
     assert retained.tensors.keys() == tensors.keys()
@@ -124,8 +122,7 @@ def test_steps_go_on_while_the_state_is_under_way_and_it_has_the_same_bits(overr
 
 
 def test_a_step_that_is_skipped_is_skipped_by_who_follows() -> None:
-    overrides = "precision=float16", "loss_scale={initial: 1048576.0}"
-    sender, follower = begin(*overrides)
+    sender, follower = begin("precision=float16", "loss_scale={initial: 1048576.0}")
     skipped = sender.state.totals.skipped
     assert skipped
     sender.take_steps(STEPS - 4)
@@ -147,9 +144,7 @@ def test_where_either_rank_is_lost_or_slow_the_run_goes_on(monkeypatch: pytest.M
     sender.feeds.close()
     sender.joiners = ()
     sender.take_steps(1)
-    retained = follower.end()
-    assert retained.state is not None
-    assert retained.state.step == 3
+    assert getattr(follower.end().state, "step", None) == 3
     monkeypatch.setattr(state_feed, "LEAST_WAITING", 0)
     sender, follower = begin()
     sender.joiners = ()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
 from torusgd.runtime import resolve_auto
 from torusgd.weights import Tensors, save_weights
 
-RunCommand = Callable[..., tuple[int, str, str]]
 SHORT = ("stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
 
 
@@ -50,23 +48,19 @@ def metadata(**names: str) -> dict[str, str]:
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder has a module `trap`; the file that is returned exists once it was imported."""
     sprung = tmp_path / "sprung"
-    (tmp_path / "trap.py").write_text(
-        f"open({str(sprung)!r}, 'w').close()\ndef factory(classes, channels, **options):\n    return {{}}\n"
-    )
+    code = f"open({str(sprung)!r}, 'w').close()\ndef factory(classes, channels, **options):\n    return {{}}\n"
+    (tmp_path / "trap.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     return sprung
 
 
 @pytest.mark.parametrize("command", ["eval", "polish"])
-@pytest.mark.parametrize(
-    ("key", "name"), [("model_name", "trap:factory"), ("model_name", "torch.hub:load"), ("data_source", "trap:factory")]
-)
+@pytest.mark.parametrize("named", ["model.name trap:factory", "model.name torch.hub:load", "data.source trap:factory"])
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
-def test_metadata_that_names_code_is_refused(
-    tmp_path: Path, run_cli: RunCommand, trap: Path, command: str, key: str, name: str, kind: str
-) -> None:
-    described = metadata(**{key: name})
+def test_metadata_that_names_code_is_refused(tmp_path: Path, run_cli, trap: Path, command, named: str, kind) -> None:
+    key, name = named.split()
+    described = metadata(**{key.replace(".", "_"): name})
     if kind == "file":
         given = tmp_path / "model.safetensors"
         save_weights(given, weights(), described)
@@ -75,8 +69,8 @@ def test_metadata_that_names_code_is_refused(
     path = list(sys.path)
     code, _, err = run_cli(command, given)
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"names {key.replace('_', '.')} '{name}'" in err
-    assert f"give --set {key.replace('_', '.')}=package.module:factory" in err
+    assert f"names {key} '{name}'" in err
+    assert f"give --set {key}=package.module:factory" in err
     assert not trap.exists()
     assert sys.path == path
 
@@ -122,19 +116,15 @@ def start(out: Path, init: Path) -> Run:
 @pytest.mark.parametrize(
     "described",
     [
-        {"recipe": "[1, 2]"},
-        {"recipe": "[" * 100_000},
-        {"recipe": json.dumps({**tiny().as_dict(), "data": 3})},
-        {**metadata(), "classes": "7"},
-        {**metadata(), "classes": '["a", "b", "c", "d"]'},
+        *({"recipe": text} for text in ("[1, 2]", "[" * 100_000, json.dumps({**tiny().as_dict(), "data": 3}))),
+        *({**metadata(), "classes": text} for text in ("7", '["a", "b", "c", "d"]')),
     ],
     ids=["list", "nested", "no section", "classes", "other classes"],
 )
 def test_metadata_of_another_kind_is_one_line(tmp_path: Path, described: dict[str, str]) -> None:
     save_weights(tmp_path / "model.safetensors", weights(), described)
-    with pytest.raises(UserError, match=r"model\.safetensors") as error:
+    with pytest.raises(UserError, match=r"^[^\n]*model\.safetensors[^\n]*$"):
         open_trained(tmp_path / "model.safetensors", None, None, None)
-    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +138,7 @@ def ten_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_frozen_layer_keeps_its_weights_and_its_statistics(tmp_path: Path, ten_classes: Path) -> None:
     run_here(tmp_path, "model.freeze=[body]", init=str(ten_classes))
     before, after = load_file(ten_classes), load_file(tmp_path / "model.safetensors")
-    same = {name for name in after if torch.equal(before[name], after[name])}
-    assert after.keys() - same == {"fc.weight", "fc.bias"}
+    assert {name for name in after if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
 
 
 @pytest.mark.parametrize("freeze", ["[conf1]", "['*']"])

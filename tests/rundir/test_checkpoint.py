@@ -22,32 +22,23 @@ from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
 from torusgd.rundir import checkpoint as checkpoints
-from torusgd.rundir.checkpoint import (
-    FILES,
-    MANIFEST,
-    Checkpoint,
-    CheckpointTimes,
-    CheckpointWriter,
-    list_checkpoints,
-    newest_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
+from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, CheckpointWriter, read_checkpoint, write_checkpoint
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped byte": flip_a_byte,
+    "a flipped byte": flip_a_byte, "a file that is gone": Path.unlink,
     "a file cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "a file that is gone": Path.unlink,
     "an empty file": lambda path: path.write_bytes(b""),
     "another kind of file": lambda path: path.write_bytes(b"[1, 2]"),
-}
+}  # fmt: skip
 
 
-def step_of(found: Checkpoint | None) -> int:
-    return -1 if found is None else found.step
+def newest(folder: Path, warn: Callable[[str], None] = pytest.fail) -> Checkpoint:
+    found = checkpoints.newest_checkpoint(folder, warn)
+    assert found is not None
+    return found
 
 
 def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
@@ -68,27 +59,23 @@ def test_what_is_written_is_read_also_a_tensor_with_two_names(tmp_path: Path) ->
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
     assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
     assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
-    assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
+    assert (load_weights(path / FILES[0])[1], os.listdir(tmp_path)) == ({"classes": '["a"]'}, ["step-00000007"])
     shared = torch.nn.Linear(2, 2)
-    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
-    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    save_weights(tmp_path / "w.safetensors", torch.nn.Sequential(shared, torch.nn.ReLU(), shared).state_dict(), {})
     tensors, _ = load_weights(tmp_path / "w.safetensors")
     assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, damage: str) -> None:
     write(tmp_path, 4, 8)
-    damage(tmp_path / "step-00000008" / name)
+    DAMAGES[damage](tmp_path / "step-00000008" / name)
     told: list[str] = []
-    assert step_of(newest_checkpoint(tmp_path, told.append)) == 4
+    assert newest(tmp_path, told.append).step == 4
     (line,) = told
-    assert str(tmp_path / "step-00000008") in line
-    assert line.endswith("; it is set aside as step-00000008.damaged")
-    assert "\n" not in line
+    assert re.fullmatch(f".*{tmp_path}/step-00000008.*; it is set aside as step-00000008.damaged", line)
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008.damaged"]
 
 
@@ -99,14 +86,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     told: list[str] = []
     for _ in range(2):  # the second time they have been set aside before
         with refused("damaged checkpoints alone", str(tmp_path), RunError, TMP=tmp_path):
-            newest_checkpoint(tmp_path, told.append)
-    assert len(told) == 2
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
-    assert newest_checkpoint(tmp_path / "none", told.append) is None
+            checkpoints.newest_checkpoint(tmp_path, told.append)
+    assert (len(told), sorted(os.listdir(tmp_path))) == (2, ["step-00000004.damaged", "step-00000008.damaged"])
+    assert checkpoints.newest_checkpoint(tmp_path / "none", told.append) is None
     write(tmp_path, 8)  # a copy of it, put back, is damaged as well
     flip_a_byte(tmp_path / "step-00000008" / FILES[1])
     with pytest.raises(RunError):
-        newest_checkpoint(tmp_path, told.append)
+        checkpoints.newest_checkpoint(tmp_path, told.append)
     assert (tmp_path / "step-00000008.damaged-2").is_dir()
 
 
@@ -129,10 +115,10 @@ def test_a_disk_that_cannot_be_read_now_is_read_again_and_then_ends_the_run(tmp_
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, failing(getattr(owner, name)))
             if times == 2:
-                assert step_of(newest_checkpoint(tmp_path, pytest.fail)) == 8
+                assert newest(tmp_path).step == 8
             else:
                 with pytest.raises(RunError, match=re.escape(str(tmp_path))):
-                    newest_checkpoint(tmp_path, pytest.fail)
+                    newest(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008"]
 
 
@@ -141,10 +127,10 @@ def test_the_newest_are_kept_and_nothing_newer_is_deleted(tmp_path: Path) -> Non
     for step in (4, 8, 12):
         writer.save(checkpoint(step))
     writer.wait()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000008", "step-00000012"]
     writer.save(checkpoint(10))
     writer.close()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000010", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000008", "step-00000010", "step-00000012"]
 
 
 def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +142,7 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(checkpoints, "write_checkpoint", write_late)
     writer = CheckpointWriter(tmp_path, 2, {})
-    times = CheckpointTimes({4, 8}, 1e9, writer)
+    times = checkpoints.CheckpointTimes({4, 8}, 1e9, writer)
     assert [step for step in range(1, 5) if times.is_due(step)] == [4]
     writer.save(checkpoint(4))
     times.taken()
@@ -164,18 +150,11 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
     assert times.is_due(8)  # a write of a moment is waited for
     monkeypatch.setattr(checkpoints, "WRITE_PATIENCE", 0.0)
     assert not times.is_due(9)
-    told: list[float] = []
-
-    def progress(seconds: float) -> None:
-        told.append(seconds)
-        release.set()
-
-    writer.wait(progress)
-    assert told
+    writer.wait(lambda seconds: release.set())
     assert times.is_due(10)  # that of step 8, late
     times.taken()
     assert not times.is_due(11)
-    assert CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
+    assert checkpoints.CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
     writer.close()
 
 
@@ -185,8 +164,7 @@ def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
     for tensor in (*given.model.values(), *given.state.values()):
         tensor.zero_()  # the next step
     writer.close()
-    found = newest_checkpoint(tmp_path, pytest.fail)
-    assert found is not None
+    found = newest(tmp_path)
     assert torch.equal(found.model["fc.weight"], torch.ones(4, 3))
     assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
 
@@ -206,10 +184,10 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    assert os.listdir(tmp_path) == ["step-00000004"]
     writer.save(large)
     writer.close()
-    assert len(list_checkpoints(tmp_path)) == 2
+    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

@@ -1,5 +1,6 @@
 """The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
 
+import itertools
 import os
 import re
 import socket
@@ -46,9 +47,9 @@ def in_use() -> AbstractContextManager[object]:
     return pytest.raises(UserError, match=re.escape(f"--out {URL}: in use by {me}"))
 
 
-def answer_once(monkeypatch: pytest.MonkeyPatch, lease: Lease, found: Any) -> None:
-    """Has a machine see the lock once as it was."""
-    usual = lease.newest
+def see_as_now(monkeypatch: pytest.MonkeyPatch, lease: Lease) -> None:
+    """Has a machine see the lock once more as it is now, whatever becomes of it."""
+    usual, found = lease.newest, lease.newest()
 
     def newest() -> Any:
         monkeypatch.setattr(lease, "newest", usual)
@@ -79,36 +80,32 @@ def test_a_holder_at_work_keeps_others_out_and_a_start_on_the_same_machine_need_
         with in_use():
             machine("b", lines)
         first.check()
-    (line,) = lines
-    assert line.endswith("waiting 30 s for a sign of life")
     machine("b", lines)
-    assert lines == [line], "what was given back is taken at once"
+    (line,) = lines  # what was given back is taken at once
+    assert line.endswith("waiting 30 s for a sign of life")
 
 
 def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     second = machine("b")
-    found, first = second.newest(), machine("a", [])
-    answer_once(monkeypatch, second, found)
+    see_as_now(monkeypatch, second)
+    first = machine("a", [])
     with first.renewed(print), in_use():
         second.acquire(lambda line: None)
 
 
 def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machine, monkeypatch) -> None:
     slow = machine("slow")
-    found = slow.newest()
+    see_as_now(monkeypatch, slow)
     with machine("a", []).renewed(print):
         pass
     second = machine("b", [])  # deletes the first's
-    answer_once(monkeypatch, slow, found)
     with second.renewed(print), in_use():
         slow.acquire(lambda line: None)
     assert second.newest()[0] == 2
 
 
 def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any) -> None:
-    lines: list[str] = []
-    other = Store(URL)
-    is_done = threading.Event()
+    lines, other, is_done = list[str](), Store(URL), threading.Event()
 
     def beat() -> None:
         beats = 0
@@ -138,12 +135,11 @@ def test_a_holder_that_was_held_up_writes_nothing_more(machine: Any, monkeypatch
 def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    pipe, calls = MemoryFileSystem.pipe_file, list[str]()
+    pipe, calls = MemoryFileSystem.pipe_file, itertools.count()
 
     def loses(self: Any, path: str, value: bytes, **more: Any) -> None:
-        calls.append(path)
         pipe(self, path, value, **more)
-        if len(calls) == 1:
+        if next(calls) == 0:
             raise RuntimeError("the connection was cut")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", loses)

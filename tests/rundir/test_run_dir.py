@@ -23,9 +23,9 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
     folder = RunDir(path)
     with folder.lock():
         folder.claim(recipe, fresh=False)
-    parts = ("notes.txt", "step-00000004/a", ".step-00000008.partial/a")
     names = ("events.jsonl", "model.safetensors", "notes.txt", "tensorboard/events.out.tfevents.1", ".summary.json.x")
-    for name in (*names, *(f"checkpoints/{part}" for part in parts)):
+    parts = ("checkpoints/notes.txt", "checkpoints/step-00000004/a", "checkpoints/.step-00000008.partial/a")
+    for name in (*names, *parts):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("x")
     folder.summary.write_text(json.dumps({"steps": 30, "top1": 0.5}))
@@ -33,31 +33,26 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
 
 
 def files(path: Path) -> list[str]:
-    return sorted(
-        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name not in (".lock", ".holder")
-    )
+    found = (each for each in path.rglob("*") if each.is_file() and each.name not in (".lock", ".holder"))
+    return sorted(str(each.relative_to(path)) for each in found)
 
 
 def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "a" / "b")
     with folder.lock():
         folder.claim(RECIPE, fresh=False)
-    assert read_run_recipe(folder.recipe) == RECIPE
-    assert files(folder.path) == ["recipe.yaml"]
+    assert (read_run_recipe(folder.recipe), files(folder.path)) == (RECIPE, ["recipe.yaml"])
     run_in(folder.path)
     before = files(folder.path)
     folder.claim(RECIPE, fresh=False)
     assert set(before) - set(files(folder.path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
 
 
-@pytest.mark.parametrize(
-    ("override", "key"), [("rate.lr=3.5", "rate.lr"), ("stages.1.images_per_worker=24", "stages.1.images_per_worker")]
-)
-def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, override: str, key: str) -> None:
-    folder = run_in(tmp_path)
-    other = load_recipe("digits", [override]).recipe
+@pytest.mark.parametrize("change", ["rate.lr=3.5", "stages.1.images_per_worker=24"])
+def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, change: str) -> None:
+    folder, other = run_in(tmp_path), load_recipe("digits", [change]).recipe
     before = files(tmp_path)
-    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY=key):
+    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY=change.partition("=")[0]):
         folder.claim(other, fresh=False)
     assert files(tmp_path) == before
     folder.claim(other, fresh=True)
@@ -70,8 +65,7 @@ def test_a_run_that_ended_before_its_first_step_makes_room_for_its_mended_recipe
     folder.claim(RECIPE, fresh=False)
     (tmp_path / "notes.txt").write_text("mine")
     folder.claim(mended, fresh=False)
-    assert read_run_recipe(folder.recipe) == mended
-    assert files(tmp_path) == ["notes.txt", "recipe.yaml"]
+    assert (read_run_recipe(folder.recipe), files(tmp_path)) == (mended, ["notes.txt", "recipe.yaml"])
     folder.events.write_text("")
     with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY="rate.lr"):
         folder.claim(RECIPE, fresh=False)
@@ -112,8 +106,7 @@ def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Pat
     folder = run_in(tmp_path)
     assert folder.finished(30) == folder.finished(20) == {"steps": 30, "top1": 0.5}
     assert folder.finished(31) is None
-    assert not folder.summary.exists()
-    assert not folder.model.exists()
+    assert not folder.summary.exists() | folder.model.exists()
     folder.summary.write_text('{"steps": 3')
     assert folder.finished(1) is None
 
@@ -130,9 +123,9 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError) as caught, RunDir(tmp_path).lock():
+        in_use = f"--out {tmp_path}: in use by process {holder.pid} on "
+        with pytest.raises(UserError, match=in_use), RunDir(tmp_path).lock():
             pass
-        assert f"--out {tmp_path}: in use by process {holder.pid} on " in str(caught.value)
         holder.kill()  # no word of farewell
     with RunDir(tmp_path).lock():
         assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")
@@ -150,9 +143,8 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
     for path in (tmp_path / "above" / "new", tmp_path / "mine"):
         with pytest.raises(UserError):
             begin_in_vain(path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        "above", "mine", "mine/notes.txt",
-    ]  # fmt: skip
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["above", "mine", "mine/notes.txt"]
     begun = run_in(tmp_path / "run")
     before = files(begun.path)
     with pytest.raises(UserError), begun.lock():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.data import Pipeline, open_sources
 from torusgd.recipe.load import load_recipe
@@ -25,14 +25,13 @@ def small(form: str, workers: int = 4, delays: str = "exponential", more: tuple[
     return simulate(Setting(recipe, form, workers, delays, lr=0.1), images=24 * 4, points=2)
 
 
-@pytest.mark.parametrize(
-    ("form", "same"),
-    [("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp"),
-     ("cutoff:4", "bsp"), ("{form: sampled, sample: 4, staleness: 2}", "ssp:2"),
-     ("{form: stale, staleness: 2}", "ssp:2"), ("{form: asynchronous}", "asp"),
-     ("{form: gossip, probability: 0.5}", "gossip:0.5"), ("{form: elastic, pull_every: 2}", "elastic:2"),
-     ("{form: backup, backups: 1, warmup: 2}", "cutoff:3"), ("{form: local, local_steps: 3}", "diloco:3")],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "same"), [
+    ("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp"),
+    ("cutoff:4", "bsp"), ("{form: sampled, sample: 4, staleness: 2}", "ssp:2"),
+    ("{form: stale, staleness: 2}", "ssp:2"), ("{form: asynchronous}", "asp"),
+    ("{form: gossip, probability: 0.5}", "gossip:0.5"), ("{form: elastic, pull_every: 2}", "elastic:2"),
+    ("{form: backup, backups: 1, warmup: 2}", "cutoff:3"), ("{form: local, local_steps: 3}", "diloco:3"),
+])  # fmt: skip
 def test_limits_and_what_a_recipe_says_have_the_same_hash(form: str, same: str) -> None:
     more: tuple[str, ...] = ()
     if form.startswith("{"):
@@ -64,8 +63,7 @@ def test_other_forms_other_weights_and_a_wrong_one_is_one_line() -> None:
         name, _, letters = form.partition(":")
         moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
     for form in WRONG:
-        with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
-            moments(form)
+        refuses("a form that is none", moments, form, about=f"simulate: no form {form!r};", FORM=repr(form))
 
 
 def workers_of(count: int, lr: float = 0.1) -> Workers:

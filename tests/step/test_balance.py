@@ -22,18 +22,15 @@ from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
 from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
 
+STAGES = "stages=[{until: 42st, images_per_worker: 2}]"
+LONG = (STAGES, "virtual_workers=6", "evaluate.every=42st", "memory_format=contiguous")
+
 
 @pytest.mark.parametrize(
     ("workers", "seconds", "counts"),
-    [
-        (12, [1, 1, 2], (5, 5, 2)),
-        (32, [1, 1, 1, 2], (10, 9, 9, 4)),
-        (64, [1] * 7 + [4], (9, 9, 9, 9, 9, 9, 8, 2)),
-        (3, [1, 50, 1], (1, 1, 1)),
-        (4, [1, 50, 1], (2, 1, 1)),
-        (8, [2, 2, 2], (3, 3, 2)),
-    ],
-)
+    [(12, [1, 1, 2], (5, 5, 2)), (32, [1, 1, 1, 2], (10, 9, 9, 4)), (64, [1] * 7 + [4], (9, 9, 9, 9, 9, 9, 8, 2)),
+     (3, [1, 50, 1], (1, 1, 1)), (4, [1, 50, 1], (2, 1, 1)), (8, [2, 2, 2], (3, 3, 2))],
+)  # fmt: skip
 def test_the_next_worker_goes_to_who_is_done_first(workers: int, seconds: list[float], counts: tuple[int, ...]) -> None:
     assert best_counts(workers, seconds) == counts
 
@@ -53,11 +50,10 @@ def test_work_moves_only_for_what_lasts_and_is_clear_and_only_what_must_changes_
         assert balance(membership, earlier, later, steps=10).move is None
     found = balance(membership, slow, slow, steps=10)
     assert found.move is not None
-    assert (found.move.membership.counts, found.move.moved, found.slow) == ((5, 5, 2), 2, {2: 2.0})
-    assert found.saved == 0
-    after = balance(found.move.membership, slow, slow, steps=10)
+    moved = found.move.membership
+    assert (moved.counts, found.move.moved, found.slow, found.saved) == ((5, 5, 2), 2, {2: 2.0}, 0)
+    after, back = balance(moved, slow, slow, steps=10), balance(moved, even, even, steps=10).move
     assert (after.move, after.saved) == (None, 30.0)
-    back = balance(found.move.membership, even, even, steps=10).move
     assert back is not None
     assert back.membership.counts == (4, 4, 4)
 
@@ -75,11 +71,10 @@ def test_noise_of_a_few_percent_moves_little_and_costs_nothing() -> None:
 
 
 def test_where_sums_depend_on_who_computes_the_shares_are_even() -> None:
-    recipe = load_recipe("digits", ["reduction=float32"]).recipe
-    assert not follows_speed(RuntimeOptions(), recipe)
-    exact = load_recipe("digits", []).recipe
-    assert follows_speed(RuntimeOptions(), exact)
-    assert not follows_speed(RuntimeOptions(shares="even"), exact)
+    inexact, exact = (load_recipe("digits", [f"reduction={each}"]).recipe for each in ("float32", "exact"))
+    even, by_speed = RuntimeOptions(shares="even"), RuntimeOptions()
+    assert [follows_speed(by_speed, inexact), follows_speed(even, exact)] == [False, False]
+    assert follows_speed(by_speed, exact)
 
 
 def shuffled(membership: Membership, step: int) -> Membership:
@@ -108,14 +103,6 @@ def test_any_split_in_any_step_gives_the_same_weights() -> None:
     parts = world.partition([[0, 1], [2]])
     (found,) = {hash_of_shuffled_steps(*each) for each in ((parts, plain), (world, plain), (world, sharded))}
     assert world.broadcast_text(found) == found
-
-
-LONG = (
-    "stages=[{until: 42st, images_per_worker: 2}]",
-    "virtual_workers=6",
-    "evaluate.every=42st",
-    "memory_format=contiguous",
-)
 
 
 def train_at_other_speeds(out: str) -> dict[str, Any]:

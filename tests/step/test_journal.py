@@ -43,22 +43,20 @@ def test_any_choice_of_workers_survives(tmp_path_factory: pytest.TempPathFactory
     assert [read.entry(step).workers for step in range(len(taken))] == taken
 
 
-def lines_of(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
+def lines_of(text: str, *numbers: int) -> str:
+    return "".join(text.splitlines(keepends=True)[number] for number in numbers)
 
 
 DAMAGE: dict[str, Callable[[str], str]] = {
     "changed character": lambda text: text.replace("1 1-4 ", "1 1-3 "),
-    "without a line": lambda text: "".join(lines_of(text)[:2] + lines_of(text)[3:]),
-    "two lines swapped": lambda text: "".join([lines_of(text)[n] for n in (0, 1, 3, 2, 4, 5)]),
-    "a line twice": lambda text: "".join([lines_of(text)[n] for n in (0, 1, 2, 2, 3, 4, 5)]),
-    "other ends of lines": lambda text: text.replace("\n", "\r"),
-    "cut in a line": lambda text: text[:-5],
-    "cut between lines": lambda text: "".join(lines_of(text)[:-1]),
+    "without a line": lambda text: lines_of(text, 0, 1, 3, 4, 5),
+    "two lines swapped": lambda text: lines_of(text, 0, 1, 3, 2, 4, 5),
+    "a line twice": lambda text: lines_of(text, 0, 1, 2, 2, 3, 4, 5),
+    "other ends of lines": lambda text: text.replace("\n", "\r"), "cut in a line": lambda text: text[:-5],
+    "cut between lines": lambda text: lines_of(text, 0, 1, 2, 3, 4),
     "all left out": lambda text: text.replace("1 1-4 ", "1 0-5 "),
-    "another recipe": lambda text: text.replace("ab", "cd", 1),
-    "garbage": lambda text: text[:90] + "\x00" * 20,
-}
+    "another recipe": lambda text: text.replace("ab", "cd", 1), "garbage": lambda text: text[:90] + "\x00" * 20,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -79,7 +77,7 @@ def test_a_cut_before_the_checkpoint_of_a_run_that_is_not_done_is_refused(tmp_pa
     reached = asdict(written(path, TAKEN[:3]))  # as the checkpoint has it
     written(path)
     assert len(read_journal(path, SHA, 6, reached=reached).left_out) == len(TAKEN)
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    path.write_text(lines_of(path.read_text(), 0, 1, 2))
     assert len(read_journal(path, SHA, 6).left_out) == 2
     with refused("a journal cut before its checkpoint", "PATH", PATH=path):
         read_journal(path, SHA, 6, reached=reached)
@@ -91,12 +89,8 @@ def test_a_cut_before_the_checkpoint_of_a_run_that_is_not_done_is_refused(tmp_pa
 
 def test_a_journal_goes_on_from_its_head_and_drops_what_came_after(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    journal = Journal(SHA, 6)
-    journal.open(path)
-    journal.add(entry_of(0, TAKEN[0]))
-    head = journal.head  # the checkpoint's
-    journal.add(entry_of(1, [4]))
-    journal.close()
+    head = written(path, TAKEN[:1])  # the checkpoint's
+    written(path, [TAKEN[0], [4]])
     again = Journal(SHA, 6, head)
     again.open(path)
     again.add(entry_of(1, TAKEN[1]))
@@ -108,6 +102,6 @@ def test_a_journal_goes_on_from_its_head_and_drops_what_came_after(tmp_path: Pat
 def test_another_rank_completes_the_line_that_a_lost_one_had_not_written(tmp_path: Path) -> None:
     path = tmp_path / "j"
     head = written(path, TAKEN[:3])
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path.write_text(lines_of(path.read_text(), 0, 1, 2))
     Journal(SHA, 6, head).open(path)
     assert read_journal(path, SHA, 6, head.as_summary(3)).head == head

@@ -1,6 +1,5 @@
 """Local steps with an outer optimiser: the limit that is plain SGD, and one result on any number of ranks."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,28 +7,20 @@ import pytest
 import torch
 from tests.step.test_leaving_out import run_world
 from tests.step.trainers import job_of, take_all, trainer_of
+from torch import nn
 
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer
 
 SGD = ("optimizer={name: sgd, momentum: 0.0, weight_decay: 1.0e-3}", "stages=[{until: 4st, images_per_worker: 6}]")
 PLAIN_SUM = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.0, nesterov: false}}"
 DILOCO = "{form: local, local_steps: 3}"
+FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
 
 
-def trained(*overrides: str) -> Trainer:
+def trained(*overrides: str) -> nn.Module:
     trainer = trainer_of(job_of(*SGD, "rate.lr=0.2", *overrides))
     trainer.step.state.write_to_model(len(take_all(trainer)))
-    return trainer
-
-
-def assert_close(one: Trainer, other: Trainer, tolerance: float) -> None:
-    states = one.step.state.model.state_dict(), other.step.state.model.state_dict()
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=partial("{}: {}".format, name))
-
-
-FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
+    return trainer.step.state.model
 
 
 def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momentum_by_outer_momentum() -> None:
@@ -37,22 +28,18 @@ def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momen
     common = (FLAT, "optimizer.weight_decay=0.0")
     one = trained(*common, f"synchrony={outer}")
     other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
-    assert_close(one, other, 1e-5)
-    assert_close(trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)  # four updates of 1e-6 each
+    # 4e-6: four updates of 1e-6 each.
+    for ours, theirs, tolerance in ((one, other, 1e-5), (trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)):
+        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=tolerance)
 
 
 def test_local_steps_are_those_of_a_plain_loop() -> None:
     """One virtual worker, the whole change taken: three small steps in a row."""
     common = (FLAT, "virtual_workers=1", "model.options={dropout: 0.0}")
-    outer = "outer: {lr: 1.0, momentum: 0.0, nesterov: false}"
-    one = trained(
-        *common, f"synchrony={{form: local, local_steps: 3, {outer}}}", "stages=[{until: 1st, images_per_worker: 9}]"
-    )
+    form = PLAIN_SUM.replace("local_steps: 1", "local_steps: 3")
+    one = trained(*common, f"synchrony={form}", "stages=[{until: 1st, images_per_worker: 9}]")
     other = trained(*common, "stages=[{until: 3st, images_per_worker: 3}]")
-    for (name, mine), theirs in zip(
-        one.step.state.model.named_parameters(), other.step.state.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=name)
+    torch.testing.assert_close(*(dict(each.named_parameters()) for each in (one, other)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """The gradient noise scale: what it estimates, the same number on any number of ranks, and where there is none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,15 +42,13 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
         watch.with_mean(view)
         if step == 3 * EVERY + EVERY // 2:
             early = watch.state()["averages"].clone()
-    assert watch.value is not None
-    assert watch.value == pytest.approx(64 * 9 / 4, rel=0.35)  # the average forgets all but some ten measurements
-    again = NoiseWatch(schedule, workers, torch.device("cpu"), Sent(), lambda: 0.0, lambda: 1.0)
-    again.load_state({"averages": early})
-    assert torch.equal(again.state()["averages"], early)
+    assert watch._estimate.value == pytest.approx(64 * 9 / 4, rel=0.35)  # of the last ten or so
+    watch.load_state({"averages": early})
+    assert torch.equal(watch.state()["averages"], early)
 
 
-def long_trainer(world: Group | None = None, *overrides: str, options: RuntimeOptions | None = None) -> Trainer:
-    return trainer_of(job_of(*LONG, *overrides, options=options), world)
+def long_trainer(world: Group | None = None, *overrides: str, **options: Any) -> Trainer:
+    return trainer_of(job_of(*LONG, *overrides, options=RuntimeOptions(**options)), world)
 
 
 def figures(trainer: Trainer, first: int = 0, stop: int = 30) -> list[float]:
@@ -61,12 +60,9 @@ def figures(trainer: Trainer, first: int = 0, stop: int = 30) -> list[float]:
 def test_it_is_the_same_number_on_any_number_of_ranks_sharded_or_not() -> None:
     found = figures(long_trainer(alone()), stop=16)
     assert len(found) == 2
-    for options in (
-        RuntimeOptions(),
-        RuntimeOptions(update="sharded", buckets=0.001),
-        RuntimeOptions(work_stealing=True),
-    ):
-        assert figures(long_trainer(group_of(), options=options), stop=16) == found
+    options: dict[str, Any]
+    for options in ({}, {"update": "sharded", "buckets": 0.001}, {"work_stealing": True}):
+        assert figures(long_trainer(group_of(), **options), stop=16) == found
 
 
 def test_it_is_part_of_the_state_and_of_the_report_of_a_run(tmp_path: Path) -> None:
@@ -82,8 +78,7 @@ def test_it_is_part_of_the_state_and_of_the_report_of_a_run(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("change", ["virtual_workers=1", "column_blocks=2"])
 def test_there_is_none_with_one_virtual_worker_or_shared_gradients(change: str) -> None:
-    trainer = long_trainer(None, change)
-    assert not any(isinstance(watcher, NoiseWatch) for watcher in trainer.step.watchers)
+    assert not any(isinstance(watcher, NoiseWatch) for watcher in long_trainer(None, change).step.watchers)
 
 
 def test_there_is_none_in_a_step_that_was_redone() -> None:

@@ -28,9 +28,8 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
     trainer = trainer_of(job_of(*PLAIN))
     ours, recipe = trainer.step, trainer.step.recipe
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0).train()
-    decayed = {n: p for n, p in model.named_parameters() if p.dim() > 1}
-    rest = [p for n, p in model.named_parameters() if n not in decayed]
-    groups = [{"params": list(decayed.values()), "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
+    decayed, rest = ([p for p in model.parameters() if (p.dim() > 1) == is_wide] for is_wide in (True, False))
+    groups = [{"params": decayed, "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     for m in model.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
@@ -43,9 +42,8 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         sgd.zero_grad()
         means = {name: torch.zeros_like(buffer) for name, buffer in running.items()}
         for worker in range(recipe.virtual_workers):
-            batch = trainer.data.training.training_batch(
-                *order.at(step.share(worker), step.images_per_worker), step.augment
-            )
+            images = order.at(step.share(worker), step.images_per_worker)
+            batch = trainer.data.training.training_batch(*images, step.augment)
             loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
             (loss / recipe.virtual_workers).backward()
             for name, mean in means.items():
@@ -68,8 +66,7 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
 @pytest.mark.parametrize("each", [False, True])
 def test_running_averages_take_extra_passes_and_all_workers_or_the_first(each: bool) -> None:
     """Against passes of a plain network over the same images, with dropout off where they are un-augmented."""
-    workers = "each" if each else "all"
-    trainer = trainer_of(job_of("stages.1.extra_pass=true", f"model.batch_norm_workers={workers}"))
+    trainer = trainer_of(job_of("stages.1.extra_pass=true", f"model.batch_norm_workers={'each' if each else 'all'}"))
     recipe, batch_norm, order = trainer.step.recipe, trainer.step.state.batch_norm, StreamOrder(96, 0)
     plain = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     layers = [m for m in plain.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -113,20 +110,14 @@ def test_an_overflow_is_reported_redone_without_a_trace_and_stands_in_the_events
         result = take(other, index)
         assert result.redone == (index == 2)
         assert result.overflowed == ([disturbed.reducer.names[3]] if index == 2 else [])
-    disturbed.state.batch_norm.write_to_model(4)
-    undisturbed.state.batch_norm.write_to_model(4)
+    for each in (disturbed, undisturbed):
+        each.state.batch_norm.write_to_model(4)
     # The scale of a redone step is measured, not the bound of the step before: equal but for the last bits.
-    for a, b in zip(
-        disturbed.state.model.state_dict().values(), undisturbed.state.model.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    states = [dict(each.state.model.state_dict()) for each in (disturbed, undisturbed)]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
     # A natural one: the rate makes the gradients grow by far more than the headroom in a step.
-    run_here(
-        tmp_path,
-        "rate={lr: 300.0, decay: {shape: constant}}",
-        "rate.warmup=null",
-        "stages.1={until: 9st, images_per_worker: 3}",
-    )
+    rate = ("rate={lr: 300.0, decay: {shape: constant}}", "rate.warmup=null")
+    run_here(tmp_path, *rate, "stages.1={until: 9st, images_per_worker: 3}")
     redone = [event for event in events(tmp_path) if event.get("redone")]
     assert redone
     assert all(event["overflowed"] for event in redone)

@@ -8,26 +8,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
+from tests.step.test_corruption import NOTHING_SENT, view
 
 from torusgd.comm.groups import group_of
 from torusgd.comm.monitor import DeviceClock, Monitor
-from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.rank_times import EVERY, LinkProbe, Stragglers, slowest
 from torusgd.step.stats import StepClock
 
-NOTHING_SENT = ControlVector(Counts(), 0.0, torch.zeros(0), True, {})
+EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
 
 
 def reducer() -> Any:
     return SimpleNamespace(first_ready=lambda: 0.0, last_ready=lambda: 0.0, clock=DeviceClock(torch.device("cpu")))
-
-
-def view(step: int) -> Any:
-    return SimpleNamespace(step=SimpleNamespace(index=step))
-
-
-def clock_at(now: float) -> Any:
-    return patch("torusgd.step.rank_times.time.perf_counter", lambda: now)
 
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
@@ -36,28 +28,19 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
     for rank, (data, compute, network) in enumerate(ranks):
         ready = reducer()
         link: Any = SimpleNamespace(seconds=links[rank], measure=lambda: None) if links else None
-        with clock_at(0.0):
+        ready.first_ready = ready.last_ready = partial(float, data + compute)
+        with patch("torusgd.step.rank_times.time.perf_counter", side_effect=[0.0, data + compute + network]):
             lateness = Stragglers(rank, len(ranks), ready, partial(float, data), link)
-        ready.first_ready = ready.last_ready = lambda end=data + compute: end
-        with clock_at(data + compute + network):
             lateness.before_accept(view(0), NOTHING_SENT)
         total += lateness.before_send(view(EVERY))
     return slowest(total, range(len(ranks)))
 
 
-EVEN, LINKS = [(0.1, 1.0, 3.0)] * 4, [0.01, 0.2, 0.3, 0.01]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "links", "rank", "cause", "behind"),
-    [
-        ([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)], None, 2, "data", 2.8),
-        ([(0.1, 3.0, 0.1), *[(0.1, 1.0, 2.1)] * 3], None, 0, "compute", 2.0),
-        (EVEN, None, None, "network", 0.0),
-        (EVEN, LINKS, 2, "network", 0.29),
-        ([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], LINKS, 0, "data", 3.0),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "links", "rank", "cause", "behind"), [
+    ([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)], None, 2, "data", 2.8),
+    ([(0.1, 3.0, 0.1), *[(0.1, 1.0, 2.1)] * 3], None, 0, "compute", 2.0), (EVEN, None, None, "network", 0.0),
+    (EVEN, LINKS, 2, "network", 0.29), ([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], LINKS, 0, "data", 3.0),
+])  # fmt: skip
 def test_the_slowest_rank_is_named_with_the_cause(
     ranks: list[tuple[float, float, float]], links: list[float] | None, rank: int | None, cause: str, behind: float
 ) -> None:
@@ -79,8 +62,7 @@ def test_most_steps_carry_no_notes() -> None:
 
 
 def _probe_and_close() -> float:
-    world = group_of()
-    probe = LinkProbe(world)
+    probe = LinkProbe(group_of())
     for _ in range(2):
         probe.measure()
     # A rank that closes while a neighbour has begun to measure must not leave it waiting for its part.

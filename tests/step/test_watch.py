@@ -1,6 +1,6 @@
 """Watchers: each sees every step at the same points, sends a section of its own, and changes nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from torusgd.errors import RunError
 from torusgd.step.control_vector import NO_WORDS, ControlVector
 from torusgd.step.watch import StepView, StepWatch
 
+HOOKS = ["before_send", "after_passes", "check", "before_accept", "with_mean", "after"]
+
 
 class OddSteps(StepWatch):
     """Is due at odd steps, in which each rank sends its index."""
@@ -24,30 +26,27 @@ class OddSteps(StepWatch):
         self.calls: list[tuple[str, int]] = []
         self.seen: dict[int, list[int]] = {}
         self._rank, self._fails_at = rank, fails_at
+        for name in HOOKS:
+            setattr(self, name, self._noted(name, getattr(self, name)))
+
+    def _noted(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(view: StepView, *control: ControlVector) -> Any:
+            self.calls.append((name, view.step.index))
+            return hook(view, *control)
+
+        return call
 
     def due(self, step: int) -> bool:
         return step % 2 == 1
 
     def before_send(self, view: StepView) -> Tensor:
-        self.calls.append(("before_send", view.step.index))
         return torch.tensor([self._rank, 1]) if self.due(view.step.index) else NO_WORDS
 
-    def after_passes(self, view: StepView) -> None:
-        self.calls.append(("after_passes", view.step.index))
-
     def check(self, view: StepView, control: ControlVector) -> None:
-        self.calls.append(("check", view.step.index))
         if view.step.index == self._fails_at:
             raise RunError("odd")
 
-    def before_accept(self, view: StepView, control: ControlVector) -> None:
-        self.calls.append(("before_accept", view.step.index))
-
-    def with_mean(self, view: StepView) -> None:
-        self.calls.append(("with_mean", view.step.index))
-
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
-        self.calls.append(("after", view.step.index))
         self.seen[view.step.index] = control.words(self.name)
         return {"audited": 7 if self.due(view.step.index) else 0}
 
@@ -58,8 +57,7 @@ def test_a_watcher_is_called_in_each_step_sends_its_section_when_due_and_changes
     trainer, plain = trainer_of(job_of(), watchers=[watch]), trainer_of(job_of(), alone())
     assert [stats.audited for stats in take_all(trainer)] == [0, 7, 0, 7]
     assert watch.seen == {0: [], 1: [1, 2], 2: [], 3: [1, 2]}
-    calls = [name for name, step in watch.calls if step == 1]
-    assert calls == ["before_send", "after_passes", "check", "before_accept", "with_mean", "after"]
+    assert [name for name, step in watch.calls if step == 1] == HOOKS
     take_all(plain)
     assert weights_of(trainer) == weights_of(plain)
 

@@ -21,10 +21,9 @@ def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tens
     return MovingAverage(WeightAverage(half_life=Duration.parse(half_life), every=every), 96, model, running)
 
 
-@pytest.mark.parametrize(
-    ("half_life", "every", "fraction"),
-    [("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5)],
-)
+@pytest.mark.parametrize(("half_life", "every", "fraction"), [
+    ("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5),
+])  # fmt: skip
 def test_a_half_life_halves(half_life: str, every: int, fraction: float) -> None:
     found = average_of(half_life, every, nn.Linear(2, 2), torch.zeros(0))
     assert SCHEDULE[0].batch == 12
@@ -51,7 +50,7 @@ def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -
         assert torch.equal(model.weight, own)
 
 
-def test_training_never_sees_it_and_both_results_are_reported(tmp_path: Path) -> None:
+def test_training_never_sees_it_both_results_are_reported_and_it_is_saved_beside_the_weights(tmp_path: Path) -> None:
     plain, _ = run_here(tmp_path / "plain")
     averaged, _ = run_here(tmp_path / "averaged", "average={half_life: 2st}")
     losses = [[event["loss"] for event in events(tmp_path / name) if "lr" in event] for name in ("plain", "averaged")]
@@ -59,15 +58,10 @@ def test_training_never_sees_it_and_both_results_are_reported(tmp_path: Path) ->
     assert averaged["top1_without_average"] == plain["top1_before_polish"]
     assert averaged["weights_sha256"] != plain["weights_sha256"]
     assert "top1_without_average" not in plain
-
-
-def test_what_is_saved_is_the_average_and_a_checkpoint_keeps_both(tmp_path: Path) -> None:
-    run_here(tmp_path, "average={half_life: 2st}", "polish=null")
-    result, _ = load_weights(tmp_path / "model.safetensors")
-    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
-    files = {path.name: load_weights(path)[0] for path in newest.glob("*.safetensors")}
-    model = next(tensors for tensors in files.values() if "average" not in tensors)
-    state = next(tensors for tensors in files.values() if "average" in tensors)
+    result, _ = load_weights(tmp_path / "averaged" / "model.safetensors")
+    newest = sorted((tmp_path / "averaged" / "checkpoints").glob("step-*"))[-1]
+    files = [load_weights(path)[0] for path in newest.glob("*.safetensors")]
+    model, state = sorted(files, key=lambda tensors: "average" in tensors)
     weights = [name for name in result if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
     # A file has its tensors by name, the average in the model's order.
     flat, without = (torch.cat([each[name].reshape(-1) for name in weights]).sort()[0] for each in (result, model))

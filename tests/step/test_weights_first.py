@@ -78,21 +78,14 @@ def test_a_layers_weight_gradient_leaves_before_its_input_gradient_is_begun() ->
             loss.backward()
         return list(seen)
 
-    assert order_of(nullcontext) == [
-        "mm", "mm", "4 leaves", "input and weight", "2 leaves", "weight", "0 leaves",
-    ]  # fmt: skip
-    assert order_of(WeightsFirst) == [
-        "mm", "4 leaves", "mm", "weight", "2 leaves", "input", "weight", "0 leaves",
-    ]  # fmt: skip
-    assert order_of_gradients(RuntimeOptions()) is nullcontext
-    assert order_of_gradients(RuntimeOptions(weights_first=True)) is WeightsFirst
-
-
-def weights(out: Path, *overrides: str, first: bool) -> str:
-    return run_here(out, *overrides, options=RuntimeOptions(weights_first=first))[0]["weights_sha256"]
+    assert order_of(nullcontext) == ["mm", "mm", "4 leaves", "input and weight", "2 leaves", "weight", "0 leaves"]
+    assert order_of(WeightsFirst) == ["mm", "4 leaves", "mm", "weight", "2 leaves", "input", "weight", "0 leaves"]
+    for is_on, context in ((False, nullcontext), (True, WeightsFirst)):
+        assert order_of_gradients(RuntimeOptions(weights_first=is_on)) is context
 
 
 @pytest.mark.parametrize("overrides", [(), ("column_blocks=2",)], ids=["whole", "column blocks"])
 def test_a_run_ends_with_the_same_weights(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    usual, first = (weights(tmp_path / str(first), *overrides, first=first) for first in (False, True))
-    assert usual == first
+    orders = {first: RuntimeOptions(weights_first=first) for first in (False, True)}
+    runs = [run_here(tmp_path / str(first), *overrides, options=each)[0] for first, each in orders.items()]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]

@@ -2,41 +2,30 @@
 
 from collections.abc import Iterator
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from torusgd.synchrony.delays import DelayModel, delay_model
-from torusgd.synchrony.limits import (
-    LEARN,
-    Limit,
-    Limits,
-    VirtualStep,
-    VirtualSteps,
-    choose_threshold,
-    each_alone,
-    threshold_at,
-)
+from torusgd.synchrony.delays import delay_model
+from torusgd.synchrony.limits import LEARN, Limit, Limits, VirtualStep, VirtualSteps, choose_threshold, threshold_at
 from torusgd.synchrony.state_space import StateSpaceModel, fit
+
+MICRO_BATCHES = 12
+LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
 
 
 def limits(workers: int, **settings: Any) -> Limits:
     given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | settings
-    return Limits(each_alone(workers), seed=0, **given)
-
-
-def virtual(workers: int, delays: str, **settings: Any) -> VirtualSteps:
-    return VirtualSteps(limits(workers, **settings), workers, delay_model(delays, seed=0), compute=1.0)
+    return Limits([[worker] for worker in range(workers)], seed=0, **given)
 
 
 def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
-    """Of 100 workers that take 1 + Exp(1) s the best cutoff is 69, which brings 31.9 gradients a second, and all 16.2.
-
-    The moving average takes each worker's times for normal, and waits for about 83: that is near a flat top.
-    """
-    steps = virtual(100, "exponential", count="predicted", warmup=20, warm=20)
+    """Of 100 workers of 1 + Exp(1) s the best 69 bring 31.9 a second; by normal times 83 are awaited, at a flat top."""
+    rule = limits(100, count="predicted", warmup=20, warm=20)
+    steps = VirtualSteps(rule, 100, delay_model("exponential", seed=0), compute=1.0)
     found = [steps.at(step) for step in range(80)]
     assert {len(step.workers) for step in found[:20]} == {100}
     counts, seconds = [len(step.workers) for step in found[20:]], [step.seconds for step in found[20:]]
@@ -57,8 +46,7 @@ def test_the_learned_count_follows_who_turns_slow_together() -> None:
         taken.append((count, int(slow.any()), count / end))
     assert {count for count, _, _ in taken[:80]} == {6}
     # In spells the slow node is left out, at times even from their first step on; otherwise all are waited for.
-    rates = [rate for _, _, rate in taken[82:]]
-    assert np.mean(rates) > 1.05 * np.mean([rate for _, _, rate in taken[:80]])
+    assert np.mean([rate for _, _, rate in taken[82:]]) > 1.05 * np.mean([rate for _, _, rate in taken[:80]])
     assert {3, 6} <= {count for count, _, _ in taken[82:]}
 
 
@@ -93,8 +81,7 @@ def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:
 
 def test_who_was_slow_at_first_is_not_left_out_for_ever() -> None:
     """Two ranks of four workers each, whose first steps take three times as long: a machine that is still starting."""
-    shares = [range(4), range(4, 8)]
-    rule = Limits(shares, seed=0, count="predicted", threshold=None, warmup=20, warm=20)
+    rule = Limits([range(4), range(4, 8)], seed=0, count="predicted", threshold=None, warmup=20, warm=20)
     random, counts = np.random.default_rng(0), []
     for step in range(100):
         passes = np.exp(0.2 * random.normal(size=(2, 4))) * (3 if step < 15 else 1)
@@ -118,31 +105,16 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     assert rule.next(4) == rule.next(3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "taken"),
-    [
-        ({"count": 2}, VirtualStep((0, 1), 1.0)),
-        ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
-        ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)),
-        ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
-    ],
-)
+@pytest.mark.parametrize(("settings", "taken"), [
+    ({"count": 2}, VirtualStep((0, 1), 1.0)), ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
+    ({"threshold": 4.0}, VirtualStep((0, 1, 2), 4.0)), ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
+])  # fmt: skip
 def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
-    steps = VirtualSteps(limits(3, **settings), 3, LateThird(terms=(), seed=0), compute=1.0)
+    late_third: Any = SimpleNamespace(table=lambda workers, step, parts: np.array([[0.0], [0.0], [3.0]]))
+    steps = VirtualSteps(limits(3, **settings), 3, late_third, compute=1.0)
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
-
-
-class LateThird(DelayModel):
-    """Delays of the third worker alone."""
-
-    def table(self, workers: int, step: int, parts: int) -> Any:
-        return np.array([[0.0], [0.0], [3.0]])
-
-
-MICRO_BATCHES = 12
-LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
 
 
 def times(ranks: int, first: int, stop: int) -> np.ndarray:
@@ -164,8 +136,7 @@ def test_gain_of_the_automatic_threshold(ranks: int, gain: int, step: float) -> 
 
 
 def test_nothing_is_left_out_where_nothing_is_late_and_overhead_makes_dropping_dearer() -> None:
-    found = choose_threshold(np.ones((3, 4, 8)))
-    assert (found.seconds, found.dropped, found.gain) == (8, 0, 0)
-    seconds = times(32, 0, LOOKED_AT)
-    assert choose_threshold(seconds, overhead=10.0).gain < choose_threshold(seconds).gain
-    assert choose_threshold(seconds, overhead=10.0).dropped < choose_threshold(seconds).dropped
+    assert choose_threshold(np.ones((3, 4, 8))) == (8, 0, 0)
+    dear, cheap = (choose_threshold(times(32, 0, LOOKED_AT), overhead) for overhead in (10.0, 0.0))
+    assert dear.gain < cheap.gain
+    assert dear.dropped < cheap.dropped

@@ -23,60 +23,42 @@ from torusgd.weights import load_weights
 
 STEPS = 4
 BASE = (
-    f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]",
-    "virtual_workers=8",
-    "column_blocks=4",
+    f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]", "virtual_workers=8", "column_blocks=4",
     # Images made on the fly: a library to read others would take 8 processes seconds to import.
     "data={source: synthetic, train_images: 96, eval_images: 20, image_size: 8, channels: 1, classes: 10, mean: [0.5], "
     "std: [0.25]}",
-    "evaluate={every: 2st, images_per_chunk: 20}",
-    "polish={images: 40, images_per_batch: 20}",
+    "evaluate={every: 2st, images_per_chunk: 20}", "polish={images: 40, images_per_batch: 20}",
     "rate={lr: 0.5, warmup: {length: 2st}}",
     "model={name: 'tests.tensor_parallel.test_tensor_parallel:network', options: {dropout: 0.2}}",
-)
+)  # fmt: skip
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
 LARS = "optimizer={name: lars, momentum: 0.9, weight_decay: 1.0e-3, trust: 0.01, no_trust: []}"
 CASES: dict[str, tuple[str, ...]] = {
-    "sgd": (SGD,),
-    "bfloat16": (SGD, "precision=bfloat16"),
+    "sgd": (SGD,), "bfloat16": (SGD, "precision=bfloat16"), "lars": (LARS,),
     "float16": (SGD, "precision=float16", "loss_scale.initial=1.0e+30"),
-    "lars": (LARS,),
     # No layer before the tail, and a jump of the gradients: steps are measured anew and redone.
-    "all tail": (
-        SGD,
-        "model={name: cd-dnn, options: {inputs: 64, hidden: 2, width: 12}}",
-        "rate={lr: 300.0, decay: {shape: constant}}",
-    ),
+    "all tail": (SGD, "model={name: cd-dnn, options: {inputs: 64, hidden: 2, width: 12}}",
+                 "rate={lr: 300.0, decay: {shape: constant}}"),
     "torn images": (SGD, "data.source=tests.run.sources:Torn", "data.classes=4", "data.max_replaced=1.0"),
-}
+}  # fmt: skip
 # ranks -> (case, model-parallel ranks, other options)
 FEW: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
     1: [(case, 1, {}) for case in CASES if case != "bfloat16"],
     2: [("sgd", 2, {}), ("all tail", 2, {}), ("lars", 2, {"update": "sharded"})],
-    4: [
-        ("float16", 4, {}),
-        ("torn images", 4, {}),
-        ("lars", 4, {"update": "sharded", "allreduce": "ring"}),
-        ("sgd", 2, {"update": "sharded", "buckets": 0.0005}),
-    ],
+    4: [("float16", 4, {}), ("torn images", 4, {}), ("lars", 4, {"update": "sharded", "allreduce": "ring"}),
+        ("sgd", 2, {"update": "sharded", "buckets": 0.0005})],
     8: [("lars", "auto", {"update": "sharded"})],
-}
+}  # fmt: skip
 # Slow: beside them
 MORE: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
     1: [("bfloat16", 1, {})],
     2: [*[(case, 2, {}) for case in ("bfloat16", "lars")], ("lars", 1, {"update": "sharded"})],
-    4: [
-        *[(case, 4, {}) for case in ("sgd", "bfloat16", "lars", "all tail")],
-        ("sgd", 1, {}),
-        ("sgd", 2, {"buckets": 0.0005}),
-        ("bfloat16", 2, {}),
-        ("lars", 2, {"allreduce": "ring"}),
-        ("sgd", 2, {"update": "sharded"}),
+    4: [*[(case, 4, {}) for case in ("sgd", "bfloat16", "lars", "all tail")], ("sgd", 1, {}), ("bfloat16", 2, {}),
+        ("sgd", 2, {"buckets": 0.0005}), ("lars", 2, {"allreduce": "ring"}), ("sgd", 2, {"update": "sharded"}),
         ("float16", 2, {"update": "sharded", "buckets": 0.0005}),
-        ("all tail", 2, {"update": "sharded", "allreduce": "halving-doubling"}),
-    ],
+        ("all tail", 2, {"update": "sharded", "allreduce": "halving-doubling"})],
     8: [("sgd", 2, {}), ("sgd", 4, {"allreduce": "halving-doubling"}), ("bfloat16", "auto", {})],
-}
+}  # fmt: skip
 """A run that is begun on one world and carried on by the next ones: (ranks, model-parallel ranks, up to step)."""
 RELAY = [(8, 4, 1), (4, 2, 2), (2, 1, 3), (1, 1, STEPS)]
 COMPARED = ("weights_sha256", "top1", "loss", "train_loss", "redone_steps", "skipped_steps", "replaced_images")
@@ -146,26 +128,18 @@ def test_column_blocks_train_what_the_whole_layers_train(tmp_path: Path) -> None
 
 
 def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
-    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
-    tail = column_tail(model, 8)
+    tail = column_tail(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8)), 8)
     # G* = sqrt(N batch / outputs): 0.7 groups for the first layer, and 16 for the second, of 8 ranks and 256 images.
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=8) == [8, 1]
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=5) == [1, 1]
     assert choose_parallel(2, tail.layers, 8, 16, 256, ranks=8) == [2, 2]
 
 
-def test_column_blocks_need_exact_sums(tmp_path: Path) -> None:
-    with refused("column blocks without exact sums"):
-        run_here(tmp_path, "column_blocks=2", "reduction=float32")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
-        ((), "model-parallel ranks of a network without column blocks"),
-        (("column_blocks=4",), "more model-parallel ranks than ranks"),
-    ],
-)
-def test_what_the_ranks_can_not_share_is_refused(overrides: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    with refused(name, "model_parallel = 2"):
+@pytest.mark.parametrize(("name", "about", "overrides"), [
+    ("column blocks without exact sums", "", ("column_blocks=2", "reduction=float32")),
+    ("model-parallel ranks of a network without column blocks", "model_parallel = 2", ()),
+    ("more model-parallel ranks than ranks", "model_parallel = 2", ("column_blocks=4",)),
+])  # fmt: skip
+def test_what_can_not_be_shared_is_refused(name: str, about: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    with refused(name, about):
         run_of(job_of(*overrides, options=RuntimeOptions(model_parallel=2), out=tmp_path))

@@ -25,11 +25,10 @@ def test_every_runtime_option_and_group_of_keys_is_drawn_or_has_a_reason() -> No
     assert {key.split(".")[0] for key, *_ in _rows(Recipe)} <= heads | NO_KEY.keys()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({}, ""), ({"model_parallel": 2}, "model_parallel = 2"), ({"streams": 2}, "streams"), ({"grid": "2x2"}, ""),
-     ({"grid": "2x2", "workers": 4}, "grid"), ({"streams": 2, "allreduce": "ring"}, "")],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "words"), [
+    ({}, ""), ({"model_parallel": 2}, "model_parallel = 2"), ({"streams": 2}, "streams"), ({"grid": "2x2"}, ""),
+    ({"grid": "2x2", "workers": 4}, "grid"), ({"streams": 2, "allreduce": "ring"}, ""),
+])  # fmt: skip
 def test_the_table_says_which_runs_are_refused(change: dict[str, Any], words: str) -> None:
     lines = refused(PLAIN | change)
     assert bool(lines) == bool(words)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.commands import ran
@@ -24,10 +25,8 @@ def test_some_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) 
 
 
 def test_each_reader_is_tried_or_has_a_reason() -> None:
-    found = set(readers.found(Path(torusgd.__file__).parent))
-    assert found == readers.READERS.keys()
-    kinds = {kind for kind in readers.READERS.values() if not kind.startswith("- ")}
-    assert kinds <= {*KINDS, "Parquet"}
+    assert set(readers.found(Path(torusgd.__file__).parent)) == readers.READERS.keys()
+    assert {kind for kind in readers.READERS.values() if not kind.startswith("- ")} <= {*KINDS, "Parquet"}
     missing = [reason.split(": tests/")[1] for reason in readers.READERS.values() if ": tests/" in reason]
     assert all((Path(__file__).parents[1] / path).is_file() for path in missing)
 
@@ -40,12 +39,8 @@ def test_all_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) -
 
 def test_the_campaign_sees_a_traceback_and_a_second_line() -> None:
     tally = Tally("own")
-
-    def fails(error: Exception) -> None:
-        raise error
-
-    fed(tally, "defect", lambda: fails(KeyError("x")))
-    fed(tally, "refused", lambda: fails(Undecodable("one\nline")))
+    fed(tally, "defect", Mock(side_effect=KeyError("x")))
+    fed(tally, "refused", Mock(side_effect=Undecodable("one\nline")))
     fed(tally, "fine", lambda: None)
     assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
     assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"], ["refused", "2 lines"]]

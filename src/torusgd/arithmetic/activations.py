@@ -57,14 +57,12 @@ def silu_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 def hardswish_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """g * (x / 3 + 1/2) for x within (-3, 3), 0 below and g above it."""
-    inside = over(x, 3.0).add_(0.5).mul_(gradient)
-    return torch.where(x >= 3, gradient, inside.masked_fill_(x <= -3, 0.0))
+    return torch.where(x >= 3, gradient, over(x, 3.0).add_(0.5).mul_(gradient).masked_fill_(x <= -3, 0.0))
 
 
 def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     """scale * x above 0, else scale * alpha * (e**(x * input_scale) - 1)."""
-    below = elementwise(lambda x: expm1_64(x.mul_(input_scale)).mul_(alpha * scale), x)
-    return torch.where(x > 0, x * scale, below)
+    return torch.where(x > 0, x * scale, elementwise(lambda x: expm1_64(x * input_scale).mul_(alpha * scale), x))
 
 
 def elu_gradient(

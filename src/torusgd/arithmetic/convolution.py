@@ -12,8 +12,9 @@ multiplied and added in float64, where all of them are exact. A library's convol
 not exact, so none takes part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -74,8 +75,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
         return result
     scale, image_units = _group_scales(x, shape.groups)
     weights, weight_units = quantised(weight, (1, 2, 3))
-    count(lambda: counts(x, scale, (0, 2, 3)), lambda: _of_inputs(weight, weights, shape.groups))
-    if _is_depthwise(weight.shape, shape):
+    by_group = weight.unflatten(0, (shape.groups, -1)), weights.unflatten(0, (shape.groups, -1))
+    count(lambda: counts(x, x * scale, (0, 2, 3)), lambda: counts(*by_group, (1, 3, 4)))
+    if weight.shape[:2] == (shape.groups, 1):
         padded = pad(x.mul(scale).round_(), shape.around).double()
         kernels = weights.double().flatten(1)[..., None, None]
         first, *others = shape.taps()
@@ -87,7 +89,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     else:
         windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
         kernels = weights.permute(0, 2, 3, 1).reshape(shape.groups, len(weight) // shape.groups, -1).mT
-        units = _units(image_units, weight_units, shape.groups)
+        units = image_units.view(len(x), -1, 1) * weight_units.view(shape.groups, -1)
         part = (windows, kernels, result.permute(0, 2, 3, 1))
         exactly(lambda method: _correlate(method, x, scale, shape.around, units, [part]), x.device)
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
@@ -102,19 +104,18 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
         return result.zero_()
     scale, image_units = _group_scales(gradient, groups)
     weights, weight_units = quantised(weight.unflatten(0, (groups, -1)), (1, 3, 4))
-    count(lambda: counts(gradient, scale, (0, 2, 3)), lambda: _of_outputs(weight, weights))
-    if _is_depthwise(weight.shape, shape):
+    whole = weights.flatten(0, 1)
+    count(lambda: counts(gradient, gradient * scale, (0, 2, 3)), lambda: counts(weight, whole, (1, 2, 3)))
+    if weight.shape[:2] == (groups, 1):
         height, width = (n + 2 * p for n, p in zip(size, shape.padding, strict=True))
-        inside = (slice(shape.padding[0], height - shape.padding[0]), slice(shape.padding[1], width - shape.padding[1]))
         padded = torch.zeros(len(gradient), inputs, height, width, dtype=torch.float64, device=gradient.device)
-        whole, kernels = gradient.mul(scale).round_().double(), weights.double().flatten(0, 1).flatten(2)
+        integers, kernels = gradient.mul(scale).round_().double(), whole.double().flatten(2)
         for number, tap in enumerate(shape.taps()):
-            shape.at(padded, tap, output).addcmul_(whole, kernels[:, :, number, None])
-        scaled = padded[:, :, *inside].mul_(image_units.view(len(gradient), -1, 1, 1))
+            shape.at(padded, tap, output).addcmul_(integers, kernels[:, :, number, None])
+        scaled = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
         return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
-    ways = [
-        _phases(*each) for each in zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
-    ]
+    sizes = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
+    ways = [_phases(*each) for each in sizes]
     (before, after), (left, right) = (_reach(phases, n) for phases, n in zip(ways, output, strict=True))
     last, parts = result.permute(0, 2, 3, 1), []
     for row in ways[0]:
@@ -129,7 +130,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
                 (row.first + before, column.first + left),
             )  # fmt: skip
             parts.append((windows, kernels, pixels))
-    units = _units(image_units, weight_units, groups)
+    units = image_units.view(len(gradient), -1, 1) * weight_units.view(groups, -1)
     around = (left, right, before, after)
     exactly(lambda method: _correlate(method, gradient, scale, around, units, parts), gradient.device)
     return result
@@ -177,8 +178,8 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         raise UserError(f"portable arithmetic: a weight's gradient sums more than {MOST_TERMS} products")
     gradient_scale, gradient_units = scales(amax_over(gradient, (0, 2, 3)))
     scale, image_units = scales(amax_over(x, (0, 2, 3)))
-    count(lambda: counts(gradient, gradient_scale, (1, 2, 3)), lambda: counts(x, scale, (1, 2, 3)))
-    if _is_depthwise(size, shape):
+    count(lambda: counts(gradient, gradient * gradient_scale, (1, 2, 3)), lambda: counts(x, x * scale, (1, 2, 3)))
+    if size[:2] == (groups, 1):
         padded = pad(x.mul(scale).round_(), shape.around).double()
         whole = gradient.mul(gradient_scale).round_().double()
         sums = [(shape.at(padded, tap, output) * whole).sum((0, 2, 3)) for tap in shape.taps()]
@@ -186,20 +187,17 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         return total.view(size).float()
     windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
 
-    def compute(method: Method) -> Tensor:
-        total = None
+    def products(method: Method) -> Iterator[Tensor]:
         for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
             left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
             right = _slices(method, x[chunk], scale, shape.around)
             rows = tuple(part.flatten(0, 2).unflatten(1, (groups, -1)).permute(1, 2, 0) for part in left)
             rows = tuple(part[0] if groups == 1 else part for part in rows)
-            product = multiply(method, rows, tuple(windows.of(part, groups) for part in right))
-            total = product if total is None else total.add_(product)
-        assert total is not None
-        return total
+            yield multiply(method, rows, tuple(windows.of(part, groups) for part in right))
 
-    total = exactly(compute, x.device).view(groups, -1, windows.taps, size[1])
-    total.mul_(gradient_units.view(groups, -1, 1, 1)).mul_(image_units.view(groups, 1, 1, -1))
+    total = exactly(lambda method: reduce(Tensor.add_, products(method)), x.device)
+    total = total.view(groups, -1, windows.taps, size[1]).mul_(gradient_units.view(groups, -1, 1, 1))
+    total.mul_(image_units.view(groups, 1, 1, -1))
     return total.flatten(0, 1).transpose(1, 2).float().reshape(size)
 
 
@@ -232,19 +230,15 @@ class Windows:
 
 
 def _correlate(
-    method: Method,
-    images: Tensor,
-    scale: Tensor,
-    around: tuple[int, ...],
-    units: Tensor,
+    method: Method, images: Tensor, scale: Tensor, around: tuple[int, ...], units: Tensor,
     parts: list[tuple[Windows, Tensor, Tensor]],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Products of windows of images with kernels, into views of a result; a chunk at a time, which fits a cache.
 
     Args:
         images: float32 [N, C, H, W], with `scale` [N, C or 1, 1, 1].
         around: Zeros to the left, right, above and below.
-        units: [N, groups, O], by which integers are multiplied.
+        units: [N, groups, O / groups], by which integers are multiplied.
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
     """
     groups, wide = units.shape[1], 16 * min(units[0].numel(), 512)
@@ -278,33 +272,12 @@ def _slices(method: Method, images: Tensor, scale: Tensor, around: tuple[int, ..
     return tuple(pad(part, (0, 0, *around)) for part in parts) if any(around) else parts
 
 
-def _units(images: Tensor, kernels: Tensor, groups: int) -> Tensor:
-    """The products of units of each image and group, and of each output channel: [N, groups, O / groups]."""
-    return images.view(len(images), groups, 1) * kernels.view(1, groups, -1)
-
-
 def _group_scales(images: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """2**s for each image and channel, or each image, [N, C or 1, 1, 1], and 2**-s for each image and group."""
     scale, units = scales(amax_over(images.unflatten(1, (groups, -1)), (2, 3, 4)))
     if groups == 1:
         return scale.squeeze(1), units
     return scale.expand(-1, -1, images.shape[1] // groups, -1, -1).flatten(1, 2), units
-
-
-def _of_inputs(weight: Tensor, integers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The numbers other than 0 among the weights of each input channel, and among their integers."""
-    found = [(each != 0).unflatten(0, (groups, -1)).sum((1, 3, 4)).flatten() for each in (weight, integers)]
-    return found[0], found[1]
-
-
-def _of_outputs(weight: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of each output channel."""
-    return (weight != 0).sum((1, 2, 3)), (integers.flatten(0, 1) != 0).sum((1, 2, 3))
-
-
-def _is_depthwise(size: Sequence[int], shape: Geometry) -> bool:
-    """By the size of the weights."""
-    return tuple(size[:2]) == (shape.groups, 1)
 
 
 def _format(x: Tensor, weight: Tensor) -> torch.memory_format:

@@ -17,6 +17,7 @@ from .functions import exp64, log64, polynomial
 
 _DRAW = 23  # first word of the draws of this file; those of `rng` and of `methods` end at 22
 _BLOCK = 1 << 18
+_ROOT_2 = 1.4142135623730951
 _CENTRE = (1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06, -3.5233877e-06,
            3.43273939e-07, 2.81022636e-08)  # fmt: skip
 _TAIL = (2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0.00367342844, 0.00134934322,
@@ -42,12 +43,9 @@ def uniform_(x: Tensor, low: float = 0, high: float = 1, *, generator: torch.Gen
 
 def normal_(x: Tensor, mean: float = 0, std: float = 1, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with erfinv(2 u - 1) * sqrt(2) * std + mean, u of 53 bits within (0, 1)."""
-
-    def transform(u: Tensor) -> Tensor:
-        centred = u.add_(2.0**-54).mul_(2.0).sub_(1.0)
-        return inverse_erf64(centred).mul_(1.4142135623730951).mul_(std).add_(mean)
-
-    return _fill(x, generator, transform)
+    return _fill(
+        x, generator, lambda u: inverse_erf64(u.add_(2.0**-54).mul_(2.0).sub_(1.0)).mul_(_ROOT_2).mul_(std).add_(mean)
+    )
 
 
 def bernoulli_(x: Tensor, probability: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
@@ -61,8 +59,7 @@ def _fill(x: Tensor, generator: torch.Generator | None, transform: Callable[[Ten
     bits = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     values = torch.empty(x.numel(), dtype=x.dtype)
     for begin in range(0, x.numel(), _BLOCK):
-        index = np.arange(begin, min(begin + _BLOCK, x.numel()))
-        draws = torch.from_numpy(keyed_uniform(_DRAW, bits, index))
+        draws = torch.from_numpy(keyed_uniform(_DRAW, bits, np.arange(begin, min(begin + _BLOCK, x.numel()))))
         values[begin : begin + _BLOCK] = transform(draws)
     return x.copy_(values.view(x.shape))
 
@@ -83,24 +80,19 @@ def beta(alpha: float, *words: int) -> float:
 
 
 def _log_gamma_draw(alpha: float, number: int, words: tuple[int, ...]) -> float:
-    """The logarithm of a draw of Gamma(alpha)."""
-
     def draw(*more: int) -> float:
         return (int(keyed_hash(_DRAW, *words, number, *more) >> np.uint64(11)) + 0.5) * 2.0**-53
 
-    shape = alpha if alpha >= 1 else alpha + 1
-    d = shape - 1 / 3
+    d = (alpha if alpha >= 1 else alpha + 1) - 1 / 3
     c = 1 / float(np.sqrt(9 * d))
     attempt = 0
     while True:
         attempt += 1
-        z = _scalar(inverse_erf64, 2 * draw(attempt, 0) - 1) * 1.4142135623730951
+        z = _scalar(inverse_erf64, 2 * draw(attempt, 0) - 1) * _ROOT_2
         root = 1 + c * z
         v = root * root * root
         if v > 0 and _scalar(log64, draw(attempt, 1)) < 0.5 * z * z + d - d * v + d * _scalar(log64, v):
-            break
-    value = _scalar(log64, d * v)
-    return value if alpha >= 1 else value + _scalar(log64, draw(0, 2)) / alpha
+            return _scalar(log64, d * v) + (0.0 if alpha >= 1 else _scalar(log64, draw(0, 2)) / alpha)
 
 
 def _scalar(function: Callable[[Tensor], Tensor], x: float) -> float:

@@ -100,8 +100,7 @@ def tanh64(x: Tensor) -> Tensor:
 
 def sigmoid64(x: Tensor) -> Tensor:
     """1 / (1 + e**-x)."""
-    grown = exp64(x.neg()).add_(1.0)
-    return torch.div(torch.ones((), dtype=x.dtype, device=x.device), grown)
+    return torch.div(torch.ones((), dtype=x.dtype, device=x.device), exp64(x.neg()).add_(1.0))
 
 
 def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,8 +136,7 @@ def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def _flat(x: Tensor, like: Tensor) -> Tensor:
     """The elements in the order in which `like` has them in memory; a view where `x` has them so too."""
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    return x.permute(order).reshape(-1)
+    return x.permute(sorted(range(like.dim()), key=like.stride, reverse=True)).reshape(-1)
 
 
 exp, log, erf, tanh, sigmoid = (partial(elementwise, each) for each in (exp64, log64, erf64, tanh64, sigmoid64))

@@ -16,7 +16,6 @@ from .rules import Rules, aten, in_place
 
 RULES = Rules()
 
-
 # Products of matrices
 
 
@@ -67,11 +66,9 @@ def _convolution(
     shape = _geometry(weight, stride, padding, dilation, groups)
     images, kernels = _images(x), _images(weight)
     if transposed:
-        sizes = zip(images.shape[2:], *(shape.stride, shape.padding, shape.dilation, shape.kernel), strict=True)
-        extra = (0, *output_padding) if x.dim() == 3 else tuple(output_padding)
-        height, width = (
-            (n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, s, p, d, k), e in zip(sizes, extra, strict=True)
-        )
+        extra = (0, *output_padding) if x.dim() == 3 else output_padding
+        sizes = zip(images.shape[2:], shape.stride, shape.padding, shape.dilation, shape.kernel, extra, strict=True)
+        height, width = ((n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in sizes)
         result = input_gradient(images, kernels, (height, width), shape)
         result = result if bias is None else result.add_(bias.view(-1, 1, 1))
     else:
@@ -86,24 +83,17 @@ def _convolution_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     shape = _geometry(weight, stride, padding, dilation, groups)
     out, images, kernels = _images(gradient), _images(x), _images(weight)
-    of_input = of_weight = of_bias = None
-    if needed[0]:
-        of_input = (
-            convolution(out, kernels, None, shape)
-            if transposed
-            else input_gradient(out, kernels, (images.shape[2], images.shape[3]), shape)
-        ).view(x.shape)
+    of_input = of_weight = None
+    if needed[0] and transposed:
+        of_input = convolution(out, kernels, None, shape).view(x.shape)
+    elif needed[0]:
+        of_input = input_gradient(out, kernels, (images.shape[2], images.shape[3]), shape).view(x.shape)
     if needed[1]:
-        of_weight = (weight_gradient(images, out, shape) if transposed else weight_gradient(out, images, shape)).view(
-            weight.shape
-        )
-    if needed[2]:
-        of_bias = grid_sum(out, (0, 2, 3)).float()
-    return of_input, of_weight, of_bias
+        of_weight = weight_gradient(*((images, out) if transposed else (out, images)), shape).view(weight.shape)
+    return of_input, of_weight, grid_sum(out, (0, 2, 3)).float() if needed[2] else None
 
 
 # Norms
-
 
 RULES |= {
     aten.native_batch_norm.default: normalization.batch_norm,
@@ -111,12 +101,13 @@ RULES |= {
     aten.native_layer_norm_backward.default: normalization.layer_norm_gradient,
     aten.native_group_norm.default: normalization.group_norm,
     aten.native_group_norm_backward.default: normalization.group_norm_gradient,
-}
-
-
-@RULES.of(aten.cudnn_batch_norm.default)
-def _batch_norm_of_cudnn(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*normalization.batch_norm(x, *args), x.new_empty(0, dtype=torch.uint8))
+    # cuDNN's give a buffer of its own besides, and take their arguments in another order.
+    aten.cudnn_batch_norm.default: lambda x, *args: (
+        *normalization.batch_norm(x, *args), x.new_empty(0, dtype=torch.uint8)
+    ),
+    aten.cudnn_batch_norm_backward.default: lambda x, g, weight, mean, var, middle, deviation, *_:
+        normalization.batch_norm_gradient(g, x, weight, middle, deviation, True, [True] * 3),
+}  # fmt: skip
 
 
 @RULES.of(aten.native_batch_norm_backward.default)
@@ -131,23 +122,15 @@ def _batch_norm_gradients(
     return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, training, needed)
 
 
-@RULES.of(aten.cudnn_batch_norm_backward.default)
-def _batch_norm_gradients_of_cudnn(
-    x: Tensor, gradient: Tensor, weight: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    middle: Tensor, deviation: Tensor, eps: float, reserve: Tensor,
-) -> normalization.Gradients:  # fmt: skip
-    return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, True, [True] * 3)
-
-
 # Sums
 
 
 @RULES.of(aten.sum.default, aten.sum.dim_IntList)
 def _sum(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if not x.is_floating_point():
-        return torch.sum(x, all_dims(x, dims), keepdim, dtype=dtype) if dtype is None or not dtype.is_floating_point \
-            else grid_sum(x.float(), all_dims(x, dims), keepdim).to(dtype)  # fmt: skip
-    return grid_sum(x, all_dims(x, dims), keepdim).to(dtype or x.dtype)
+    if x.is_floating_point() or (dtype is not None and dtype.is_floating_point):
+        dtype, x = dtype or x.dtype, x if x.is_floating_point() else x.float()
+        return grid_sum(x, all_dims(x, dims), keepdim).to(dtype)
+    return torch.sum(x, all_dims(x, dims), keepdim, dtype=dtype)
 
 
 @RULES.of(aten.mean.default, aten.mean.dim)
@@ -180,7 +163,7 @@ def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = F
 @RULES.of(aten.cumsum.default)
 def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point():
-        return reductions.cumulative_sum(x, dim % x.dim())
+        return reductions.on_grid(x, (dim % x.dim(),)).cumsum_(dim).float()
     # Sums of integers, whatever the requested dtype: exact below 2**53.
     return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
 
@@ -222,7 +205,6 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 
 # Pooling
 
-
 RULES |= {
     aten.max_pool2d_with_indices.default: pools.max_pool,
     aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
@@ -234,11 +216,14 @@ RULES |= {
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }
 
-
 # Softmax, losses, attention
 
 RULES |= {
     aten._softmax.default: lambda x, dim, half_to_float: activations.softmax(x, dim),
+    # Zeros where all are masked.
+    aten._safe_softmax.default: lambda x, dim, dtype=None: activations.softmax(x, dim).masked_fill_(
+        (x == -math.inf).all(dim, keepdim=True), 0.0
+    ),
     aten._softmax_backward_data.default: lambda g, y, dim, dtype: activations.softmax_gradient(g, y, dim),
     aten._log_softmax.default: lambda x, dim, half_to_float: activations.log_softmax(x, dim),
     aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: activations.log_softmax_gradient(g, y, dim),
@@ -246,13 +231,6 @@ RULES |= {
     aten.nll_loss_backward.default: activations.nll_loss_gradient,
     aten.binary_cross_entropy_with_logits.default: activations.binary_cross_entropy,
 }
-
-
-@RULES.of(aten._safe_softmax.default)
-def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Zeros where all are masked."""
-    return activations.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
-
 
 # Attention of modules that call torch's own, as they do on a CPU; `mode.attention` has the others'.
 
@@ -262,10 +240,8 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
-    out, _ = activations.attention(_flat(query), _flat(key), _flat(value), factor, mask)
-    out = out.view(*query.shape[:-1], value.shape[-1])
-    return out, out.new_zeros(query.shape[:-1])
+    *_, out, _ = _attended(query, key, value, is_causal, attn_mask, scale)
+    return out.view(*query.shape[:-1], value.shape[-1]), out.new_zeros(query.shape[:-1])
 
 
 @RULES.of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -273,10 +249,8 @@ def _attention_gradient(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, unused: Tensor, dropout: float,
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    factor, mask = _factor(query, scale), _mask(query, key, is_causal, attn_mask)
-    q, k, v = _flat(query), _flat(key), _flat(value)
-    _, weights = activations.attention(q, k, v, factor, mask)
-    found = activations.attention_gradient(_flat(gradient), q, k, v, weights, factor)
+    flat, factor, _, weights = _attended(query, key, value, is_causal, attn_mask, scale)
+    found = activations.attention_gradient(_flat(gradient), *flat, weights, factor)
     return found[0].view(query.shape), found[1].view(key.shape), found[2].view(value.shape)
 
 
@@ -285,17 +259,18 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _factor(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
-def _mask(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor | None:
-    """What is added to the scores, [batches and heads, M, N] or [M, N]; torch has made floats of booleans."""
-    rows, columns = query.shape[-2], key.shape[-2]
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], float, Tensor, Tensor]:
+    """Flat query, key and value, the factor of their scores, the output and the softmax."""
+    shape = (*query.shape[:-1], key.shape[-2])
     if is_causal:
-        allowed = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-        mask = torch.zeros(rows, columns, device=query.device).masked_fill_(~allowed, -math.inf)
-    return mask if mask is None or mask.dim() == 2 else _flat(mask.expand(*query.shape[:-1], columns))
+        mask = torch.full(shape[-2:], -math.inf, device=query.device).triu(1)
+    elif mask is not None and mask.dim() > 2:  # of floats: torch has made them of booleans
+        mask = _flat(mask.expand(shape))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    flat = (_flat(query), _flat(key), _flat(value))
+    return flat, factor, *activations.attention(*flat, factor, mask)
 
 
 @RULES.of(aten.div.Tensor_mode)

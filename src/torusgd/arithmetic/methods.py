@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -121,21 +121,16 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
             return (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32).double()
         return (left @ right).double()
 
-    first, *others = zip(a.split(_FLOAT_TERMS, -1), b.split(_FLOAT_TERMS, -2), strict=True)
-    total = piece(*first)
-    for pair in others:
-        total.add_(piece(*pair))
-    return total
+    return reduce(Tensor.add_, map(piece, a.split(_FLOAT_TERMS, -1), b.split(_FLOAT_TERMS, -2)))
 
 
-_ALL = (
+METHODS = {method.name: method for method in (
     Method("float64", lambda integers: (integers.double(),), lambda a, b: a[0] @ b[0]),
     Method("int8", _int_slices, partial(_joined, _int_product)),
     # In pieces whose sums stay below 2**24; bfloat16 with float32 sums torch has on CUDA devices only.
     Method("float32", slices, partial(_joined, _float_product)),
     Method("bfloat16", lambda q: tuple(each.bfloat16() for each in slices(q)), partial(_joined, _float_product)),
-)
-METHODS = {method.name: method for method in _ALL}
+)}  # fmt: skip
 _chosen: ContextVar[tuple[str, ...] | None] = ContextVar("_chosen", default=None)
 _is_exact: dict[tuple[Any, ...], bool] = {}
 
@@ -191,8 +186,8 @@ def _try(method: Method, a: Operand, b: Operand) -> tuple[Tensor, bool | None]:
     """A product, and whether the method is exact; None: it is for operands at the bound, and these are not finite."""
     nothing = torch.empty(0)
     try:
-        for number, name in enumerate(_AT_THE_BOUND):
-            left, right = (_at_the_bound(method, like, name, number) for like in (a, b))
+        for kind in _AT_THE_BOUND:
+            left, right = (_at_the_bound(method, like, kind) for like in (a, b))
             if not is_product(left, right, method.product(left, right)):
                 return nothing, False
         product = method.product(a, b)
@@ -208,7 +203,7 @@ _AT_THE_BOUND = ("largest", "alternating", "mixed")
 _EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0.0, 8127.0])
 
 
-def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Operand:
+def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:
     """Operands in the layout of `like` that bring sums to their largest."""
     shape, device = like[0].shape, like[0].device
     operand = tuple(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=device) for x in like)
@@ -221,7 +216,7 @@ def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Oper
         elif kind == "alternating":
             values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
         else:
-            draws = keyed_hash(_CHECK, number, index.numpy()) % len(_EXTREMES)
+            draws = keyed_hash(_CHECK, 2, index.numpy()) % len(_EXTREMES)
             values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
         for slice_of, found in zip(operand, method.prepare(values.to(device)), strict=True):
             slice_of[part].copy_(found)
@@ -293,13 +288,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.new_zeros(*a.shape[:-1], b.shape[-1])
     left, rows = quantised(a, (-1,))
     right, columns = quantised(b, (-2,))
-    count(lambda: counts(a, _scale(rows), (-2,)), lambda: counts(b, _scale(columns), (-1,)))
+    count(lambda: counts(a, left, (-2,)), lambda: counts(b, right, (-1,)))
 
     def product(method: Method) -> Tensor:
         return multiply(method, method.prepare(left), method.prepare(right))
 
     return exactly(product, a.device).mul_(rows).mul_(columns).float()
-
-
-def _scale(inverse: Tensor) -> Tensor:
-    return torch.div(torch.ones_like(inverse), inverse).float()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UserError
@@ -37,15 +38,9 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
     """Runs torch's operators inside so that their results are the same bits on any hardware.
 
     The construction of a network, its passes, losses and updates belong inside, in every thread that computes: the
-    context is its thread's own. Products run by the fastest method that is exact on this machine.
-
-    Args:
-        methods: Names of `methods.METHODS` to use, in this order; None: all, the fastest first. It decides the time
-            alone.
-
-    Raises:
-        UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32. At its
-            begin, if torch's threads take denormals for 0.
+    context is its thread's own. Products run by the first of `methods`, names of `methods.METHODS`, that is exact on
+    this machine (None: all, the fastest first), which decides the time alone. UserError for an operator inside that has
+    no rule, or takes floating-point numbers other than float32; at the begin if torch's threads take denormals for 0.
 
     >>> import torch
     >>> with portable():
@@ -91,8 +86,9 @@ class PortableMode(TorchDispatchMode):
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
             result = func(*args, **kwargs) if kwargs else func(*args)
-        given = (*args, *(kwargs or {}).values(), result)
-        if func not in PASSING and any(x.is_floating_point() or x.is_complex() for x in _tensors(given)):
+        if func not in PASSING and any(
+            x.is_floating_point() or x.is_complex() for x in _tensors((args, kwargs, result))
+        ):
             where = _module()
             place = f" in {type(where).__name__}" if where is not None else ""
             if torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
@@ -120,15 +116,9 @@ class Attention(TorchFunctionMode):
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """softmax(q k' * scale + mask) v, as torch's `scaled_dot_product_attention` has its arguments."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -191,7 +181,7 @@ class _Recorder(TorchDispatchMode):
         made_of = repr([self._described(each) for each in (*args, beside)])
         result = func(*args, **known)
         # In place or not, by how many references autograd sees.
-        name, results = func._schema.name.removeprefix("aten::").removesuffix("_"), list(_tensors(result))
+        name, results = func._schema.name.removeprefix("aten::").removesuffix("_"), _tensors(result)
         if name in _VALUES_STAY:
             found = [self._hash(args[0])] * len(results)
         else:
@@ -217,9 +207,5 @@ class _Recorder(TorchDispatchMode):
         return [self._described(each) for each in value] if isinstance(value, list | tuple) else str(value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]

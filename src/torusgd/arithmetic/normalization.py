@@ -35,8 +35,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        scale = inverse_std(running_var, eps)
-        out = _affine(x, _channels(running_mean, x), scale, weight, bias)
+        out = _affine(x, _channels(running_mean, x), inverse_std(running_var, eps), weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
     least, most = x.amin(dims, True), x.amax(dims, True)
@@ -52,9 +51,9 @@ def batch_norm(
     middle = center.flatten()
     deviation = inverse_std(quotient(total, count), eps)
     if running_mean is not None and running_var is not None:
-        # To old * (1 - momentum) + new * momentum, with the variance over one less than the count.
-        _move(running_mean, middle, momentum)
-        _move(running_var, quotient(total, max(count - 1, 0)), momentum)
+        # With the variance over one less than the count.
+        for running, new in ((running_mean, middle), (running_var, quotient(total, max(count - 1, 0)))):
+            running.mul_(1 - momentum).add_(new * momentum)
     return _affine(x, center, deviation, weight, bias), middle, deviation
 
 
@@ -66,10 +65,6 @@ def _affine(x: Tensor, center: Tensor, deviation: Tensor, weight: Tensor | None,
         if bias is not None:
             block.add_(_channels(bias, x))
     return out
-
-
-def _move(running: Tensor, new: Tensor, momentum: float) -> None:
-    running.mul_(1 - momentum).add_(new * momentum)
 
 
 def _channels(values: Tensor, x: Tensor) -> Tensor:
@@ -128,11 +123,15 @@ def layer_norm_gradient(
     biases = grid_sum(gradient, rows).float() if needed[2] else None
     if not needed[0]:
         return None, weights, biases
-    inner = gradient if weight is None else gradient * weight
+    return _behind(gradient if weight is None else gradient * weight, normal, deviation, dims), weights, biases
+
+
+def _behind(inner: Tensor, normal: Tensor, deviation: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The gradient of x from that of h, `inner`, and h itself, `normal`, which it overwrites."""
+    count = count_of(inner, dims)
     shift, stretch = grid_sum(inner, dims, True), grid_sum(inner * normal, dims, True)
-    count = count_of(x, dims)
     normal.mul_(quotient(stretch, count))
-    return (inner - quotient(shift, count)).sub_(normal).mul_(deviation), weights, biases
+    return (inner - quotient(shift, count)).sub_(normal).mul_(deviation)
 
 
 def group_norm(
@@ -154,19 +153,11 @@ def group_norm_gradient(
     pixels: int, groups: int, needed: list[bool],
 ) -> Gradients:  # fmt: skip
     """Gradients of input, weight and bias; those that are not needed are None."""
-    shape = (len(x), groups, -1)
-    rows, inner = x.reshape(shape), gradient if weight is None else gradient * _channels(weight, x)
-    middle, deviation = middle.unsqueeze(2), deviation.unsqueeze(2)
-    dims = (0, *range(2, x.dim()))
-    normal = (rows - middle).mul_(deviation).view(x.shape)
-    weights = grid_sum(gradient * normal, dims).float() if needed[1] else None
+    dims, deviation = (0, *range(2, x.dim())), deviation.unsqueeze(2)
+    rows = (x.reshape(len(x), groups, -1) - middle.unsqueeze(2)).mul_(deviation)
+    weights = grid_sum(gradient * rows.view(x.shape), dims).float() if needed[1] else None
     biases = grid_sum(gradient, dims).float() if needed[2] else None
-    result = None
-    if needed[0]:
-        only_input = [True, False, False]
-        found, *_ = layer_norm_gradient(
-            inner.reshape(shape), rows, rows.shape[2:], middle, deviation, None, None, only_input
-        )
-        assert found is not None
-        result = found.view(x.shape)
-    return result, weights, biases
+    if not needed[0]:
+        return None, weights, biases
+    inner = gradient if weight is None else gradient * _channels(weight, x)
+    return _behind(inner.reshape(rows.shape), rows, deviation, (2,)).view(x.shape), weights, biases

@@ -1,7 +1,6 @@
 """Rules for elementwise operators that are no single IEEE operation, for lists of tensors, and for draws."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,23 +24,6 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.div(torch.ones_like(x), x)
 
 
-_FUNCTIONS: dict[str, Rule] = {
-    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
-    "softplus": activations.softplus, "elu": activations.elu, "gelu": activations.gelu,
-    "silu": lambda x: elementwise(lambda v: sigmoid64(v).mul_(v), x),
-    "hardsigmoid": lambda x: over((x + 3.0).clamp_(0.0, 6.0), 6.0),
-    "hardswish": lambda x: over((x + 3.0).clamp_(0.0, 6.0).mul_(x), 6.0),
-    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
-    "reciprocal": _reciprocal,
-    "rsqrt": lambda x: _reciprocal(square_root(x)),
-    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
-    "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
-    "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
-}  # fmt: skip
-for _name, _function in _FUNCTIONS.items():
-    RULES.both(_name, _function)
-
-
 def _inverse_erf(x: Tensor) -> Tensor:
     """Of draws between bounds that timm has by Python's `math.erf`, the machine's: two deviations, or far off."""
     if math.erf(2.0 / math.sqrt(2.0)) != _ERF_OF_TWO_DEVIATIONS:
@@ -52,7 +34,21 @@ def _inverse_erf(x: Tensor) -> Tensor:
     return draws.inverse_erf64(x.double().cpu()).to(x)
 
 
-RULES.both("erfinv", _inverse_erf)
+_FUNCTIONS: dict[str, Rule] = {
+    "exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
+    "softplus": activations.softplus, "elu": activations.elu, "gelu": activations.gelu,
+    "silu": lambda x: elementwise(lambda v: sigmoid64(v).mul_(v), x),
+    "hardsigmoid": lambda x: over((x + 3.0).clamp_(0.0, 6.0), 6.0),
+    "hardswish": lambda x: over((x + 3.0).clamp_(0.0, 6.0).mul_(x), 6.0),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+    "reciprocal": _reciprocal, "erfinv": _inverse_erf,
+    "rsqrt": lambda x: _reciprocal(square_root(x)),
+    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
+    "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
+    "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
+}  # fmt: skip
+for _name, _function in _FUNCTIONS.items():
+    RULES.both(_name, _function)
 
 
 RULES |= {
@@ -79,9 +75,9 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     if half not in (0, 0.5) or whole > 64:
         raise UserError(f"portable arithmetic: a power of {exponent}; there are multiples of 1/2 up to 64")
     result = square_root(x) if half else torch.ones_like(x)
-    for number in range(whole):
-        result = x if number == 0 and not half else result * x
-    return result.clone() if result is x else result
+    for _ in range(whole):
+        result = result * x
+    return result
 
 
 RULES.both("pow", _power, "Tensor_Scalar")
@@ -90,57 +86,40 @@ RULES.both("pow", _power, "Tensor_Scalar")
 @RULES.of(aten.pow.Scalar)
 def _powers_of(base: float, exponent: Tensor) -> Tensor:
     logarithm = log64(torch.full((), base, dtype=torch.float64, device=exponent.device))
-    return elementwise(lambda v: exp64(v.mul_(logarithm)), exponent)
+    return elementwise(lambda v: exp64(v * logarithm), exponent)
 
 
 # Arithmetic with a factor, or with a Python number
 
 
-def _plus(x: Any, y: Any, sign: Callable[..., Any], alpha: float) -> Any:
-    return sign(x, y if alpha == 1 else y * alpha)
+def _with_alpha(plain: Rule) -> Rule:
+    """A product with alpha, rounded, and then a sum or difference."""
+    return lambda x, y, alpha=1: plain(x, y if alpha == 1 else y * alpha)
 
 
-def _with_alpha(name: str, plain: Rule, plain_in_place: Rule) -> None:
-    """add and sub: a product with alpha, rounded, and then a sum."""
-    for overload in ("Tensor", "Scalar"):
-        out = getattr(getattr(aten, name), overload)
-        inside = getattr(getattr(aten, name + "_"), overload)
-        RULES[out] = lambda x, y, *args, alpha=1: _plus(x, y, plain, args[0] if args else alpha)
-        RULES[inside] = lambda x, y, *args, alpha=1: _plus(x, y, plain_in_place, args[0] if args else alpha)
+_SUMS: dict[Any, Rule] = {aten.add: torch.add, aten.add_: Tensor.add_, aten.sub: torch.sub, aten.sub_: Tensor.sub_}
+for _packet, _add in _SUMS.items():
+    RULES[_packet.Tensor] = RULES[_packet.Scalar] = _with_alpha(_add)
 
 
-_with_alpha("add", torch.add, Tensor.add_)
-_with_alpha("sub", torch.sub, Tensor.sub_)
-
-
-@RULES.of(aten.rsub.Scalar, aten.rsub.Tensor)
-def _subtracted_from(x: Tensor, y: Any, alpha: float = 1) -> Tensor:
-    return y - (x if alpha == 1 else x * alpha)
+RULES[aten.rsub.Scalar] = RULES[aten.rsub.Tensor] = lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)
 
 
 def _quotient(x: Tensor, y: Any) -> Tensor:
     x = x if x.is_floating_point() else x.float()
-    return torch.div(x, y) if isinstance(y, Tensor) and y.dim() else over(x, float(y)) if not isinstance(
-        y, Tensor) else torch.div(x, y.to(x.device, x.dtype if y.is_floating_point() else None))  # fmt: skip
+    if not isinstance(y, Tensor):
+        return over(x, float(y))
+    return torch.div(x, y if y.dim() else y.to(x.device, x.dtype if y.is_floating_point() else None))
 
 
-def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x + (end - x) * weight
-
-
-def _plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + scaled(a * b, value)
-
-
-def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + scaled(torch.div(a, b), value)
-
-
-RULES.both("div", _quotient, "Tensor", "Scalar")
-RULES.both("lerp", _between, "Tensor", "Scalar")
-RULES.both("addcmul", _plus_product)
-RULES.both("addcdiv", _plus_quotient)
-
+_COMBINED: dict[str, Rule] = {
+    "div": _quotient,
+    "lerp": lambda x, end, weight: x + (end - x) * weight,
+    "addcmul": lambda x, a, b, value=1: x + scaled(a * b, value),
+    "addcdiv": lambda x, a, b, value=1: x + scaled(torch.div(a, b), value),
+}
+for _name, _function in _COMBINED.items():
+    RULES.both(_name, _function, "default", "Tensor", "Scalar")
 
 # Lists of tensors, as optimizers and clipping take them
 
@@ -160,20 +139,12 @@ _LISTED: dict[str, tuple[Rule, Rule]] = {
     "add": (RULES[aten.add.Tensor], RULES[aten.add_.Tensor]),
     "sub": (RULES[aten.sub.Tensor], RULES[aten.sub_.Tensor]),
     "mul": (torch.mul, Tensor.mul_),
-    "div": (_quotient, in_place(_quotient)),
-    "sqrt": (square_root, in_place(square_root)),
     "neg": (torch.neg, Tensor.neg_),
-    "reciprocal": (_reciprocal, in_place(_reciprocal)),
-    "lerp": (_between, in_place(_between)),
-    "maximum": (torch.maximum, in_place(torch.maximum)),
-    "norm": (vector_norm, in_place(vector_norm)),
     "zero": (torch.zeros_like, Tensor.zero_),
     "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
-    "addcmul": (lambda x, a, b, value=1: _plus_product(x, a, b, value=value),
-                in_place(lambda x, a, b, value=1: _plus_product(x, a, b, value=value))),
-    "addcdiv": (lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value),
-                in_place(lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value))),
-}  # fmt: skip
+}
+_WRITTEN = _COMBINED | {"sqrt": square_root, "reciprocal": _reciprocal, "maximum": torch.maximum, "norm": vector_norm}
+_LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
 for _name, _forms in _LISTED.items():
     for _suffix, _form in zip(("", "_"), _forms, strict=True):
         _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)
@@ -226,16 +197,12 @@ def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tenso
     return over(kept, 1 - share).mul_(x), kept.bool()
 
 
-@RULES.of(aten.native_dropout_backward.default)
-def _dropout_gradient(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
-    return over(kept.float(), 1 / scale).mul_(gradient)
-
-
 def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -> Tensor:
     return fill(torch.empty(size, **options), generator=generator)
 
 
 RULES |= {
+    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / scale).mul_(g),
     aten.normal_.default: draws.normal_,
     aten.uniform_.default: draws.uniform_,
     aten.bernoulli_.float: draws.bernoulli_,
@@ -262,8 +229,7 @@ def _range(*args: float, dtype: Any = None, **options: Any) -> Tensor:
 @RULES.of(aten.linspace.default)
 def _even_points(start: float, end: float, steps: int, *, dtype: Any = None, **options: Any) -> Tensor:
     """start + n * ((end - start) / (steps - 1)) in float64, and the end itself."""
-    numbers = torch.arange(steps, dtype=torch.float64, **options)
-    points = numbers.mul_((end - start) / max(steps - 1, 1)).add_(start)
+    points = torch.arange(steps, dtype=torch.float64, **options).mul_((end - start) / max(steps - 1, 1)).add_(start)
     if steps > 1:
         points[-1] = end
     return points.to(dtype or torch.float32)

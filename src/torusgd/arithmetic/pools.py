@@ -97,8 +97,7 @@ def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: b
         return torch.full((), float(divisor), dtype=torch.float64, device=x.device)
     spans = []
     for n, size, k, s, p in zip(output, x.shape[2:], shape.kernel, shape.stride, shape.padding, strict=True):
-        begins = [number * s - p for number in range(n)]
-        edges = [(begin, min(begin + k, size + p)) for begin in begins]
+        edges = [(begin, min(begin + k, size + p)) for begin in range(-p, n * s - p, s)]
         inside = [stop - begin if with_padding else min(stop, size) - max(begin, 0) for begin, stop in edges]
         spans.append(torch.tensor(inside, dtype=torch.float64, device=x.device))
     return spans[0].unsqueeze(1) * spans[1]
@@ -111,9 +110,8 @@ def average_pool_gradient(
     """Each output's gradient, divided, goes to all pixels of its window."""
     shape = _geometry(kernel, stride, padding)
     output = (gradient.shape[2], gradient.shape[3])
-    part = torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float())
+    parts = on_grid(torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float()), _PIXELS)
     padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output, 0.0)
-    parts = on_grid(part, _PIXELS)
     for tap in shape.taps():
         shape.at(padded, tap, output).add_(parts)
     (top, left), (height, width) = shape.padding, x.shape[2:]

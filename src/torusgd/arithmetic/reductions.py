@@ -6,6 +6,7 @@ The grid of a sum lies 22 bits below the smallest power of two above the largest
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +49,11 @@ def blocks(x: Tensor) -> list[slice]:
     return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
 
 
-def block_sum(terms: Callable[[slice], Tensor], like: Tensor, dims: tuple[int, ...], amax: Tensor) -> Tensor:
+def block_sum(terms: Callable[[Any], Tensor], like: Tensor, dims: tuple[int, ...], amax: Tensor) -> Tensor:
     """The grid sum over `dims`, of length 1 then, of `terms` of runs of the first dimension, up to `amax`."""
     offset = grid_offset(amax)
     if like.numel() <= _BLOCK:
-        return (terms(slice(None)) + offset).sub_(offset).double().sum(dims, True)
+        return (terms(...) + offset).sub_(offset).double().sum(dims, True)
     total = torch.zeros_like(offset, dtype=torch.int64)
     for part in blocks(like):
         sums, own = (total, offset) if 0 in dims else (total[part], offset[part])
@@ -142,11 +143,5 @@ def variance(x: Tensor, dims: tuple[int, ...], correction: float = 1, keepdim: b
     """Variance and mean, float32: the grid sum of squares of x - mean, divided by the count less the correction."""
     middle = mean(x, dims, True)
     distance = x - middle
-    total = grid_sum(distance.mul_(distance), dims, keepdim)
-    found = quotient(total, max(count_of(x, dims) - correction, 0))
+    found = quotient(grid_sum(distance.mul_(distance), dims, keepdim), max(count_of(x, dims) - correction, 0))
     return found, middle if keepdim else middle.view(found.shape)
-
-
-def cumulative_sum(x: Tensor, dim: int) -> Tensor:
-    """Running sums along a dimension, on the grid of its whole: float32."""
-    return on_grid(x, (dim,)).cumsum_(dim).float()

@@ -35,9 +35,7 @@ _COMPARISONS = """
     logical_or logical_xor lt max maximum min minimum nan_to_num nan_to_num_ ne relu relu6 relu_ searchsorted
     sign signbit threshold threshold_backward
 """
-_SINGLE_OPERATIONS = (
-    "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
-)
+_SINGLE = "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
 # Of torch.distributed, that move values.
 _MESSAGES = """
     _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier
@@ -47,7 +45,7 @@ _MESSAGES = """
 # By overload, as those below.
 PASSING = frozenset(
     getattr(packet, overload)
-    for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE_OPERATIONS), (torch.ops.c10d, _MESSAGES))
+    for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE), (torch.ops.c10d, _MESSAGES))
     for name in names.split()
     if (packet := getattr(space, name, None)) is not None
     for overload in packet.overloads()
@@ -70,8 +68,7 @@ class Rules(dict[Any, Rule]):
         """Makes a function the rule of overloads."""
 
         def register(function: Rule) -> Rule:
-            for overload in overloads:
-                self[overload] = function
+            self.update(dict.fromkeys(overloads, function))
             return function
 
         return register

@@ -48,8 +48,7 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """2**s, float32, for values up to `amax`, float32, and 2**-s, float64, which is NaN where `amax` is not finite."""
     raised = (amax.view(torch.int32) + (_CARRY - _LEAST * _ONE)).clamp_(min=0).bitwise_and_(_EXPONENT)
     scale = (254 * _ONE - raised).view(torch.float32)
-    inverse = torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double())
-    return scale, inverse.add_(amax - amax)
+    return scale, torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double()).add_(amax - amax)
 
 
 def grid_offset(amax: Tensor) -> Tensor:
@@ -57,14 +56,12 @@ def grid_offset(amax: Tensor) -> Tensor:
     # 2**e is the smallest power of two above `amax`, at least 2**-126, and c = 1.5 * 2**(e + 1): c + x stays within one
     # binade, whose spacing is that of the grid. From 2**126 on, and where `amax` is not finite, c is NaN.
     _check(amax)
-    exponent = (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE)
-    return exponent.add_(2 * _ONE + _ONE // 2).view(torch.float32)
+    return (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE).add_(2 * _ONE + _ONE // 2).view(torch.float32)
 
 
 def grid_unit(offset: Tensor) -> Tensor:
     """2**(e - 22), the distance between multiples of the grid of an offset: float64, NaN where that is."""
-    power = (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double()
-    return power.mul_(2.0**-23).add_(offset - offset)
+    return (offset.view(torch.int32) & _EXPONENT).view(torch.float32).double().mul_(2.0**-23).add_(offset - offset)
 
 
 @dataclass
@@ -102,14 +99,14 @@ def count(left: Callable[[], tuple[Tensor, Tensor]], right: Callable[[], tuple[T
     if pairs is None:
         return
     (a, a_kept), (b, b_kept) = left(), right()
-    whole, kept = int((a * b).sum()), int((a_kept * b_kept).sum())
+    whole, kept = (int((x.flatten() * y.flatten()).sum()) for x, y in ((a, b), (a_kept, b_kept)))
     pairs.lost += whole - kept
     pairs.all += whole
 
 
-def counts(x: Tensor, scale: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def counts(x: Tensor, scaled: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The numbers other than 0 over `dims`, all but the shared index, and those whose integer is not 0: int64.
 
-    `x` is float32, and `scale` 2**s, of length 1 or of that of `x` in each dimension.
+    `scaled` is x * 2**s, float32, rounded or not.
     """
-    return (x != 0).sum(dims), ((x * scale).abs() > 0.5).sum(dims)
+    return (x != 0).sum(dims), (scaled.abs() > 0.5).sum(dims)

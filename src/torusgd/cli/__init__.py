@@ -27,16 +27,14 @@ ABOUT = "Train image classifiers with large mini-batches: the same weights, bit 
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 
 Commands = Mapping[str, "Callable[..., object] | Commands"]
-BENCH: Commands = {"allreduce": bench.allreduce, "scaling": bench.scaling}
-DATA: Commands = {
-    "fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info,
-}  # fmt: skip
 COMMANDS: Commands = {
     "train": train.train, "join": train.join, "replay": train.replay, "verify": verify.verify,
     "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
     "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": rehearse.simulate, "recipes": data.recipes,
-    "tune": bench.tune, "bench": BENCH, "data": DATA, "doctor": doctor.doctor,
+    "tune": bench.tune, "bench": {"allreduce": bench.allreduce, "scaling": bench.scaling},
+    "data": {"fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info},
+    "doctor": doctor.doctor,
 }  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
 HIDDEN = {"scale"}  # earlier names

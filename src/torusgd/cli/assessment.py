@@ -5,7 +5,6 @@ from ..data.pipeline import Pipeline
 from ..launch.torchrun import join
 from ..precision import Precision, arithmetic_of
 from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schema import Recipe
 from ..run.trained_weights import open_trained
 from ..rundir.run_view import local_run
 from ..runtime import prepare_process, resolve_auto, resolve_device
@@ -26,7 +25,7 @@ class Assessment:
             local_run(weights.checkpoint), weights.data, weights.model, weights.classes, weights.overrides or []
         )
         self.world = join(device, _TIMEOUT)
-        self.recipe: Recipe = resolve_auto(self.trained.recipe, device)
+        self.recipe = resolve_auto(self.trained.recipe, device)
         prepare_process(self.recipe, self.world.device)
         self.model = self.trained.model.to(self.world.device)
         self.precision = Precision(self.recipe, self.world.device)
@@ -45,8 +44,7 @@ class Assessment:
         if classes > _MOST_CLASSES:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
-        device = self.world.device
-        result = self.evaluate(lambda logits, batch, _: confusion.add(logits, batch.targets.to(device)))
+        result = self.evaluate(lambda logits, batch, _: confusion.add(logits, batch.targets.to(self.world.device)))
         confusion.sum_over_ranks(NativeAllReduce(self.world))
         return result, confusion
 

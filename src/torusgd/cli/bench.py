@@ -1,7 +1,4 @@
-"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan.
-
-A network is measured on somebody's ranks, or on some of our own.
-"""
+"""`torusgd bench` and `torusgd tune`: the network measured, and a recipe's steps on 1, 2, 4 ... ranks beside a plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
-_COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
+_COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
@@ -36,9 +33,7 @@ _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, 
 def allreduce(
     runtime: RuntimeFlags,
     sizes: str | None = flag("Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
-    algorithms: str = flag(
-        f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=",".join(_COMPARED)
-    ),
+    algorithms: str = flag(f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK, default=_COMPARED),
     repetitions: int = flag("Time each this many times.", OUTPUT, min=1, name="-n", default=7),
     json_file: JsonFile = None,
 ) -> None:
@@ -73,17 +68,12 @@ def show_records(records: "Sequence[Record]") -> None:
     )
     native = {record.bytes: record.median_s for record in records if record.algorithm == "native"}
     rows = [
-        (
-            byte_size(record.bytes),
-            record.runs if record.algorithm == "auto" else record.algorithm,
-            f"{1e3 * record.median_s:.4g}",
-            f"{1e3 * record.min_s:.3g}-{1e3 * record.max_s:.3g}",
-            f"{1e-6 * record.bus_bandwidth:.0f}",
-            f"{native[record.bytes] / record.median_s:.2f}x" if record.bytes in native else "",
-            f"{1e3 * record.skew_s:.2g} +- {1e3 * record.bound_s:.2g}" + " *" * record.is_doubtful,
-        )
-        for record in records
-    ]
+        (byte_size(r.bytes), r.runs if r.algorithm == "auto" else r.algorithm, f"{1e3 * r.median_s:.4g}",
+         f"{1e3 * r.min_s:.3g}-{1e3 * r.max_s:.3g}", f"{1e-6 * r.bus_bandwidth:.0f}",
+         f"{native[r.bytes] / r.median_s:.2f}x" if r.bytes in native else "",
+         f"{1e3 * r.skew_s:.2g} +- {1e3 * r.bound_s:.2g}" + " *" * r.is_doubtful)
+        for r in records
+    ]  # fmt: skip
     console().print(table(("size", "algorithm", "ms", "min-max", "bus MB/s", "gain", "skew ms"), rows))
 
 
@@ -126,8 +116,7 @@ def show_profile(profile: "Profile") -> None:
             terminal.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
     for each in sorted({timing.size for timing in profile.timings}):
         best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
-        algorithm = best.as_algorithm(len(profile.hosts)) or "native"
-        terminal.print(f"{byte_size(each):>8}: {algorithm}, {best.elapsed}")
+        terminal.print(f"{byte_size(each):>8}: {best.as_algorithm(len(profile.hosts)) or 'native'}, {best.elapsed}")
     if profile.crowding:
         most = profile.crowding[-1]
         terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
@@ -137,9 +126,8 @@ def show_profile(profile: "Profile") -> None:
 
 
 def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher.
-
-    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
+    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher. The
+    function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value.
     """
     import torch
 
@@ -280,5 +268,4 @@ def show_points(points: Sequence[Point]) -> None:
          f"{1e3 * p.planned_step_seconds:.4g}", f"{p.planned_efficiency:.0%}", f"{p.error:+.1%}")
         for p in points
     ]  # fmt: skip
-    headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
-    console().print(table(headings, rows))
+    console().print(table(("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"), rows))

@@ -9,6 +9,7 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError
+from ..rundir.run_view import STOP, WORKERS, RunView, gone
 from ..text import percent, plural
 from .options import flag, option
 from .output import console
@@ -19,8 +20,6 @@ _MOST_SHOWN = 16  # ranks whose virtual workers stand in a line
 
 def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name="--json", default=False)) -> None:
     """Show a run's step, speed, ranks and their virtual workers, slow ranks and time left."""
-    from ..rundir.run_view import RunView, gone
-
     view = RunView(run)
     found = view.read()
     if as_json:
@@ -30,22 +29,17 @@ def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name
     elif found.state == "stopped":
         typer.echo(f"{view.name}: {gone(found)}")
     else:
-        terminal = console()
         try:
             lines = _lines(found.state, found.reported, found.age)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
-        for line in lines:
-            terminal.print(line)
+        console().print("\n".join(lines))
 
 
 def stop(
-    run: RunFolder,
-    seconds: float = flag("Wait so long for its end; 0: don't wait.", min=0, default=120.0),
+    run: RunFolder, seconds: float = flag("Wait so long for its end; 0: don't wait.", min=0, default=120.0)
 ) -> None:
     """Have a run write a checkpoint and end; the same `torusgd train` goes on with it."""
-    from ..rundir.run_view import STOP, RunView, gone
-
     view = RunView(run)
     view.running("stop")
     view.request(STOP, "")
@@ -65,8 +59,6 @@ def resize(
     run: RunFolder, workers: Annotated[int, option("--workers", "Go on with this many ranks.", min=1, metavar="N")]
 ) -> None:
     """Have a run on one machine go on with another number of ranks, to the same weights."""
-    from ..rundir.run_view import WORKERS, RunView
-
     view = RunView(run)
     found = view.running("resize")
     # What a run would refuse at its next step is refused here, where its user looks.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument
 
+from ..errors import UserError
 from .options import flag
 from .output import check_here, console
 
@@ -38,11 +39,8 @@ def index(
     check_here("--out", out)
     listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
     with console().status(f"{path}: looking for images") as status:
-        arrays = make_index(
-            path,
-            read_classes(listed) if listed else None,
-            progress=lambda done: status.update(f"{path}: {done:,} images"),
-        )
+        names = read_classes(listed) if listed else None
+        arrays = make_index(path, names, progress=lambda done: status.update(f"{path}: {done:,} images"))
         write_index(out or path / FILE, arrays)
     counts = count_images(arrays)
     typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
@@ -65,13 +63,10 @@ def pack(
     total = len(train) + len(held_out)
     with console().status(f"{out}: 0 of {total:,} images") as status:
         counts = pack(
-            train,
-            held_out,
-            out,
-            Packing(size, None if png else quality, images_per_shard),
+            train, held_out, out, Packing(size, None if png else quality, images_per_shard),
             leave_out=lambda line: typer.echo(f"left out: {line}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
-        )
+        )  # fmt: skip
     lacking = total - sum(counts.values())  # undecodable images are named while they are met, and counted here
     typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
     typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")
@@ -84,7 +79,6 @@ def prepare(
     """Make a data set that one must download oneself ready for training, and check that it is whole."""
     from ..data.fetch import prepare_imagenet
     from ..data.tar_index import count_images
-    from ..errors import UserError
 
     if name != "imagenet":
         raise UserError(f"data prepare: no data set {name!r}; there is imagenet")
@@ -123,10 +117,9 @@ def recipes(
 
     if keys:
         typer.echo(reference(), nl=False)
-        return
-    if name is not None:
+    elif name is not None:
         typer.echo(recipe_source(name), nl=False)
-        return
-    width = max(map(len, recipe_names()))
-    for each in recipe_names():
-        typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")
+    else:
+        width = max(map(len, recipe_names()))
+        for each in recipe_names():
+            typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")

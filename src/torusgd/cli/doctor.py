@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..errors import RunError, UserError, in_one_line
+from ..ranks.forkserver import start_forkserver
 from ..text import byte_size, listed, plural
 from .output import console
 
@@ -22,17 +23,11 @@ _SHARED = "/dev/shm"
 LEAST_SHARED = 1 << 28  # bytes that batches of two ranks and their loader processes take
 
 
-class _Unfit(Exception):
-    """What a run can't do without is missing here; the message says what, and the remedy."""
-
-
 def doctor() -> None:
     """Print what works on this machine, and what to install for the rest.
 
     Exit code 0: recipes can be trained here. 1: they can't, and a line says why.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()
     checks = {
         "torusgd": _versions, "machine": _machine, "device": _device, "ranks": _ranks, "memory": _memory,
@@ -42,7 +37,7 @@ def doctor() -> None:
     for name, check in checks.items():
         try:
             text = check()
-        except _Unfit as error:
+        except RunError as error:  # what a run can't do without is missing
             unfit.append(name)
             text = f"NO: {error}"
         terminal.print(f"{name:9} {text}")
@@ -85,7 +80,7 @@ def _ranks() -> str:
     try:
         seconds = on_ranks(RuntimeOptions(workers=2), _sum_on_rank)
     except (RunError, UserError, OSError) as error:
-        raise _Unfit(f"two ranks on this machine can't sum: {in_one_line(error)}; look at lo and at hosts") from error
+        raise RunError(f"two ranks on this machine can't sum: {in_one_line(error)}; look at lo and at hosts") from error
     return f"two ranks sum 4 KiB over loopback in {1e3 * seconds:.2g} ms"
 
 
@@ -102,7 +97,7 @@ def _memory() -> str:
     with suppress(OSError):
         free = shutil.disk_usage(_SHARED).free
         if free < LEAST_SHARED:
-            raise _Unfit(
+            raise RunError(
                 f"{_SHARED} has {byte_size(free)}, ranks hand batches over there; give it {byte_size(LEAST_SHARED)} "
                 "(docker: --shm-size)"
             )

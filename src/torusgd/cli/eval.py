@@ -64,14 +64,10 @@ def polish(
     if assessment.world.rank != 0:
         return
     tensors = assessment.model.state_dict()
-    metadata = {
-        "classes": json.dumps(trained.train.classes),
-        "recipe": json.dumps(recipe.as_dict()),
-        "recipe_sha256": recipe.sha256(),
-        "polished": f"{images} images",
-    }
+    classes, tree = json.dumps(trained.train.classes), json.dumps(recipe.as_dict())
+    about = {"classes": classes, "recipe": tree, "recipe_sha256": recipe.sha256(), "polished": f"{images} images"}
     with as_user_error(f"--out {target}: can't be written"):
-        save_weights(target, tensors, metadata)
+        save_weights(target, tensors, about)
     terminal = console()
     terminal.print(f"before  {describe(before)}")
     terminal.print(f"after   {describe(after)}  (statistics of {images} un-augmented training images)")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from ..errors import UserError, as_user_error
+from ..rundir.run_view import local_run
 from ..text import listed
 from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_file
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from ..report.mistakes import Mistakes
 
 FORMATS = {"onnx": "model.onnx", "torch": "model.pt2", "hub": "hub", "mlperf": "mlperf.log"}
-"""files or folders of each format"""
 _WORDS = "|".join(FORMATS)
 
 
@@ -33,9 +33,8 @@ def export(
 ) -> None:
     """Write a run for other programs; graphs are checked to give the same logits."""
     wanted = dict.fromkeys(formats or ["onnx"])  # each once, in the order of the flags
-    for name in wanted:
-        if name not in FORMATS:
-            raise UserError(f"--format {name}: choose among {listed(FORMATS)}")
+    if unknown := [name for name in wanted if name not in FORMATS]:
+        raise UserError(f"--format {unknown[0]}: choose among {listed(FORMATS)}")
     if division not in ("open", "closed"):
         raise UserError(f"--division {division}: open or closed")
     check_out(out, run)
@@ -44,7 +43,6 @@ def export(
     from ..export.model_card import write_hub_folder
     from ..report.read_run import read_run
     from ..run.trained_weights import open_model
-    from ..rundir.run_view import local_run
 
     run = local_run(run)
     folder = out or (run if run.is_dir() else run.parent) / "export"
@@ -56,16 +54,12 @@ def export(
     terminal = console()
     for name in wanted:
         path, found = folder / FORMATS[name], ""
-        if name == "mlperf":
-            assert record is not None
+        if name == "mlperf" and record is not None:
             write_mlperf_log(record, path, division)
-        elif name == "hub":
-            assert record is not None
-            assert trained is not None
+        elif name == "hub" and record is not None and trained is not None:
             write_hub_folder(record, trained, path, license_name)
             found = ": README.md, config.json, recipe.yaml, model.safetensors, records.jsonl"
-        else:
-            assert trained is not None
+        elif trained is not None:
             worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
             found = f": logits as the network's, within {worst:.1e} of the largest"
             if trained.recipe.precision == "portable":
@@ -89,7 +83,6 @@ def report(
     """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.page import log_page, run_page
     from ..report.read_run import read_log, read_run, read_verified
-    from ..rundir.run_view import local_run
 
     check_writable("--out", out)
     if all(run.is_file() for run in runs):

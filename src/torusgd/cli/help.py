@@ -4,7 +4,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-GROUPS = {
+GROUPS = {  # commands in the order in which they are listed
     "Begin here": ("doctor", "recipes", "train", "eval", "report"),
     "A run that goes on": ("status", "stop", "resize", "join"),
     "Check a run": ("verify", "replay"),
@@ -12,51 +12,30 @@ GROUPS = {
     "Data": ("data",),
     "Clusters, before you rent them": ("plan", "rehearse", "simulate", "tune", "bench"),
 }
-"""commands in the order in which they are listed"""
 
-EXAMPLES = {
-    "doctor": "doctor",
-    "recipes": "recipes digits",
-    "train": "train digits --workers 2",
-    "eval": "eval runs/folder --data PATH",
-    "report": "report runs/digits",
-    "status": "status runs/digits",
-    "stop": "stop runs/digits",
-    "resize": "resize runs/digits --workers 3",
-    "join": "join HOST:29600 --token-file TOKEN --workers 8",
-    "verify": "verify runs/digits --sample 3",
+EXAMPLES = {  # of each command, the words behind `torusgd`
+    "doctor": "doctor", "recipes": "recipes digits", "train": "train digits --workers 2",
+    "eval": "eval runs/folder --data PATH", "report": "report runs/digits", "status": "status runs/digits",
+    "stop": "stop runs/digits", "resize": "resize runs/digits --workers 3",
+    "join": "join HOST:29600 --token-file TOKEN --workers 8", "verify": "verify runs/digits --sample 3",
     "replay": "replay runs/fashion-cutoff --workers 3",
-    "polish": "polish runs/folder --data PATH --out polished.safetensors",
-    "export": "export runs/digits --format onnx",
-    "data": "data info PATH",
-    "data fetch": "data fetch fashion-mnist --out data/fashion-mnist",
-    "data index": "data index SHARDS",
-    "data pack": "data pack PATH PACKED --size 256",
-    "data prepare": "data prepare imagenet PATH",
-    "data info": "data info PATH",
+    "polish": "polish runs/folder --data PATH --out polished.safetensors", "export": "export runs/digits --format onnx",
+    "data": "data info PATH", "data fetch": "data fetch fashion-mnist --out data/fashion-mnist",
+    "data index": "data index SHARDS", "data pack": "data pack PATH PACKED --size 256",
+    "data prepare": "data prepare imagenet PATH", "data info": "data info PATH",
     "plan": "plan resnet50 --cluster hgx-h100 --devices 32",
-    "rehearse": "rehearse sony-224s --cluster abci --devices 2176",
-    "simulate": "simulate fashion-cutoff --data PATH",
-    "tune": "tune --out profile.json",
-    "bench": "bench allreduce --workers 4",
-    "bench allreduce": "bench allreduce --workers 4 --sizes 64KiB,4MiB",
-    "bench scaling": "bench scaling digits",
-}
-"""of each command, the words behind `torusgd`"""
+    "rehearse": "rehearse sony-224s --cluster abci --devices 2176", "simulate": "simulate fashion-cutoff --data PATH",
+    "tune": "tune --out profile.json", "bench": "bench allreduce --workers 4",
+    "bench allreduce": "bench allreduce --workers 4 --sizes 64KiB,4MiB", "bench scaling": "bench scaling digits",
+}  # fmt: skip
 
 
 class _Help:
-    """--help with an example first and the options in panels."""
-
     get_params: Any
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        words: list[str] = []
-        outer = ctx
-        while outer.parent is not None:
-            words.insert(0, outer.info_name)
-            outer = outer.parent
-        if example := EXAMPLES.get(" ".join(words)):  # none of an earlier name
+        words = ctx.command_path.removeprefix(ctx.find_root().info_name).strip()
+        if example := EXAMPLES.get(words):  # none of an earlier name
             formatter.write(f"Example: torusgd {example}\n\n")
         super().format_usage(ctx, formatter)  # type: ignore[misc] # Typer's, of either class below
 

@@ -1,7 +1,4 @@
-"""The options that several commands share, each written once, and those of the runtime, made from `RuntimeOptions`.
-
-A group of options that belong together is a class, which a command takes as one parameter: see `expand`.
-"""
+"""The options that several commands share, each written once, and those of the runtime, made from `RuntimeOptions`."""
 
 import inspect
 import logging
@@ -21,8 +18,7 @@ from .output import check_writable
 if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` takes no seconds
     from ..recipe.runtime_options import RuntimeOptions
 
-DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network", "Output"
-"""panels of --help, beside those of single commands"""
+DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network", "Output"  # panels of --help
 _log = logging.getLogger(__name__)
 
 
@@ -38,33 +34,19 @@ def option(name: str, text: str, panel: str | None = None, metavar: str | None =
 
 
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    option(
-        "--set",
-        "Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
-        RECIPE,
-        "KEY.PATH=VALUE",
-    ),
-]
+Overrides = Annotated[list[str] | None, option(
+    "--set", "Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
+    RECIPE, "KEY.PATH=VALUE",
+)]  # fmt: skip
 DataPath = Annotated[Path | None, option("--data", "Read the data set from this folder or file.", DATA)]
-InitialWeights = Annotated[
-    str | None,
-    option(
-        "--init",
-        "Start from these weights: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. A head "
-        "for other classes is made anew.",
-        DATA,
-        "FILE|timm|hf:REPO",
-    ),
-]
-JsonFile = Annotated[
-    Path | None,
-    option(
-        "--json", "Also write the result to this file, as JSON.", OUTPUT,
-        callback=lambda path: check_writable("--json", path),
-    ),
-]  # fmt: skip
+InitialWeights = Annotated[str | None, option(
+    "--init", "Start from these weights: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. "
+    "A head for other classes is made anew.", DATA, "FILE|timm|hf:REPO",
+)]  # fmt: skip
+JsonFile = Annotated[Path | None, option(
+    "--json", "Also write the result to this file, as JSON.", OUTPUT,
+    callback=lambda path: check_writable("--json", path),
+)]  # fmt: skip
 
 # The end of a flag's help, with names of rooms above the option's.
 _MORE = {
@@ -126,9 +108,8 @@ def runtime_flags(command: str) -> Iterator[inspect.Parameter]:
             None,
             *(f"{each}/--no-{each.removeprefix('--')}" if kind is bool else each for each in names),
             help=f"{text} Default: {default}." if default else text,
-            rich_help_panel=flag.panel,
-            metavar=flag.metavar or words or None,
-        )
+            rich_help_panel=flag.panel, metavar=flag.metavar or words or None,
+        )  # fmt: skip
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
 
 

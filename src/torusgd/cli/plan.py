@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from ..errors import UserError
+from ..errors import UserError, needs
 from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, flag
 from .output import check_writable, write_json
 
@@ -21,24 +21,20 @@ class Wanted:
     sweep: bool = flag("Also plan for 1 to N devices, and find the knee of the curve.", WANTED, default=False)
     design: bool = flag(
         "Also show layer by layer what limits, the best groups and least images a node, and what would pay most.",
-        WANTED,
-        default=False,
-    )
+        WANTED, default=False,
+    )  # fmt: skip
     best: bool = flag("Also look for better settings.", WANTED, default=False)
     to: str | None = flag(
         "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep by devices.", WANTED, "TOP1"
     )
     synchrony: str | None = flag(
-        "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
-        WANTED,
+        "Also plan steps that leave out late work, or exchange every H steps; needs --delays.", WANTED,
         "cutoff|backup:B|local:H",
-    )
+    )  # fmt: skip
     delays: str | None = flag(
         "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
-        "try every form.",
-        WANTED,
-        "MODEL|RUN",
-    )
+        "try every form.", WANTED, "MODEL|RUN",
+    )  # fmt: skip
     cost: float | None = flag("Add the cost at this price of a device and hour.", WANTED, "PRICE")
     published: Path | None = flag("Predict every row of a table of published results.", WANTED)
     plot: Path | None = flag("Draw the sweep as .svg or .png.", OUTPUT)
@@ -52,12 +48,12 @@ class Wanted:
         if is_alone or (self.synchrony is not None and self.delays is None):
             raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
         if self.plot is not None:
-            from .planning import check_plot
-
-            check_plot(self.plot)
+            if self.plot.suffix not in (".svg", ".png"):
+                raise UserError(f"--plot {self.plot}: write a picture as .svg or .png")
+            with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
+                import matplotlib.figure  # noqa: F401 - only whether it is there
             check_writable("--plot", self.plot)
-        if self.report is not None:
-            check_writable("--report", self.report)
+        check_writable("--report", self.report)
         at_its_batch = {"--best": self.best, "--design": self.design, "--delays": self.delays is not None}
         for name, is_given in at_its_batch.items():
             if self.to is not None and is_given:
@@ -87,5 +83,4 @@ def plan(
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
     wanted.check()
-    planned = Planned.read(recipe, overrides or [], data, machine, runtime)
-    write_json(json_file, show_planned(planned, wanted))
+    write_json(json_file, show_planned(Planned.read(recipe, overrides or [], data, machine, runtime), wanted))

@@ -1,7 +1,4 @@
-"""Plans: read from a command's arguments, computed, and printed; and their curves over devices as pictures.
-
-Pictures are SVG or PNG, by matplotlib, of the extra `plot`.
-"""
+"""Plans: read from a command's arguments, computed and printed; their curves over devices as pictures by matplotlib."""
 
 import shlex
 import sys
@@ -15,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.tuning.profile import Profile
-from ..errors import UserError, as_user_error, needs
+from ..errors import UserError, as_user_error
 from ..plan import time_to_accuracy as accuracy
 from ..plan.cluster import Cluster, Software, load_cluster, load_software, local_cluster
 from ..plan.design import design, next_steps
@@ -161,7 +158,6 @@ def show_planned(planned: Planned, wanted: Wanted) -> dict[str, Any]:
 
 
 def _priced(wanted: Wanted, plan: Forecast | AccuracyPlan) -> dict[str, Any]:
-    """A plan as plain values, with its cost if --cost gives a price."""
     return {**plan.as_dict(), **({} if wanted.cost is None else {"cost": plan.cost(wanted.cost)})}
 
 
@@ -183,8 +179,7 @@ def _show_plan(
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
         curve = sweep(planned.workload, cluster, planned.program_on, counts)
         show_sweep(terminal, curve, wanted.cost)
-        found["sweep"] = [_priced(wanted, each) for each in curve.forecasts]
-        found["knee"] = curve.knee
+        found |= {"sweep": [_priced(wanted, each) for each in curve.forecasts], "knee": curve.knee}
         if wanted.plot is not None:
             plot_sweep(curve, title, wanted.plot)
             terminal.print(f"wrote {wanted.plot}")
@@ -206,7 +201,6 @@ def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> 
 
 
 def _show_accuracy(planned: Planned, program: Software, target: float, wanted: Wanted) -> dict[str, Any]:
-    """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
     accuracy.check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     title = planned.title(f"{planned.recipe.name} to {target:.1%}")
@@ -338,16 +332,13 @@ def show_curve(console: Console, sweep: Sweep) -> None:
     """A bar for each number of devices: its share of so many single devices with the same global batch."""
     rows = []
     for each in sweep.forecasts:
-        share = each.speedup / each.devices
-        mark = " knee" if each.devices == sweep.knee else ""
+        share, mark = each.speedup / each.devices, " knee" if each.devices == sweep.knee else ""
         rows.append((f"{each.devices:,}", "#" * round(40 * min(share, 1.25)), f"{share:.0%}{mark}"))
     console.print(table(("devices", "speed-up of a device, the same global batch", ""), rows, left=[1, 2]))
 
 
 def show_design(console: Console, planned: Planned, program: Software) -> dict[str, Any]:
-    """The design point of the last stage, a line for each layer, the critical one bold; what limits, what would next,
-    and the change of machine or batch that pays most; as plain values.
-    """
+    """The design point of the last stage, layer by layer; what limits now and next, what pays most; as plain values."""
     workload, cluster, devices = planned.workload, planned.cluster, planned.devices
     stage = workload.stages[-1]
     found = design(workload.cost_of(stage), cluster, program, devices, stage.batch)
@@ -440,14 +431,6 @@ def show_best(console: Console, best: SearchResult) -> None:
     console.print(table(("setting", "best", "saves"), rows, left=range(3)))
     before, after = best.before.run.seconds, best.forecast.run.seconds
     console.print(f"from {duration(before)} to {duration(after)} ({after / before - 1:+.1%})")
-
-
-def check_plot(path: Path) -> None:
-    """UserError if a picture can't be drawn: another kind of file, or no matplotlib."""
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot {path}: write a picture as .svg or .png")
-    with needs("--plot: needs matplotlib", "matplotlib (the extra plot)"):
-        import matplotlib.figure  # noqa: F401 - only whether it is there
 
 
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:

@@ -31,13 +31,13 @@ def rehearse(
     from ..plan.forecast import with_communication
     from ..plan.program import as_torusgd
     from ..recipe.compatibility import WORKERS, Setup, check
-    from ..rehearse.lab import why_not
     from ..rehearse.rehearsal import rehearse as play
+    from ..rehearse.wire import why_not
     from .planning import Planned
 
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     planned = replace(planned, software=as_torusgd(planned.software), as_published=frozenset())
-    options, devices = planned.runtime, planned.devices
+    options, devices, cluster = planned.runtime, planned.devices, planned.cluster
     # What can be planned and not played: one device, fewer virtual workers, other programs' all-reduces.
     if devices < 2:
         raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
@@ -45,16 +45,14 @@ def rehearse(
     if options.allreduce not in ("auto", "native"):
         parse_algorithm(options.allreduce, devices)
     program = with_communication(planned.program(options), overlap=overlap)
-    reason = why_not()
-    if reason is not None:
+    if reason := why_not():
         raise RunError(f"rehearse: {reason}")
     found = play(
-        planned.workload, planned.cluster, program, devices, reduction=planned.recipe.reduction,
+        planned.workload, cluster, program, devices, reduction=planned.recipe.reduction,
         allreduce=options.allreduce, steps=steps, limit=seconds,
     )  # fmt: skip
     groups = program.communication.linear_groups
     shared = "" if groups is None else f", linear layers shared by {devices // groups}"
-    cluster = planned.cluster
     speed = "" if program.program is None else f", computing like {program.program}"
     console().print(
         f"{planned.recipe.name} on {devices} x {cluster.device.name} ({cluster.name}), torusgd{speed}, "

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, warn
+from ..hub import pinned
+from ..ranks import slurm
+from ..ranks.forkserver import start_forkserver
+from ..rundir.run_view import local_run
 from ..signals import EXIT_AGAIN, stop_after
 from ..text import listed, milliseconds, percent, plural
 from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, flag
@@ -45,15 +49,11 @@ def train(
     requeue: bool = flag("Then have Slurm queue the job again.", OUTPUT, default=False),
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
-    from ..ranks.forkserver import start_forkserver
-
     if "RANK" not in os.environ:  # `launch` needs it, and it must start before torch is imported
         start_forkserver()
-    from ..errors import warn
     from ..launch.local import Entrance
     from ..observe.events import PlanComparison
     from ..observe.trace import TracedSteps
-    from ..ranks import slurm
     from ..ranks.join import parse_address
     from ..recipe.load import load_recipe
     from ..run.job import Job
@@ -97,8 +97,6 @@ def is_first() -> bool:
 
 def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror | None") -> "RunResult":
     """Runs a job in its folder, to which a run in a bucket is copied first, and from which its result is copied."""
-    from ..errors import RunError
-    from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.compatibility import DELETES, LISTENS, check
@@ -109,8 +107,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
     launcher, is_mirrored = launcher_name(), mirror is not None and is_first()
     if launcher:
         deletes = job.bucket if begins and job.bucket else ""
-        setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
-        check(setup, {LISTENS, DELETES})
+        check(setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes), {LISTENS, DELETES})
     # A run in a bucket is copied to this machine first; its lease keeps a second run from the same folder.
     with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
         # A data set of a hub stays at the revision with which the run began.
@@ -154,17 +151,13 @@ def replay(
     fresh: bool = flag("Delete an earlier replay in --out and begin anew.", OUTPUT, default=False),
 ) -> None:
     """Train a run again from its recipe and journal, and compare the weights."""
-    from ..ranks.forkserver import start_forkserver
-
     if "RANK" not in os.environ:
         start_forkserver()
-    from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import read_run_recipe
     from ..run.job import Job
     from ..rundir.run_dir import RunDir
-    from ..rundir.run_view import local_run
     from ..runtime import ranks_are_given, resolve_device
     from ..step.journal import read_journal
 
@@ -221,8 +214,6 @@ def join(
     Recipe and options come from the run, weights from its ranks; the data set must be here. The run goes on when this
     command ends, and this command ends with the run. The token is the file .join-token in the run's folder.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()  # before torch is imported here
     from ..launch.node_agent import join_run
     from ..ranks.join import parse_address, read_token

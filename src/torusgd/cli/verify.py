@@ -1,9 +1,7 @@
 """`torusgd verify`: somebody's run, some steps of it computed anew and compared bit for bit."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +9,8 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError
+from ..hub import pinned
+from ..ranks.forkserver import start_forkserver
 from ..text import percent, plural
 from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, flag
 from .output import console, write_json
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..run.claims import Claims
 
 WHAT = "What to compute"
-# Steps of options that a run in a folder of its own writes no checkpoint by.
-_NEVER = "1e14sa"
 
 
 def verify(
@@ -43,22 +41,23 @@ def verify(
 
     Exit code 0: all that was asked for is equal. 1: something differs. 2: something could not be compared.
     """
-    from ..ranks.forkserver import start_forkserver
-
     start_forkserver()
+    from ..launch.verification import DIFFERS, Checked
     from ..run.claims import read_claims
     from ..runtime import ranks_are_given
 
     if ranks_are_given():
         raise UserError("verify: starts its own ranks; give it without torchrun")
-    if sum((steps is not None, sample is not None, final, whole)) > 1 or (
-        seed is not None and (steps or final or whole)
-    ):
+    asked = sum((steps is not None, sample is not None, final, whole))
+    if asked > 1 or (seed is not None and (steps or final or whole)):
         raise UserError("verify: give one of --steps, --sample, --final and --all, and --seed with --sample alone")
     try:
         claims = read_claims(run, overrides or [])
-        wanted = partial(_wanted, claims, steps, sample, seed, final, whole)
-        found, computed = _check(claims, runtime, data, init, wanted)
+        contradictions = (line.partition(": ") for line in claims.contradictions())
+        found, computed = [Checked(name, DIFFERS, text) for name, _, text in contradictions], 0
+        if not found:
+            ranges = _wanted(claims, steps, sample, seed, final, whole)
+            found, computed = _check(claims, ranges, runtime, data, init)
     except (RunError, OSError) as error:  # which say nothing of the run that is checked
         scratch = tempfile.gettempdir()
         remedy = f"; TMPDIR names another folder than {scratch} to compute in" if scratch in str(error) else ""
@@ -95,35 +94,28 @@ def _wanted(
 
 
 def _check(
-    claims: "Claims", runtime: RuntimeFlags, data: Path | None, init: str | None, wanted: Callable[[], "list[Range]"]
+    claims: "Claims", ranges: "list[Range]", runtime: RuntimeFlags, data: Path | None, init: str | None
 ) -> "tuple[list[Checked], int]":
     """What is found of a run, and how many steps were computed."""
     from rich.progress import Progress
 
-    from ..hub import pinned
-    from ..launch.verification import DIFFERS, Checked, Verifier
+    from ..launch.verification import Verifier
     from ..recipe.section import Duration
     from ..run.job import Job
     from ..rundir.run_dir import RunDir
     from ..runtime import resolve_device
 
-    contradictions = claims.contradictions()
-    if contradictions:
-        pairs = (line.partition(": ") for line in contradictions)
-        return [Checked(name, DIFFERS, text) for name, _, text in pairs], 0
-    ranges, options = wanted(), runtime.over()
-    options = options.model_copy(
-        update={"checkpoint_every": Duration.parse(_NEVER), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
-    )
+    # In a folder of its own a run writes no checkpoint.
+    never = {"checkpoint_every": Duration(1e14, "sa"), "checkpoint_minutes": 1e9, "keep_checkpoints": 1 << 30}
+    options = runtime.over().model_copy(update=never)
     data = pinned(data, RunDir(claims.folder).data_revision())
     terminal = console()
-    with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as scratch:
-        job = Job(claims.recipe, options, resolve_device(options), Path(scratch), data, init)
+    with tempfile.TemporaryDirectory(prefix="torusgd-verify-") as folder:
+        scratch = Path(folder)
+        job = Job(claims.recipe, options, resolve_device(options), scratch, data, init)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
             task = bar.add_task("steps")
-            verifier = Verifier(
-                claims, job, Path(scratch), lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            verifier = Verifier(claims, job, scratch, lambda done, total: bar.update(task, completed=done, total=total))
             found = verifier.differing_inputs()
             return (found, 0) if found else (verifier.check(ranges), verifier.computed)
 
@@ -133,8 +125,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     from ..launch.verification import DIFFERS, UNKNOWN, verdict
 
     terminal, steps = console(), max(claims.states, default=0)
-    states = plural(len(claims.states), "record")
-    head = f"{plural(steps, 'step')}, {states}, the last line's hash is {claims.head}"
+    head = f"{plural(steps, 'step')}, {plural(len(claims.states), 'record')}, the last line's hash is {claims.head}"
     terminal.print(f"{claims.run}: {claims.recipe.name}, {head}")
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):

@@ -7,13 +7,9 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "CommError": "base",
-    "CommTimeout": "base",
-    "ConnectionLost": "base",
-    "Group": "groups",
-    "create": "allreduce",
+    "CommError": "base", "CommTimeout": "base", "ConnectionLost": "base", "Group": "groups", "create": "allreduce",
     "exact_all_reduce": "fixed_point",
-}
+}  # fmt: skip
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are looked up below
 
 

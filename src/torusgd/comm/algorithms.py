@@ -2,11 +2,8 @@
 
 In a round a rank sends runs of elements of its tensor as they were before the round, and receives runs that it adds to
 its own or puts in their place. Every algorithm is made of reduce-scatters over axes of ranks and of their mirror
-images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. The same rounds are run
-by the engines (`gloo`, `nccl`), counted by the tests of `cost`, and drawn in the documentation. An `Algorithm` has a
-name, and gives every rank its rounds for a tensor of a given length.
-
-Sums have the same bits on every rank: an element is summed on one rank and copied, or summed by pairs (a + b = b + a).
+images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. Sums have the same bits
+on every rank: an element is summed on one rank and copied, or summed by pairs (a + b = b + a).
 """
 
 from bisect import bisect_left
@@ -24,10 +21,6 @@ class Message(NamedTuple):
     peer: int
     low: int
     high: int
-
-    @property
-    def elements(self) -> slice:
-        return slice(self.low, self.high)
 
 
 class Round(NamedTuple):
@@ -62,8 +55,6 @@ def _nearest(edge: int, low: int, high: int, stops: Sequence[int]) -> int:
     above = bisect_left(stops, edge)
     upper = min(stops[above], high) if above < len(stops) else high
     lower = max(stops[above - 1], low) if above else low
-    if edge in (low, high):
-        return edge
     return lower if edge - lower <= upper - edge else upper
 
 
@@ -113,11 +104,7 @@ def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
     return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
 
 
-_REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
-    "ring": _ring,
-    "halving": _halving,
-    "direct": _direct,
-}
+_REDUCE_SCATTER = {"ring": _ring, "halving": _halving, "direct": _direct}
 METHODS = (*_REDUCE_SCATTER, "doubling")
 
 
@@ -134,19 +121,17 @@ def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
     bits = range(power.bit_length() - 1)
     if me >= power:
         # Idle rounds between: every rank has the same number of rounds, so that chunks can be woven.
-        partner = _whole(axis, me - power, low, high)
+        partner = _whole(axis, [me - power], low, high)
         return [Round(partner), *[Round() for _ in bits], Round(copies=partner)]
-    exchanged = [_whole(axis, me ^ (1 << bit), low, high) for bit in bits]
+    exchanged = [_whole(axis, [me ^ (1 << bit)], low, high) for bit in bits]
     # a + b = b + a: both partners end with the same bits, without one that adds and one that copies.
     rounds = [Round(message, adds=message) for message in exchanged]
-    if power == size:
-        return rounds
-    folded = _whole(axis, me + power, low, high) if me + power < size else ()
-    return [Round(adds=folded), *rounds, Round(folded)]
+    folded = _whole(axis, [me + power] if me + power < size else [], low, high)
+    return rounds if power == size else [Round(adds=folded), *rounds, Round(folded)]
 
 
-def _whole(axis: Axis, position: int, low: int, high: int) -> tuple[Message, ...]:
-    return (Message(axis.members[position], low, high),) if high > low else ()
+def _whole(axis: Axis, positions: Sequence[int], low: int, high: int) -> tuple[Message, ...]:
+    return tuple(Message(axis.members[position], low, high) for position in positions if high > low)
 
 
 def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
@@ -155,12 +140,9 @@ def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
     # positions before, and are done until the sum comes back.
     size, me, up = len(axis.members), axis.position, []
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        if me % (2 * distance) == distance:
-            up.append(Round(_whole(axis, me - distance, low, high)))
-        elif me % (2 * distance) == 0 and me + distance < size:
-            up.append(Round(adds=_whole(axis, me + distance, low, high)))
-        else:
-            up.append(Round())
+        below = [me - distance] if me % (2 * distance) == distance else []
+        above = [me + distance] if me % (2 * distance) == 0 and me + distance < size else []
+        up.append(Round(_whole(axis, below, low, high), _whole(axis, above, low, high)))
     return up + mirror(up)
 
 
@@ -169,10 +151,8 @@ def _chain(axis: Axis, low: int, high: int) -> list[Round]:
     # A link is in use in one round each way: in chunks, which follow each other, all links work at the same time.
     size, me, up = len(axis.members), axis.position, []
     for sender in range(size - 1, 0, -1):
-        if me == sender:
-            up.append(Round(_whole(axis, me - 1, low, high)))
-        else:
-            up.append(Round(adds=_whole(axis, me + 1, low, high)) if me == sender - 1 else Round())
+        below, above = [me - 1] if me == sender else [], [sender] if me == sender - 1 else []
+        up.append(Round(_whole(axis, below, low, high), _whole(axis, above, low, high)))
     return up + mirror(up)
 
 
@@ -197,13 +177,13 @@ def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[in
     # Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers.
     # In round h the nodes of height h send what they have summed to their parent. `position_of` maps a number to a
     # position on the axis.
-    size = len(axis.members)
-    rounds = []
+    size, rounds = len(axis.members), []
     for height in range((size - 1).bit_length()):
         senders = range(1 << height, size, 2 << height)
-        children = [number for number in _children(me, height, size) if number in senders]
-        sends = _whole(axis, position_of(_parent(me, size)), low, high) if me in senders else ()
-        rounds.append(Round(sends, tuple(m for child in children for m in _whole(axis, position_of(child), low, high))))
+        parent = [position_of(_parent(me, size))] if me in senders else []
+        near = (me - (1 << height), me + (1 << height))
+        children = [position_of(number) for number in near if number in senders and _parent(number, size) == me]
+        rounds.append(Round(_whole(axis, parent, low, high), _whole(axis, children, low, high)))
     return rounds
 
 
@@ -214,31 +194,8 @@ def _parent(number: int, size: int) -> int:
     return above if above < size else number ^ bit
 
 
-def _children(number: int, height: int, size: int) -> list[int]:
-    # The nodes of that height (zeros at the end of the number) whose parent is `number`.
-    near = {number + step for step in (-(1 << height), 1 << height)}
-    return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
-
-
 # methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place
-_UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
-    "doubling": _doubling,
-    "binomial": _binomial,
-    "chain": _chain,
-    "double-tree": _double_tree,
-}
-
-
-def reduce_scatter(
-    axes: Sequence[Axis], low: int, high: int, stops: Sequence[int] | None = None
-) -> tuple[list[Round], tuple[int, int]]:
-    """The rounds after which this rank holds the sum of one span of [low, high), cut at `stops`, and that span."""
-    rounds: list[Round] = []
-    for axis in axes:
-        edges = cut(low, high, len(axis.members), stops)
-        rounds += _REDUCE_SCATTER["halving" if axis.method in _UNCUT else axis.method](axis, edges)
-        low, high = edges[axis.position], edges[axis.position + 1]
-    return rounds, (low, high)
+_UNCUT = {"doubling": _doubling, "binomial": _binomial, "chain": _chain, "double-tree": _double_tree}
 
 
 def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
@@ -256,17 +213,16 @@ def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
 
 def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round]:
     """Reduces onto the first member of `inside`, sums over the leaders' axis `between`, and hands the sum back."""
-    edges = cut(low, high, len(inside.members))
+    edges, size = cut(low, high, len(inside.members)), len(inside.members)
     rounds = _REDUCE_SCATTER[inside.method](inside, edges)
     leaders = all_reduce([between], low, high)
-    # Ranks that do not lead have as many empty rounds as the leaders have full ones: waves count rounds (gloo._weave).
     if inside.position == 0:
-        rounds.append(
-            Round(copies=tuple(m for p in range(1, len(edges) - 1) for m in _messages(inside, p, edges, p, 1)))
-        )
-        return rounds + leaders + mirror(rounds)
-    rounds.append(Round(_messages(inside, 0, edges, inside.position, 1)))
-    return rounds + [Round() for _ in leaders] + mirror(rounds)
+        rounds.append(Round(copies=tuple(m for p in range(1, size) for m in _messages(inside, p, edges, p, 1))))
+    else:
+        rounds.append(Round(_messages(inside, 0, edges, inside.position, 1)))
+        # As many empty rounds as the leaders have full ones: waves count rounds (gloo._weave).
+        leaders = [Round() for _ in leaders]
+    return rounds + leaders + mirror(rounds)
 
 
 TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "chain"}
@@ -302,8 +258,7 @@ class Algorithm:
         """The algorithm as `parse_algorithm` reads it, with the methods of its axes unless they are rings."""
         if self.algorithm in FLAT or self.vertical == self.horizontal == "ring":
             return self.algorithm
-        both = self.vertical == self.horizontal
-        return f"{self.algorithm}:{self.vertical}" + ("" if both else f"/{self.horizontal}")
+        return f"{self.algorithm}:{self.vertical}" + f"/{self.horizontal}" * (self.vertical != self.horizontal)
 
     def rounds(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
@@ -314,18 +269,21 @@ class Algorithm:
             return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]
         return [all_reduce([horizontal, vertical], *span) for span in pairwise(edges)]
 
-    def scatter(
-        self, rank: int, length: int, stops: Sequence[int] | None = None
-    ) -> tuple[list[Round], tuple[int, int]]:
-        """The reduce-scatter of `rank` and the span of the sum that it leaves there; `hierarchical` as a torus."""
-        return reduce_scatter(self.axes(rank), 0, length, stops)
+    def scatter(self, rank: int, length: int, stops: Sequence[int] | None) -> tuple[list[Round], tuple[int, int]]:
+        """The reduce-scatter of `rank`, cut at `stops`, and the span of the sum that it leaves there."""
+        # `hierarchical` is scattered as the torus of its grid.
+        rounds, low, high = list[Round](), 0, length
+        for axis in self.axes(rank):
+            edges = cut(low, high, len(axis.members), stops)
+            rounds += _REDUCE_SCATTER["halving" if axis.method in _UNCUT else axis.method](axis, edges)
+            low, high = edges[axis.position], edges[axis.position + 1]
+        return rounds, (low, high)
 
     def axes(self, rank: int) -> tuple[Axis, Axis]:
         rows, columns = self.grid
         y, x = divmod(rank, columns)
-        row = tuple(range(y * columns, (y + 1) * columns))
-        column = tuple(range(x, rows * columns, columns))
-        return Axis(row, x, self.horizontal), Axis(column, y, self.vertical)
+        row, column = range(y * columns, (y + 1) * columns), range(x, rows * columns, columns)
+        return Axis(tuple(row), x, self.horizontal), Axis(tuple(column), y, self.vertical)
 
     def __str__(self) -> str:
         grid = f" {self.grid[0]}x{self.grid[1]}" if self.algorithm in GRIDS else ""
@@ -351,11 +309,9 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     vertical, slash, horizontal = (methods or "ring").partition("/")
     horizontal = horizontal if slash else vertical
     # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
-    rows = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
-    if vertical not in METHODS or horizontal not in rows:
-        raise UserError(
-            f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(rows)}"
-        )
+    row = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
+    if vertical not in METHODS or horizontal not in row:
+        raise UserError(f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(row)}")
     return Algorithm(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 

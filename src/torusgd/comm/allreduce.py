@@ -8,19 +8,18 @@ algorithm leaves after its first phases; on a torus, after the reduce-scatters o
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .algorithms import GRIDS, Algorithm, Round, cut, mirror, parse_algorithm, usual_chunks
 from .base import Done, Work
 from .connection import Connection, connect, hosts_of
-from .groups import Group, group_of
+from .groups import AnyGroup, group_of
 from .tuning.profile import Profile, expect, explain, ranks_a_host
 from .tuning.tune import measure
 from .works import Followed
@@ -42,7 +41,7 @@ class NativeAllReduce:
     explanation = "allreduce native: the backend's own"
     profile: None = None
 
-    def __init__(self, group: Group | ProcessGroup | None = None) -> None:
+    def __init__(self, group: AnyGroup | None = None) -> None:
         self.group = group_of(group)
 
     def start(self, tensor: torch.Tensor) -> Work:
@@ -91,7 +90,7 @@ def create(
     *,
     grid: tuple[int, int] | None = None,
     profile: Path | None = None,
-    group: Group | ProcessGroup | None = None,
+    group: AnyGroup | None = None,
     device: torch.device | str = "cpu",
     timeout: float | None = None,
     streams: int = 1,
@@ -117,11 +116,10 @@ def create(
         UserError: on every rank, if the name, the grid or the profile don't fit.
         CommTimeout: The ranks did not meet in time.
 
-    >>> allreduce = create("ring")  # one rank: nothing to sum
     >>> tensor = torch.ones(3)
-    >>> allreduce.start(tensor).wait()
-    >>> tensor.tolist()
-    [1.0, 1.0, 1.0]
+    >>> create("ring").start(tensor).wait()  # one rank: nothing to sum
+    >>> tensor
+    tensor([1., 1., 1.])
     """
     if grid is not None and name.partition(":")[0] not in GRIDS:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
@@ -158,11 +156,8 @@ def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algori
     # `expect`'s choice for any number of bytes, with rank 0's decisions on every rank.
     # Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
     # the first rank decides, and the others only compare sizes.
-    decisions = None
-    if connection.group.rank == 0:
-        plans = [expect(profile, size)[0] for size in _SIZES]
-        decisions = [plan and asdict(plan) for plan in plans]
-    received = connection.group.broadcast_json(decisions)
+    plans = [expect(profile, size)[0] for size in _SIZES] if connection.group.rank == 0 else []
+    received = connection.group.broadcast_json([plan and asdict(plan) for plan in plans])
     plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in received]
     return lambda size: plans[max(0, bisect_right(_SIZES, size) - 1)]
 
@@ -181,8 +176,7 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        is_alike = known.hosts == hosts_of(connection.group) and known.streams == connection.streams
-        if is_alike and known.timings:
+        if known.hosts == hosts_of(connection.group) and known.streams == connection.streams and known.timings:
             return known, f"from {path}"
     source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks or streams"
     return measure(connection, _PROBE_SECONDS, short=True), source
@@ -195,34 +189,26 @@ class ShardCollectives:
     The shards depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
     `hierarchical` runs as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
     that; if `auto` finds the backend's own best, a ring runs over Gloo. `watch`: see `Monitor.watch`.
-
-    >>> shards = ShardCollectives(create("ring"))
-    >>> shards.span(0, length=10)
-    (0, 10)
     """
 
     def __init__(self, allreduce: AnyAllReduce, watch: Callable[[Work, float], Work] | None = None) -> None:
         self._watch = watch or (lambda work, left: work)
         self._allreduce, self._group = allreduce, allreduce.group
         self.rank, self.size = self._group.rank, self._group.size
-        self._rounds = lru_cache(1024)(self._make_rounds)
+        self._scatter = lru_cache(1024)(self._find_scatter)
 
     def span(self, rank: int, length: int, stops: Stops = None) -> tuple[int, int]:
         """The shard [low, high) of a rank, of a tensor of `length` elements; it may be empty."""
-        algorithm = self._algorithm(length)
-        if algorithm is not None:
-            return algorithm.scatter(rank, length, stops)[1]
-        edges = cut(0, length, self.size, stops)
-        return edges[rank], edges[rank + 1]
+        return self._scatter(rank, length, stops)[1]
 
     def start_reduce_scatter(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Sums into shards: after `wait` this rank's shard of `tensor` holds the sum over ranks, the rest anything."""
-        rounds = self._rounds(tensor.numel(), stops)
+        rounds, _ = self._scatter(self.rank, tensor.numel(), stops)
         return self._start(tensor, rounds, lambda: self._native_scatter(tensor, stops))
 
     def start_all_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers shards: `tensor` holds this rank's, and after `wait` those of all."""
-        rounds = self._rounds(tensor.numel(), stops)
+        rounds, _ = self._scatter(self.rank, tensor.numel(), stops)
         return self._start(tensor, rounds and mirror(rounds), lambda: self._native_gather(tensor, stops))
 
     def _start(self, tensor: torch.Tensor, rounds: list[Round] | None, native: Callable[[], Work]) -> Work:
@@ -234,29 +220,25 @@ class ShardCollectives:
             return self._watch(native(), left)
         return self._watch(self._allreduce.connection.engine.run_rounds(tensor, rounds), left)
 
-    def _algorithm(self, length: int) -> Algorithm | None:
-        # The algorithm for a tensor of `length` elements; None for the backend's own collectives.
-        if isinstance(self._allreduce, NativeAllReduce):
-            return None
-        algorithm = self._allreduce.algorithm_for(_ELEMENT * max(length, 1))
-        if algorithm is None:
-            return None if self._group.has_nccl else parse_algorithm("ring", self.size)
-        return replace(algorithm, chunks=1)
-
-    def _make_rounds(self, length: int, stops: Stops) -> list[Round] | None:
-        # This rank's reduce-scatter; None for the backend's own collectives.
-        algorithm = self._algorithm(length)
-        return None if algorithm is None else algorithm.scatter(self.rank, length, stops)[0]
+    def _find_scatter(self, rank: int, length: int, stops: Stops) -> tuple[list[Round] | None, tuple[int, int]]:
+        # A rank's reduce-scatter, None for the backend's own collectives, and its shard.
+        if isinstance(self._allreduce, AlgorithmAllReduce):
+            algorithm = self._allreduce.algorithm_for(_ELEMENT * max(length, 1))
+            if algorithm is None and not self._group.has_nccl:
+                algorithm = parse_algorithm("ring", self.size)
+            if algorithm is not None:
+                return algorithm.scatter(rank, length, stops)
+        edges = cut(0, length, self.size, stops)
+        return None, (edges[rank], edges[rank + 1])
 
     def _native_scatter(self, tensor: torch.Tensor, stops: Stops) -> Work:
-        group, edges = self._group, cut(0, tensor.numel(), self.size, stops)
         # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
-        if tensor.device.type == "cpu" or not group.has_nccl:
-            return group.start_backend_all_reduce(tensor)
-        low, high = edges[self.rank], edges[self.rank + 1]
-        padded, longest = _padded(tensor, edges, range(self.size))
+        if tensor.device.type == "cpu" or not self._group.has_nccl:
+            return self._group.start_backend_all_reduce(tensor)
+        low, high = self.span(self.rank, tensor.numel(), stops)
+        padded, longest = _padded(tensor, cut(0, tensor.numel(), self.size, stops), range(self.size))
         own = tensor.new_empty(longest)
-        work = group.start_reduce_scatter_single(own, padded)
+        work = self._group.start_reduce_scatter_single(own, padded)
         return Followed(work, lambda: tensor[low:high].copy_(own[: high - low]))
 
     def _native_gather(self, tensor: torch.Tensor, stops: Stops) -> Work:

@@ -1,7 +1,6 @@
 """What an all-reduce is to its users: `start` it on a tensor, `wait` for it later; what a wait raises, and who is late.
 
-How long a message may take depends on what the other ranks are doing, which a message can't tell: its age is no
-measure. So waits ask a `Liveness` what each rank did last.
+A message can't tell what the other ranks are doing, so its age is no measure: waits ask a `Liveness`.
 """
 
 import time
@@ -25,17 +24,13 @@ class LateRank:
     step: int | None = None
 
     def __str__(self) -> str:
-        if self.rank is None:
-            return self.why
-        host = "" if self.host is None else f" on {self.host}"
-        phase = "" if self.phase is None else f" in {self.phase}"
-        step = "" if self.step is None else f" of step {self.step}"
-        return f"rank {self.rank}{host}{phase}{step}: {self.why}"
+        about = ((" on ", self.host), (" in ", self.phase), (" of step ", self.step))
+        known = "".join(f"{word}{value}" for word, value in about if value is not None)
+        return self.why if self.rank is None else f"rank {self.rank}{known}: {self.why}"
 
 
 class Liveness:
-    """What all ranks are doing. `ranks.liveness.Heartbeat` knows it; this one knows of no late rank, so that every wait
-    ends by the timeout of its group."""
+    """What all ranks are doing, as `ranks.liveness.Heartbeat` knows; here none is late, and waits end by timeout."""
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -101,10 +96,7 @@ class Work(Protocol):
 
 @runtime_checkable
 class AllReduce(Protocol):
-    """Sums tensors over the ranks of a group.
-
-    Every rank calls `start` with equal shapes and dtypes in the same order; several may be on their way at a time.
-    """
+    """Sums tensors over ranks that all call `start` with equal shapes and dtypes in one order, several at a time."""
 
     name: str
 

@@ -1,8 +1,4 @@
-"""Connects the ranks of a group for all-reduces, and times what they do together: one clock, a start agreed in time.
-
-A barrier is no start: ranks leave an all-reduce of one element up to 75 ms apart over 16 hosts at 5 ms, and that would
-count as time of whatever follows. So ranks agree on a moment that is later than the time by which all know of it.
-"""
+"""Connects the ranks of a group for all-reduces, and times what they do together: one clock, a start agreed in time."""
 
 import hashlib
 import os
@@ -17,12 +13,11 @@ from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .base import Engine
 from .gloo import GlooEngine, StagedEngine
-from .groups import Group, group_of
+from .groups import AnyGroup, Group, group_of
 from .nccl import NcclEngine
 
 # a message tag above all of an engine's sums
@@ -33,7 +28,6 @@ _TRIPS, _TRIPS_HERE = 8, 2
 _DRIFT = 3e-5
 # seconds before the start in which ranks no longer sleep, and that they have beyond the time the agreement takes
 _AWAKE = 1e-3
-_DOUBTFUL = 0.05
 
 
 class Span(NamedTuple):
@@ -54,7 +48,7 @@ class Elapsed(NamedTuple):
     @property
     def is_doubtful(self) -> bool:
         """Skew and bound are more than 5 % of the time."""
-        return self.skew + self.bound > _DOUBTFUL * self.seconds
+        return self.skew + self.bound > 0.05 * self.seconds
 
     def __str__(self) -> str:
         apart = f"{1e3 * self.seconds:.3g} ms (began {1e3 * self.skew:.2g} ms apart, clocks +- {1e3 * self.bound:.2g})"
@@ -81,8 +75,7 @@ class Clock:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        # a wait for the others is agreed on in advance by this many seconds and half as many again
-        self._agreement = 0.0
+        self._agreement = 0.0  # a wait for the others is agreed on in advance by so many seconds and half as many again
         self._measure()
 
     def now(self) -> float:
@@ -90,6 +83,8 @@ class Clock:
 
     def start(self) -> float:
         """Returns on all ranks at one moment: the time at which it did on this one."""
+        # A barrier is no start: ranks leave an all-reduce of one element up to 75 ms apart over 16 hosts at 5 ms, and
+        # that would count as time of whatever follows. So they agree on a moment later than that by which all know it.
         moment = self._agree()
         # Clocks that part: measured again before the drift has doubled the error. All ranks know the same moment.
         if self.bound and moment - self._measured > self.bound / (2 * _DRIFT):
@@ -114,29 +109,26 @@ class Clock:
         agreed = torch.tensor(own, dtype=torch.float64, device=self._group.small_device)
         self._group.all_reduce(agreed, maximum=True)
         # Twice the bound: until they are measured again, drift may double the error.
-        return [
-            Elapsed(end - last, last + minus_first, 2 * self.bound, end) for minus_first, last, end in agreed.tolist()
-        ]
+        bound = 2 * self.bound
+        return [Elapsed(end - last, last + minus_first, bound, end) for minus_first, last, end in agreed.tolist()]
 
     def _agree(self) -> float:
         # The moment of the next start: after the last rank has come, and all can know that.
-        group = self._group
-        agreed = torch.tensor([self.now(), self._agreement], dtype=torch.float64, device=group.small_device)
-        group.all_reduce(agreed, maximum=True)
+        agreed = _tensor(self._group, [self.now(), self._agreement])
+        self._group.all_reduce(agreed, maximum=True)
         last, seconds = agreed.tolist()
         self._agreement = max(self.now() - last, self._agreement / 2)
         return last + 1.5 * seconds + _AWAKE
 
     def _measure(self) -> None:
         # Down the tree, if there is one: the first rank of a mesh knows how far it is from the root's.
-        group = self._group
-        known = _tensor(group, [0.0, 0.0])
-        for mesh in reversed(group.meshes):
+        known = _tensor(self._group, [0.0, 0.0])
+        for mesh in reversed(self._group.meshes):
             mesh.broadcast(known)
             known += _distance(mesh)
         self.offset = float(known[0])  # seconds to add to this rank's time.perf_counter()
         # Between two ranks that are wrong in opposite directions.
-        self.bound = sum(sorted(float(error) for error in group.all_gather(known[1:]))[-2:])
+        self.bound = sum(sorted(float(error) for error in self._group.all_gather(known[1:]))[-2:])
         """seconds by which the difference of two ranks' readings may be wrong"""
         self._agree()  # takes as long as the next one
         self._measured = self._agree()
@@ -225,10 +217,7 @@ class Connection:
 
 
 def connect(
-    group: Group | ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    timeout: float | None = None,
-    streams: int = 1,
+    group: AnyGroup | None = None, device: torch.device | str = "cpu", timeout: float | None = None, streams: int = 1
 ) -> Connection:
     """Connects the ranks of a group (None: all ranks, two at least), each of which calls it, by a group of their own.
 

@@ -2,11 +2,10 @@
 
 A float is cut into limbs of 40 bits, each stored in an int64 that has room for 2**20 addends. Integer addition is
 associative, so the limbs may be added in any order, on any ranks. The cutting uses only scaling by powers of two,
-truncation and exact subtraction, so it runs as it stands on any device. (A superaccumulator; idea of Kulisch, ours
-in form.)
+truncation and exact subtraction, so it runs as it stands on any device (Kulisch's superaccumulator, ours in form).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ MOST_ADDENDS = 2**20  # most addends of any of these sums: virtual workers of a 
 _MOST_NARROW = 2**13 - 1
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The bits that a sum holds: `limbs` limbs, the highest of weight 2**top.
 
     A value of 2**(top + 43) or more in magnitude counts as non-finite. Bits below the lowest limb are dropped from

@@ -8,21 +8,17 @@ are of int64 (ours; fixed-point sums go back to Kulisch's accumulator). Three co
 1. The shape, dtype and number of the addends: a few integers.
 2. The largest exponent in each block, and whether all of its values are finite: 8 bytes a block.
 3. The integers: 8 bytes an element, whatever the number of ranks and addends. By any all-reduce, for integer sums have
-   the same bits by all of them.
-
-K addends leave 62 - ceil(log2 K) bits for each: if the largest one of a block has the magnitude M, an addend is
-rounded to the nearest multiple of a power of two that is at most M * 2^(ceil(log2 K) - 61).
+   the same bits by all of them. K addends leave 62 - ceil(log2 K) bits for each.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .allreduce import AnyAllReduce
-from .groups import Group, group_of
+from .groups import AnyGroup, Group, group_of
 
 BLOCK = 4096  # number of elements, in memory order of the contiguous tensor, that share a power of two
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,9 +37,7 @@ _AT_ONCE = 1 << 17
 
 @torch.no_grad()
 def exact_all_reduce(
-    addends: Tensor | Sequence[Tensor],
-    group: Group | ProcessGroup | None = None,
-    allreduce: AnyAllReduce | None = None,
+    addends: Tensor | Sequence[Tensor], group: AnyGroup | None = None, allreduce: AnyAllReduce | None = None
 ) -> Tensor:
     """The sum of all addends of all ranks, with the same bits however they are spread over ranks and in any order.
 
@@ -150,8 +144,7 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> tuple[torch.Size, torch.d
         raise UserError(f"exact_all_reduce: {total} addends; add up at most 2^31 at a time")
     dtype, is_cuda, dims = most[:3]
     elsewhere = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    device = addends[0].device if addends else elsewhere
-    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total
+    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], addends[0].device if addends else elsewhere, total
 
 
 def _problem(addends: object, ranks: Group) -> str:

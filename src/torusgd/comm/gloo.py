@@ -1,12 +1,9 @@
-"""Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
-
-Several all-reduces, and the chunks of one, are on their way at the same time: both sides of a message derive its tag
-from the order of calls, the round and the chunk. CUDA tensors travel by way of pinned memory (`StagedEngine`).
-"""
+"""Runs rounds over a Gloo group, in the background: messages between CPU tensors, of several all-reduces at a time."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,8 +78,9 @@ class _Sum(LaneWork):
         super().__init__(self._exchange)
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
-        elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
-        self._scratch, self._free = torch.empty(elements, dtype=tensor.dtype), 0
+        lengths = [m.high - m.low for turn in turns for m, _ in turn.adds]
+        memory, ends = torch.empty(sum(lengths), dtype=tensor.dtype), accumulate(lengths, initial=0)
+        self._scratch = (memory[low:high] for low, high in pairwise(ends))
         # receives of the turns that come next
         self._posted: deque[_Received] = deque()
         for turn in turns[:AHEAD]:
@@ -93,10 +91,8 @@ class _Sum(LaneWork):
         for index, (message, nth) in enumerate((*turn.adds, *turn.copies)):
             # Copies go straight into the tensor, before our own turn: a final sum of these elements can't come before
             # what we sent of them has arrived.
-            elements, scratch = self._tensor[message.elements], None
-            if index < len(turn.adds):
-                scratch = self._scratch[self._free : self._free + elements.numel()]
-                self._free += elements.numel()
+            elements = self._tensor[message.low : message.high]
+            scratch = next(self._scratch) if index < len(turn.adds) else None
             parts = self._parts(elements if scratch is None else scratch)
             works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
             received.append((works, scratch, elements))
@@ -124,7 +120,7 @@ class _Sum(LaneWork):
                     elements.add_(scratch)
             # The sends are not waited for here: they end while later turns, of other chunks too, go on.
             for message, nth in turn.sends:
-                parts = self._parts(self._tensor[message.elements])
+                parts = self._parts(self._tensor[message.low : message.high])
                 sent[turn.chunk] += [group.send(part, message.peer, self._tag + nth) for group, part in parts]
         for works in sent.values():
             for work in works:
@@ -141,14 +137,13 @@ class GlooEngine(Engine):
     device = torch.device("cpu")
 
     def __init__(self, group: Group, further: Sequence[Group] = ()) -> None:
-        self._group, self._streams = group, (group, *further)
+        self._streams = (group, *further)
         self._turns = lru_cache(_MOST_SCHEDULES)(lambda algorithm, length: _weave(algorithm.rounds(group.rank, length)))
-        self._started = 0
-        self._lanes = [start_lane() for _ in range(LANES)]
+        self._started, self._lanes = 0, [start_lane() for _ in range(LANES)]
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         if algorithm is None:
-            return self._group.start_backend_all_reduce(tensor)
+            return self._streams[0].start_backend_all_reduce(tensor)
         return self._start(tensor, self._turns(algorithm, tensor.numel()))
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
@@ -178,13 +173,12 @@ class _Staged(LaneWork):
     """The sum of a CUDA tensor's values on the host, which begins in the thread once they are `copied` there."""
 
     def __init__(self, copied: torch.cuda.Event, start: Callable[[], Work]) -> None:
-        super().__init__(self._begin)
-        self._copied, self._start = copied, start
+        super().__init__(partial(self._begin, copied, start))
         self._work: Work | None = None
 
-    def _begin(self) -> None:
-        self._copied.synchronize()
-        self._work = self._start()
+    def _begin(self, copied: torch.cuda.Event, start: Callable[[], Work]) -> None:
+        copied.synchronize()
+        self._work = start()
 
     def wait(self, limit: float | None = None) -> None:
         super().wait(limit)

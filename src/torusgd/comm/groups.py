@@ -1,9 +1,8 @@
 """Groups of ranks that exchange messages: the one place where communicators are made, and where they are aborted.
 
 A group is built from a store, a prefix that no earlier group has used, and the ranks that take part, outside torch's
-own registry of groups. So it can be built, aborted and built anew with other members inside living processes: nothing
-about it depends on how many groups this process has made before. A group that exists already (DistributedDataParallel,
-Ray, a script that called `init_process_group`) is wrapped by `group_of`.
+own registry of groups. So it can be aborted and built anew with other members inside living processes. A group that
+exists already (DistributedDataParallel, Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 
 CPU tensors travel by Gloo, which connects each two members of a group. Thousands of ranks would open millions of
 connections, a few of which are ever used. So a group of more than `tree.FANOUT` members has a tree for all_reduce,
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -90,8 +89,7 @@ class Group:
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
         self._has_gloo = self._tree is None or not nccl
-        self._parts: list[Group] = []
-        self._pairs: dict[int, Group] = {}
+        self._parts, self._pairs = list[Group](), dict[int, Group]()
         self.meshes: Sequence[Group] = meshes or (self,)
         """in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
@@ -221,7 +219,7 @@ class Group:
         # An all-reduce, on the CPU where it can be: NCCL's own barrier occupies a GPU that torch must guess.
         flag = torch.zeros(1, dtype=torch.int32, device=self.small_device)
         self.all_reduce(flag)
-        flag.tolist()
+        flag.item()
 
     def partition(
         self, sets: Sequence[Sequence[int]], timeout: float | None = None, device: torch.device | None = None
@@ -268,11 +266,8 @@ class Group:
         # pending operations fail; a connection that is closed already refuses the receive at once.
         for peer in range(self.size if self._has_gloo else 0):
             if peer != self.rank:
-                try:
-                    pending = self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG)
-                    pending.wait(timedelta(milliseconds=1))
-                except RuntimeError:
-                    continue
+                with suppress(RuntimeError):
+                    self.process_group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Drops the connections, if the group is ours; every member calls it, with nothing on its way."""
@@ -374,6 +369,9 @@ class Group:
         return group
 
 
+AnyGroup = Group | ProcessGroup  # ours or torch's
+
+
 def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tuple[T, int]]:
     """Each message with its number among those of its peer, from 0 on."""
     seen = Counter[int]()
@@ -413,10 +411,8 @@ def build(
         own = PrefixStore(keys.MESH.format(first=members.start, apart=members.step), store)
         its = [ranks[member] for member in members]
         meshes.append(build(own, its, rank, device=cpu, timeout=timeout, is_given_up=is_given_up))
-    meeting, nccl = PrefixStore(keys.SUBGROUPS, store), device.type == "cuda" if nccl is None else nccl
-    group = Group(
-        None, ranks, index, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes
-    )
+    under, nccl = PrefixStore(keys.SUBGROUPS, store), device.type == "cuda" if nccl is None else nccl
+    group = Group(None, ranks, index, device, under, timeout, nccl, owned=True, is_given_up=is_given_up, meshes=meshes)
     if nccl or not meshes:
         group.process_group = group._connect(store, split)
     return group
@@ -427,15 +423,14 @@ def allow_files(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
-        raise UserError(
-            f"ulimit -n: this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks; "
-            f"raise the limit of the service or container that starts it to {needed}"
-        )
+        what = f"this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks"
+        remedy = f"raise the limit of the service or container that starts it to {needed}"
+        raise UserError(f"ulimit -n: {what}; {remedy}")
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:
+def group_of(group: AnyGroup | None = None, device: torch.device | str = "cpu") -> Group:
     """A group of torch's (None: the default one) as a `Group`; a rank alone where torch.distributed is not initialised.
 
     A `Group` is returned as it is, with the device that it has.

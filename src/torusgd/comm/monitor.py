@@ -1,10 +1,6 @@
 """Messages on their way: how long they took, how long somebody waited for them, and for whom nobody waits longer.
 
 A message that is on its way while nobody waits is hidden behind computation. All seconds are of this rank's clock.
-
-A `DeviceClock` says when a device has reached a point of its work. On a CPU that is when the program gets there. A GPU
-receives its work in advance: the program's own times say when work was launched, on a loaded GPU long before it is
-done, and would call the wrong rank slow. There an event is recorded, and its time is read later.
 """
 
 import time
@@ -16,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from .base import AllReduce, CommTimeout, Done, Liveness, Work
-from .works import Followed
+from .works import Enqueued, Followed
 
 SLICE = 0.25  # seconds between two looks of a wait at who is late
 
@@ -28,8 +24,7 @@ class Monitor:
         self.liveness = liveness or Liveness()
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
-        self.waited = 0.0
-        self._until = 0.0
+        self.waited = self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
         """Watches a message that left at `left` (None: now); use the returned work in its place."""
@@ -39,11 +34,9 @@ class Monitor:
         return Followed(work, lambda: self.arrived(since, work.ended()), partial(self._wait, work))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host; the tensor itself if it is there already.
-
-        From a GPU it waits for all work of the current stream. NCCL's messages are among it, for which the host waits
-        nowhere else: so this is where a lost rank is found.
-        """
+        """A tensor's values on the host; the tensor itself if it is there already."""
+        # From a GPU it waits for all work of the current stream. NCCL's messages are among it, for which the host waits
+        # nowhere else: so this is where a lost rank is found.
         return self.start_to_host(tensor)()
 
     def start_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -88,19 +81,13 @@ def hidden_share(on_way: float, waited: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited / on_way)) if on_way > 0 else None
 
 
-class _Copied(Work):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
+class _Copied(Enqueued):
     def wait(self, limit: float | None = None) -> None:
         deadline = time.perf_counter() + (inf if limit is None else limit)
         while not self._event.query():
             if time.perf_counter() >= deadline:
                 raise CommTimeout("the GPU has not come so far")
             time.sleep(0)  # other threads, the heartbeat's among them, take turns
-
-    def done(self) -> bool:
-        return self._event.query()
 
 
 def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
@@ -115,15 +102,13 @@ def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
                 return
             if time.perf_counter() >= deadline:
                 raise
-        late = liveness.late()
-        if late:
+        if late := liveness.late():
             raise CommTimeout("; ".join(map(str, late)), late)
 
 
 class _WatchedAllReduce:
     def __init__(self, monitor: Monitor, allreduce: AllReduce) -> None:
-        self.name = allreduce.name
-        self._monitor, self._allreduce = monitor, allreduce
+        self.name, self._monitor, self._allreduce = allreduce.name, monitor, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
         # Gradient 6: a message leaves; from here on its time is measured and late ranks are found.
@@ -137,13 +122,14 @@ class _WatchedAllReduce:
 Mark = Callable[[], float]  # seconds (time.perf_counter) at which the device reached a point; to be called once it has
 
 
+# On a CPU a point is reached when the program gets there. A GPU receives its work in advance: the program's own times
+# say when work was launched, on a loaded GPU long before it is done, and would call the wrong rank slow. So an event is
+# recorded there, and its time is read later.
 class DeviceClock:
     """Marks points in the work of one device; a GPU's events count from the last `set`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._origin: torch.cuda.Event | None = None
-        self._began = 0.0
         self.set()
 
     def set(self) -> None:
@@ -159,8 +145,6 @@ class DeviceClock:
             now = time.perf_counter()
             return lambda: now
         # `elapsed_time` is in milliseconds and needs both events to have happened.
-        event = torch.cuda.Event(enable_timing=True)
+        event, origin, began = torch.cuda.Event(enable_timing=True), self._origin, self._began
         event.record()
-        origin, began = self._origin, self._began
-        assert origin is not None
         return lambda: began + 1e-3 * origin.elapsed_time(event)

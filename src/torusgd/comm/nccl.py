@@ -1,8 +1,6 @@
 """Runs algorithms on a GPU over NCCL: all is enqueued in the one order of the GPU, and the host never waits.
 
-A torus is NCCL's own reduce-scatter, all-reduce and all-gather on its rows and columns, which are subgroups; the other
-algorithms send their rounds as batches of point-to-point messages. Both are plain functions of groups, and run over
-Gloo on CPU tensors too, which is how they are tested without GPUs.
+A torus by collectives and rounds in batches are functions of groups, which run over Gloo on CPU tensors too.
 """
 
 from collections.abc import Sequence
@@ -19,16 +17,16 @@ from .works import enqueue
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Round], group: Group) -> None:
     """Runs rounds, the messages of each as one batch, which its additions follow."""
     for number, turn in enumerate(rounds):
-        addends = [(torch.empty_like(tensor[m.elements]), m) for m in turn.adds]
+        addends = [(torch.empty_like(tensor[m.low : m.high]), m) for m in turn.adds]
         # Two ranks must list what they exchange in one order.
-        sends = [(tensor[m.elements], m.peer) for m in turn.sends]
+        sends = [(tensor[m.low : m.high], m.peer) for m in turn.sends]
         receives = [(addend, m.peer) for addend, m in addends]
-        receives += [(tensor[m.elements], m.peer) for m in turn.copies]
+        receives += [(tensor[m.low : m.high], m.peer) for m in turn.copies]
         for work in group.start_exchange(sends, receives, tag=number << 8):
             work.wait()
         # Only now: a message that was sent and received into at once must leave with its old values.
         for addend, message in addends:
-            tensor[message.elements].add_(addend)
+            tensor[message.low : message.high].add_(addend)
 
 
 def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> None:
@@ -54,8 +52,7 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
 
 class NcclEngine:
     def __init__(self, group: Group) -> None:
-        self.device = group.device
-        self._group = group
+        self.device, self._group = group.device, group
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:

@@ -1,9 +1,6 @@
-"""Every key of the ranks' common store: who writes it, who reads it, and when.
+"""Every key of the ranks' common store, by which processes of a run meet, beat, report and decide without a group.
 
-The store is how processes of a run reach each other without a group: where they meet, beat, report and decide. The
-launcher holds it, or torchrun's agent. All code takes its keys from here, so that no two uses can meet in one name, and
-what a process may find in the store stands on one page. A key that others stand `under` is their prefix: what is
-written under the prefix of an attempt, of a generation or of a group is never found by a later one.
+All code takes its keys from here: no two uses meet in one name, and no attempt, generation or group finds an old one.
 """
 
 from typing import Self
@@ -12,29 +9,18 @@ from typing import Self
 class Key(str):
     """A key, or the prefix of several; `format` fills in what stands in braces.
 
-    Attributes:
-        writer: Who sets it, adds to it, or begins what stands under it.
-        reader: Who waits for it or looks at it.
-        when: It is written.
-        under: The prefix before it; None: it stands in the store itself.
+    The table says who writes it or begins what stands under it, who reads it, and when; `path` has the prefixes before.
 
     >>> RESULT.format(rank=3), RESULT.path
     ('result/3', 'attempt-{attempt}/result/{rank}')
     """
 
-    writer: str
-    reader: str
-    when: str
-    under: "Key | None"
+    path: str
 
     def __new__(cls, name: str, writer: str, reader: str, when: str, under: "Key | None" = None) -> Self:
         key = super().__new__(cls, name)
-        key.writer, key.reader, key.when, key.under = writer, reader, when, under
+        key.path = name if under is None else f"{under.path}/{name}"
         return key
-
-    @property
-    def path(self) -> str:
-        return str(self) if self.under is None else f"{self.under.path}/{self}"
 
 
 # Ranks of our own launcher.
@@ -43,14 +29,10 @@ ATTEMPT = Key("attempt-{attempt}", "launcher", "every rank", "the ranks are star
 GENERATION = Key("generation", "launcher", "every rank", "ranks were lost, join or leave", ATTEMPT)
 WANTS_STATE = Key("wants-state/{rank}", "a rank that joins", "launcher", "it has opened its data", ATTEMPT)
 READY = Key("ready/{rank}", "a rank that joins", "launcher", "it could take part", ATTEMPT)
-STATE_GROUP = Key(
-    "state-{generation}-{rank}", "a rank that joins", "the rank that sends it the state", "they meet", ATTEMPT
-)
+STATE_GROUP = Key("state-{generation}-{rank}", "a rank that joins", "who sends it the state", "they meet", ATTEMPT)
 MEETING = Key("meeting-{generation}", "its ranks", "its ranks", "the ranks of a generation meet", ATTEMPT)
 RESULT = Key("result/{rank}", "rank", "launcher", "its function has returned", ATTEMPT)
-FINGERPRINT = Key(
-    "fingerprint", "the first rank", "a rank that joins", "a run begins, or its ranks have changed", ATTEMPT
-)
+FINGERPRINT = Key("fingerprint", "the first rank", "a rank that joins", "a run begins, or its ranks change", ATTEMPT)
 JOINING = Key("joining", "a rank that joins", "launcher", "it fails before it takes part: FAILURES under it", ATTEMPT)
 
 # Ranks of another launcher, such as torchrun: they agree on a prefix that no earlier attempt has used.

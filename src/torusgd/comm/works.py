@@ -1,7 +1,4 @@
-"""What is under way, as a `Work` whose errors are ours: with Gloo, with NCCL, or in a thread of this process.
-
-On a GPU there is one order for all that NCCL has under way, whatever communicator it belongs to (`enqueue`).
-"""
+"""What is under way, as a `Work` whose errors are ours: with Gloo, with NCCL, or in a thread of this process."""
 
 import queue
 import re
@@ -125,10 +122,10 @@ def enqueue(device: torch.device, tensors: Sequence[torch.Tensor], function: Cal
             tensor.record_stream(stream)
     with torch.cuda.stream(stream):
         function()
-    return _Enqueued(stream.record_event())
+    return Enqueued(stream.record_event())
 
 
-class _Enqueued(Work):
+class Enqueued(Work):
     """Work that a GPU has been given: `wait` makes the current stream wait for it, and never the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:

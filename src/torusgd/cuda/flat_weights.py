@@ -2,17 +2,16 @@
 
 The host launches an update before anybody knows whether the step's gradients may be used. So the update reads `going`,
 a value on the device, and changes nothing if it is zero. One operator takes all tensors at once,
-`torch.ops.torusgd.update`; its form here computes on copies by `momentum_step` or `lars`, and then takes the result or
-leaves it, so that it has the bits of `Sgd` and `Lars` on the same device. `triton_kernels` has it as one kernel, or
-with LARS as three, which round as torch's foreach operators do.
-
-The numbers that change from step to step stand in a table on the device, which the host writes before each update: an
-update that is captured once in a CUDA graph reads them there.
+`torch.ops.torusgd.update`; its form here computes on copies by `momentum_step` or `lars`, and takes the result or
+leaves it, with the bits of `Sgd` and `Lars` on the same device. `triton_kernels` has it as one kernel, or with LARS as
+three, which round as torch's foreach operators do. The numbers that change from step to step stand in a table on the
+device, which the host writes before each update: an update that is captured in a CUDA graph reads them there.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +92,7 @@ def offsets_of(numels: Sequence[int]) -> list[int]:
     >>> offsets_of([3, 16, 20])
     [0, 16, 32, 64]
     """
-    offsets = [0]
-    for numel in numels:
-        offsets.append(offsets[-1] + -(-numel // _ALIGNED) * _ALIGNED)
-    return offsets
+    return [*accumulate((-(-numel // _ALIGNED) * _ALIGNED for numel in numels), initial=0)]
 
 
 @dataclass(frozen=True)
@@ -124,15 +120,12 @@ def update(u: Update) -> None:
         runs = [slice(u.offsets[i], u.offsets[i] + u.gradients[i].numel()) for i in mine]
         params, buffers = [new_weights[run] for run in runs], [new_momenta[run] for run in runs]
         grads = [u.gradients[i].reshape(-1) for i in mine]
+        how: dict[str, Any] = {"lr": lr, "momentum": u.momentum, "weight_decay": decay}
         if u.rule in VARIANTS:
-            lars(
-                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, trust=trust or None, eps=eps,
-                variant=u.rule, peak_lr=u.peak,
-            )  # fmt: skip
+            how |= {"trust": trust or None, "eps": eps, "variant": u.rule, "peak_lr": u.peak}
+            lars(params, grads, buffers, **how)
         else:
-            momentum_step(
-                params, grads, buffers, lr=lr, momentum=u.momentum, weight_decay=decay, nesterov=u.rule == _NESTEROV
-            )
+            momentum_step(params, grads, buffers, **how, nesterov=u.rule == _NESTEROV)
     u.weights.copy_(torch.where(u.going > 0, new_weights, u.weights))
     u.momenta.copy_(torch.where(u.going > 0, new_momenta, u.momenta))
 
@@ -153,11 +146,9 @@ class Weights16:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
         self._model = model
-        owners: dict[Tensor, set[type[nn.Module]]] = defaultdict(set)
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                owners[parameter].add(type(module))
-        named = {name: p for name, p in model.named_parameters() if owners[p].issubset(_CAST)}
+        others = [module for module in model.modules() if type(module) not in _CAST]
+        used_otherwise = {p for module in others for p in module.parameters(recurse=False)}
+        named = {name: p for name, p in model.named_parameters() if p not in used_otherwise}
         self._copies: dict[str, Tensor] = {}
         for name, parameter in named.items():
             layout = memory_format if parameter.dim() == 4 else torch.preserve_format

@@ -4,7 +4,6 @@ Which runs can is in `recipe.compatibility`. On a CPU the same parts work withou
 the plain step.
 """
 
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..errors import UserError
+from ..gradients.layout import ParameterLayout
 from ..gradients.reducer import Reducer, hook_parameters
 from ..optim import Lars, Sgd
 from ..recipe.runtime_options import RuntimeOptions
@@ -24,7 +24,7 @@ from ..step.step import TrainStep
 from .flat_weights import FlatUpdate, Weights16
 from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import GraphedUpdate, RunAhead
-from .sums import DeviceControl, device_sum
+from .sums import DeviceControl, DeviceGradientSum
 
 # compute capability
 _TRITON_FROM = (8, 0)
@@ -39,7 +39,11 @@ class GpuForm:
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._copies: Weights16 | None = None
         self._flat: FlatUpdate | None = None
-        self.make_sum = partial(device_sum, recipe.virtual_workers, world.device)  # makes the reducer's sum
+
+    def make_sum(self, layout: ParameterLayout) -> DeviceGradientSum:
+        """The reducer's sum of a layout's gradients, all of whose slots every rank holds."""
+        assert layout.is_whole, "column blocks are summed one by one"
+        return DeviceGradientSum(layout.buckets, self._recipe.virtual_workers, self._device)
 
     def control(self, state: StepState, monitor: Monitor, room: int) -> DeviceControl:
         return DeviceControl(state.batch_norm.running.numel(), self._device, monitor.to_host, room)
@@ -85,9 +89,7 @@ class GpuForm:
 def check_gpu(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _TRITON_FROM:
-        has = ".".join(map(str, capability))
-        raise UserError(
-            f"cuda_graphs = true: Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
-        )
+        what = f"need compute capability 8.0, and this GPU has {'.'.join(map(str, capability))}; leave it out"
+        raise UserError(f"cuda_graphs = true: Triton's kernels {what}")
     if find_spec("triton") is None:
         raise UserError("cuda_graphs = true: needs Triton; pip install triton (the extra triton), or leave it out")

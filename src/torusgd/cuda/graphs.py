@@ -1,23 +1,22 @@
 """Passes captured as CUDA graphs, the CUDA streams on which they run, and all-reduces that leave during the last one.
 
 A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 ms; an H100 computes one of 32 images in
-8 (docs/gpu.md). So a pass is captured once for each shape of its images: the look-up of its images, the forward pass,
-the loss and the gradients as one graph, their sums and those of its statistics as another. A replay finds everything
-where it was: images, targets and the loss scale in memory of the pass's own, weights and sums in memory that never
-moves. It launches the same kernels, so the bits are those of a plain pass. A pass that looks for the largest gradients
-is taken plainly, and so is one whose gradients a watcher looks at, and are all passes of a network that can't be
-captured, of which a warning says why.
+8 (docs/gpu.md). So a pass is captured once for each shape of its images: from their look-up to the gradients as one
+graph, the sums of gradients and statistics as another. A replay finds images, targets and the loss scale in memory of
+the pass's own, weights and sums in memory that never moves. It launches the same kernels, so the bits are those of a
+plain pass. A pass is plain that looks for the largest gradients, or whose gradients a watcher looks at, and so are all
+of a network that can't be captured, of which a warning says why.
 
 The main stream is the one that is current outside of this file. Events order the streams; the host waits for none.
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from ..errors import first_line
 from ..gradients.reducer import Reducer
 from ..recipe.schedule import Step
 from ..step.batchnorm import BatchNormStatistics
-from ..step.forward_backward import WholeNetwork
+from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.membership import Membership
 from .kernels import operators, register, tables_of_capture
 from .sums import DeviceControl
@@ -54,6 +53,10 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+
+
+# By stream, None being the main one, the memory of its graphs, as long as one of them is there.
+_memories = WeakValueDictionary["torch.cuda.Stream | None", GraphMemory]()
 
 
 class CudaGraph:
@@ -87,22 +90,6 @@ class CudaGraph:
         self._graph.replay()
 
 
-class _Memories:
-    """The memory of the graphs that are there, or new memory once there are none any more."""
-
-    def __init__(self) -> None:
-        self._last: Callable[[], GraphMemory | None] = lambda: None
-
-    def take(self) -> GraphMemory:
-        memory = self._last() or GraphMemory()
-        self._last = weakref.ref(memory)
-        return memory
-
-
-# all their graphs run on the main stream, no two of them at a time
-_of_main_streams = _Memories()
-
-
 class MainStream:
     """Passes one at a time, on the main stream of a GPU."""
 
@@ -111,12 +98,11 @@ class MainStream:
         self._default = torch.cuda.default_generators[index]
         # A capture that fails leaves its generator in the belief that the capture goes on; torch's own stays whole.
         self._random = self._default.clone_state()
-        self._memories = _of_main_streams
         self._captures_on: torch.cuda.Stream | None = None
 
     def capture(self, work: Callable[[], None]) -> Graph:
         with self._own_random():
-            return CudaGraph(work, self._memories.take(), self._captures_on)
+            return CudaGraph(work, _memories.setdefault(self._captures_on, GraphMemory()), self._captures_on)
 
     def release(self) -> None:
         """Lets the next work begin once all has ended that the main stream has been given until now."""
@@ -157,7 +143,7 @@ class SideStream(MainStream):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._device, self._memories = device, _Memories()
+        self._device = device
         self._stream = self._captures_on = torch.cuda.Stream(device)
         self._released, self._done = torch.cuda.Event(), torch.cuda.Event()
 
@@ -247,15 +233,12 @@ class PassParts(NamedTuple):
     leaves: Sequence[Tensor]  # of each slot the tensor by which the network computes, in order
 
 
-class GraphedNetwork:
-    """Passes through a whole network, captured for each shape of the images; a `ForwardBackward`.
+class GraphedNetwork(ForwardBackward):
+    """Passes through a whole network, captured for each shape of the images.
 
     The `streams` take the passes in turn. With `overlaps`, the same on every rank, all-reduces may leave during the
     last pass, where `ready` has the events of this rank's last passes; None: its all-reduces leave after them.
     """
-
-    in_step = False
-    is_added = False
 
     def __init__(
         self, parts: PassParts, streams: Sequence[MainStream], overlaps: bool = False, ready: ReadyEvents | None = None
@@ -279,7 +262,7 @@ class GraphedNetwork:
         shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
         ready = self._ready if worker == membership.mine[-1] else None
         # A graph hands no gradient to anybody but the sums.
-        is_plain = reducer.is_measuring or reducer.is_observed
+        is_plain = reducer.is_measuring or reducer.observe is not None
         captured = None if is_plain else self._captured(shape, ready)
         self.is_added = captured is not None
         if captured is not None:
@@ -306,9 +289,8 @@ class GraphedNetwork:
             else:
                 found.graphs[True] = (capture(partial(found.run_and_add, ready.record)),)
         except RuntimeError as error:
-            warnings.warn(
-                f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
-            )
+            why = first_line(error)
+            warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=3)
             self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
             return None
         found.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
@@ -406,12 +388,10 @@ class _Pass:
             if not missing[bucket]:
                 end(bucket)
 
-        hooks = [leaf.register_hook(partial(take, slot)) for slot, leaf in enumerate(self._parts.leaves)]
-        try:
+        with ExitStack() as hooks:
+            for slot, leaf in enumerate(self._parts.leaves):
+                hooks.enter_context(leaf.register_hook(partial(take, slot)))
             self.run()
-        finally:
-            for hook in hooks:
-                hook.remove()
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use
                 end(bucket)

@@ -1,8 +1,7 @@
 """Operators of torch.ops.torusgd, and what their Triton kernels share: tables of addresses and of blocks.
 
-An operator has a form made of torch's own operators, which runs on a CPU, and one to three Triton kernels, which run on
-a GPU (`operator`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
-and each of its programs takes one block of one tensor, by a table of blocks.
+An operator has a form made of torch's own operators, for a CPU, and one to three Triton kernels for a GPU. A kernel
+takes all tensors of a network at once, by a table of their addresses; each program one block, by a table of blocks.
 """
 
 import inspect
@@ -115,11 +114,9 @@ _cached_table = lru_cache(maxsize=64)(table_of)
 
 @lru_cache(maxsize=4096)
 def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """Tensors with so many elements, cut into blocks.
+    """Tensors with so many elements, cut into blocks: int64 [blocks, 4].
 
-    Returns:
-        int64 [blocks, 4]: of each block the number of its tensor, where it begins there, its elements, and where it
-        begins in all tensors one after another.
+    A row is the number of a block's tensor, its begin there, its elements, and its begin in all tensors in a row.
 
     >>> blocks_of((5, 2), 4, torch.device("cpu")).tolist()
     [[0, 0, 4, 0], [0, 4, 1, 4], [1, 0, 2, 5]]

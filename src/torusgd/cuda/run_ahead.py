@@ -1,19 +1,19 @@
 """Steps that the host launches before it knows how the ones before them have ended.
 
 `TrainStep.run` reads its device twice in a step, and between the answer and the next kernel the device has nothing to
-do. Here the host reads nothing: whether a step's gradients may be used is found on the device (`sums.verdict`), and the
-update looks there. The host reads the verdict of a step after it has launched the next ones.
+do. Here whether a step's gradients may be used is found on the device (`sums.verdict`), where the update looks; the
+host reads the verdict of a step after it has launched the next ones.
 
 The verdict latches. What is not an ordinary step (a sum out of its range, a gradient or statistic that is not finite, a
 missing virtual worker, a replaced image, a rank that wants to stop, to save or to change) changes nothing on the
-device, and nor do the steps after it. When the host learns of it, it forgets those, and `TrainStep.run` takes that step
-anew from the same state, with the same bits as if nobody had run ahead.
+device, nor do the steps after it. When the host learns of it, it forgets those, and `TrainStep.run` takes that step
+anew from the same state, with the same bits.
 """
 
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from ..step.step import TrainStep
 from ..step.watch import Requests, StepView
 from .flat_weights import FlatUpdate
 from .graphs import Capture, Graph
-from .sums import ACCEPTED, LOSS, REPORT, UNDERFLOW, DeviceControl, DeviceGradientSum
+from .sums import REPORT, DeviceControl, DeviceGradientSum
 
 AHEAD = 2  # steps that the host launches beyond the one whose verdict it waits for
 
@@ -48,9 +48,8 @@ class GraphedUpdate:
     def __init__(self, run: TrainStep, flat: FlatUpdate, capture: Capture | None) -> None:
         workers, size, device = run.recipe.virtual_workers, run.world.size, run.world.device
         usual = Counts(version=VERSION * size, ranks=size, contributions=workers)
-        counts = [getattr(usual, field.name) for field in fields(Counts)]
         # Behind the counts stands the section of requests, all zeros unless a rank has one.
-        self._ordinary = torch.tensor([*counts, *[0] * Requests.words], device=device)
+        self._ordinary = torch.tensor([*vars(usual).values(), *[0] * Requests.words], device=device)
         self._run, self._flat, self._capture = run, flat, capture
         self._report = torch.zeros(REPORT, dtype=torch.float64, device=device)
         # by the numbers in it; None: a step with these was launched, and the next one is captured
@@ -62,10 +61,7 @@ class GraphedUpdate:
         self._run.update.set_rates(step)
         self._flat.write_values()
         graph = self._graph()
-        if graph is None:
-            self._decide_and_update()
-        else:
-            graph.replay()
+        (graph.replay if graph is not None else self._decide_and_update)()
         # The host reads a CPU's report where it lies, when the next one may have been written.
         return self._report if self._report.is_cuda else self._report.clone()
 
@@ -87,19 +83,17 @@ class GraphedUpdate:
         total, control, statistics = run.reducer.sum, run.control, run.state.batch_norm
         assert isinstance(total, DeviceGradientSum)
         assert isinstance(control, DeviceControl)
-        total.decide(control.summed, self._ordinary, statistics.running, statistics.momenta, self._report)
+        total.decide(control.message, self._ordinary, statistics.running, statistics.momenta, self._report)
         total.write_mean(run.reducer.means, run.state.precision.loss_scale)
         self._flat.update(total.going)
 
 
 class _Launched(NamedTuple):
-    """A step that the device has been given."""
+    """A step that the device has been given; the last two are those of the precision before it."""
 
     step: Step
-    # waits until the device has come there, and gives the verdict's report
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor]  # waits until the device has come there, and gives the verdict's report
     loss_scale: float
-    # of the precision, before the step
     accepted_in_a_row: int
 
 
@@ -158,17 +152,12 @@ class RunAhead:
     def _stats_of(self, launched: _Launched) -> StepStats | None:
         # What a step did; None if the device has refused it.
         run, step = self._step, launched.step
-        report = launched.read().tolist()
-        if not report[ACCEPTED]:
+        accepted, loss, underflow = launched.read().tolist()
+        if not accepted:
             return None
-        return StepStats(
-            step=step,
-            times=replace(run.clock.stop(), update_seconds=0.0),  # only the device knows when its passes ended
-            loss=report[LOSS],
-            entry=synchronous(step.index, run.recipe.virtual_workers),
-            underflow=report[UNDERFLOW],
-            loss_scale=launched.loss_scale,
-        )
+        times = replace(run.clock.stop(), update_seconds=0.0)  # only the device knows when its passes ended
+        entry, scale = synchronous(step.index, run.recipe.virtual_workers), launched.loss_scale
+        return StepStats(step, times, loss, entry, underflow=underflow, loss_scale=scale)
 
     def _forget(self) -> None:
         # Returns once the device has passed by all that it was given, and goes on as after the last accepted step.

@@ -1,11 +1,9 @@
 """Exact sums as a GPU takes them: a bucket at a time, by operators that leave all decisions on the device.
 
-The integers, messages, scales and status are those of `IntegerGradientSum` and `ControlMessage`; what differs is how
-often the host calls. There each gradient is rounded when it comes, which is fastest while it is still in a cache. Here
-the gradients of a bucket wait for one another, and then one call takes them all.
-
-No operator makes the host wait or changes a shape, and all write into memory that never moves: they may be captured in
-a CUDA graph. The forms here are made of torch's own operators; `triton_kernels` has kernels with the same bits.
+The integers, messages, scales and status are those of `IntegerGradientSum` and `ControlMessage`, but the gradients of a
+bucket wait for one another, and one call takes them all. No operator makes the host wait or changes a shape, and all
+write into memory that never moves: they may be captured in a CUDA graph. The forms here are made of torch's own
+operators; `triton_kernels` has kernels with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +14,14 @@ from torch import Tensor
 
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
+from ..gradients import integer_sum
 from ..gradients.integer_hash import IntegerHash
-from ..gradients.integer_sum import (
-    COUNT_BITS,
-    IntegerGradientSum,
-    SumStatus,
-    power_of_two_scale,
-    read_trailers,
-    total_lost,
-)
-from ..gradients.layout import Bucket, ParameterLayout, Span
+from ..gradients.integer_sum import IntegerGradientSum, power_of_two_scale
+from ..gradients.layout import Bucket, Span
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
 
-ACCEPTED, LOSS, UNDERFLOW = range(3)  # indices of the verdict's report
-REPORT = 3
+REPORT = 3  # values of the verdict's report: 1 or 0 (refused), loss, underflow
 
 
 class DeviceGradientSum(IntegerGradientSum):
@@ -61,10 +52,8 @@ class DeviceGradientSum(IntegerGradientSum):
     def end_worker(self, bucket: int) -> None:
         """Adds the bucket's gradients of one virtual worker; one that did not come is zero."""
         b, waiting, found = self.buckets[bucket], self._waiting[bucket], self._found[bucket]
-        gradients = [
-            waiting[slot] if slot in waiting else torch.zeros(n, device=found.device)
-            for slot, n in zip(range(b.first, b.stop), b.numels, strict=True)
-        ]
+        slots = zip(range(b.first, b.stop), b.numels, strict=True)
+        gradients = [waiting[slot] if slot in waiting else torch.zeros(n, device=found.device) for slot, n in slots]
         waiting.clear()
         scales, message = self._scales[b.first : b.stop], self._messages[bucket]
         operators.add_gradients(gradients, self._sizes[bucket], scales, message, found)
@@ -98,15 +87,9 @@ class DeviceGradientSum(IntegerGradientSum):
         self.needs_measure = False
         self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
 
-    def finish(self, trailers: Tensor | None = None) -> SumStatus:
+    def finish(self, trailers: Tensor | None = None) -> integer_sum.SumStatus:
         self._all_scales = self._scales.double()
         return super().finish(trailers)
-
-
-def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> DeviceGradientSum:
-    """The sum of a layout's gradients, all of whose slots every rank holds."""
-    assert layout.is_whole, "column blocks are summed one by one"
-    return DeviceGradientSum(layout.buckets, addends, device)
 
 
 class DeviceControl(ControlMessage):
@@ -114,7 +97,7 @@ class DeviceControl(ControlMessage):
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor], room: int) -> None:
         super().__init__(width, device, to_host)
-        self._memory = self._message = torch.zeros(len(self._memory) + room, dtype=torch.int64, device=device)
+        self._memory = self.message = torch.zeros(len(self._memory) + room, dtype=torch.int64, device=device)
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
@@ -135,21 +118,13 @@ class DeviceControl(ControlMessage):
         assert self._memory is memory, "graphs read it there"
         return work
 
-    @property
-    def summed(self) -> Tensor:
-        """int64, summed: limbs of statistics and loss, counts, sections."""
-        return self._message
-
 
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
     """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
 
-    Args:
-        sizes: int64 [slots], their elements.
-        scales: float32 [slots], powers of two.
-        message: int32 or int64, begins with the sums.
-        found: int32 [slots + 1]: of each slot the bits of the largest magnitude so far as float32, which are ordered as
-            the magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
+    `sizes` are the slots' elements, int64 [slots]; `scales` float32 [slots], powers of two; `message`, int32 or int64,
+    begins with the sums. `found`, int32 [slots + 1], has of each slot the bits of the largest magnitude so far as
+    float32, ordered as magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
     """
     flats = [gradient.reshape(-1) for gradient in gradients]
     values = torch.cat(flats).float()
@@ -175,8 +150,8 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
     bounds, bad, lost = message[length:].split([slots, slots, 2])
     bounds += torch.where(finite, units, 0.0).to(message.dtype)
     bad += ~finite
-    lost[:1] += found[-1:] & ((1 << COUNT_BITS) - 1)
-    lost[1:] += found[-1:] >> COUNT_BITS
+    lost[:1] += found[-1:] & ((1 << integer_sum.COUNT_BITS) - 1)
+    lost[1:] += found[-1:] >> integer_sum.COUNT_BITS
     found.zero_()
 
 
@@ -195,8 +170,7 @@ class Verdict:
 
     trailers: Sequence[Tensor]  # of the summed messages of all buckets
     control: Tensor  # int64, the summed control vector: limbs of batch statistics and loss, then counts and sections
-    ordinary: Tensor
-    """int64, counts and sections of a step in which all ranks have computed all and nobody requests anything"""
+    ordinary: Tensor  # int64, counts and sections of a step in which all ranks computed all and nobody wants anything
     addends: int
     shift: float
     limit: int
@@ -218,25 +192,21 @@ def verdict(v: Verdict) -> None:
     """
     sums, counts = v.control.split([len(v.control) - len(v.ordinary), len(v.ordinary)])
     statistics = decode(sums.view(NARROW.rows, -1), NARROW)
-    reach, bad, lost = read_trailers(joined(v.trailers), v.shift)
+    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
+    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in v.trailers]
+    units, nonfinite, rounded = zip(*parts, strict=True)
+    joined = torch.cat([*units, *nonfinite, integer_sum.total_lost(rounded)])
+    reach, bad, lost = integer_sum.read_trailers(joined, v.shift)
     fits = ~(bad | (reach > v.limit)).any() & statistics[:-1].isfinite().all() & (counts == v.ordinary).all()
     v.going.mul_(fits)
     is_going = v.going > 0
     old = v.scales.double()
     v.factors.copy_(1.0 / (old * v.addends))
-    underflow = lost / (v.elements * v.addends)
-    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, underflow]))
+    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, lost / (v.elements * v.addends)]))
     v.bounds.copy_(torch.where(is_going, reach / old, v.bounds))
     v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
     moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())
     v.running.copy_(torch.where(is_going, moved, v.running))
-
-
-def joined(trailers: Sequence[Tensor]) -> Tensor:
-    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
-    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in trailers]
-    bounds, bad, lost = zip(*parts, strict=True)
-    return torch.cat([*bounds, *bad, total_lost(lost)])
 
 
 register(add_gradients, writes={"message", "found"})

@@ -236,17 +236,13 @@ def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, me
 def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
     slots = len(scales)
     widest = triton.next_power_of_2(slots)
-    _add_bounds[(1,)](
-        found, scales, message, length, slots, 1.0 / shift, cap, SLOTS=widest, enable_fp_fusion=False
-    )  # fmt: skip
+    _add_bounds[(1,)](found, scales, message, length, slots, 1.0 / shift, cap, SLOTS=widest, enable_fp_fusion=False)
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
-    count = len(statistics)
+    count, blocks = len(statistics), triton.cdiv(len(statistics) + 1, BLOCK.value)
     # `is_first` is no constant: what the first pass of a step compiles, a graph may launch for the others.
-    _add_statistics[(triton.cdiv(count + 1, BLOCK.value),)](
-        sums, statistics, loss, count, int(is_first), enable_fp_fusion=False
-    )
+    _add_statistics[(blocks,)](sums, statistics, loss, count, int(is_first), enable_fp_fusion=False)
 
 
 def verdict(v: Verdict) -> None:
@@ -291,9 +287,7 @@ def _indices(trailers: Sequence[Tensor]) -> Tensor:
 def _dense(gradient: Tensor) -> Tensor:
     # A gradient in one of the layouts that the kernel reads: as `torch.autograd.grad` gives it, it may have others,
     # such as that of a transposed tensor.
-    is_read = gradient.is_contiguous() or (
-        gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
-    )
+    is_read = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last)
     return gradient if is_read else gradient.contiguous()
 
 
@@ -447,25 +441,19 @@ def _look_up(pixels, table, out, values, channels, points, IS_LAST: tl.constexpr
 def update(u: Update) -> None:
     """The kernels of `flat_weights.update`; with LARS the layers' rates replace those of the groups in `values`."""
     device = u.weights.device
-    addresses = [
-        (u.weights.data_ptr() + _BYTES * offset, u.momenta.data_ptr() + _BYTES * offset, gradient.data_ptr())
-        for offset, gradient in zip(u.offsets, u.gradients, strict=True)
-    ]
+    weights, momenta = ([flat.data_ptr() + _BYTES * begin for begin in u.offsets] for flat in (u.weights, u.momenta))
+    addresses = [*zip(weights, momenta, (gradient.data_ptr() for gradient in u.gradients), strict=True)]
     numels = tuple(gradient.numel() for gradient in u.gradients)
     blocks = blocks_of(numels, NORM_BLOCK.value, device)
     row = VARIANTS.get(u.rule)
     if row is not None:
-        pairs = [(weight, 0, layer) for layer, (weight, _, _) in enumerate(addresses)]
-        pairs += [
-            (gradient, weight if row.decayed_gradient else 0, layer)
-            for layer, (weight, _, gradient) in enumerate(addresses)
-        ]
+        pairs = [(weight, 0, layer) for layer, weight in enumerate(weights)]
+        for layer, (weight, _, gradient) in enumerate(addresses):
+            pairs.append((gradient, weight if row.decayed_gradient else 0, layer))
         both = blocks_of(numels * 2, NORM_BLOCK.value, device)
         norms = torch.empty(len(both), device=device)
-        _block_norms[(len(both),)](
-            cached_table(tuple(pairs), device), both, u.values, norms, DECAYED=row.decayed_gradient,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        table = cached_table(tuple(pairs), device)
+        _block_norms[(len(both),)](table, both, u.values, norms, DECAYED=row.decayed_gradient, enable_fp_fusion=False)
         # of each tensor the first of its blocks among all, and how many it has
         counts = [-(-numel // NORM_BLOCK.value) for numel in numels]
         runs = tuple(zip(accumulate(counts, initial=0), counts, strict=False))

@@ -14,13 +14,12 @@ import numpy.typing as npt
 from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
-from .file_lists import MOST_CLASSES, Arrays, Once, Progress, make_here
+from .file_lists import MOST_CLASSES, Arrays, Once, make_here
 from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
 HELD_OUT_DIGITS = 360
 _DIGITS = "datasets/data/digits.csv.gz"  # in scikit-learn's package: a row an image, 64 pixels and the label
-_UINT8 = 0x08
 _MOST_BYTES = 1 << 34
 
 
@@ -70,27 +69,23 @@ def open_numpy(path: Path, once: Once = make_here, names: str | None = None) -> 
     `names` are class names separated by commas; None: the numbers from 0 to the largest label.
     """
     if path.is_dir():
-        return _pair({key: array for split in SPLITS for key, array in _load(path, split).items()}, names)
-
-    def make(progress: Progress) -> Arrays:
-        return {key: np.ascontiguousarray(array) for split in SPLITS for key, array in _load(path, split).items()}
-
-    return _pair(once(make), names)
+        return _pair(_load(path), names)
+    return _pair(once(lambda _: {key: np.ascontiguousarray(array) for key, array in _load(path).items()}), names)
 
 
-def _load(path: Path, split: str) -> Arrays:
-    images, labels = (_read_numpy(path, f"{split}_{what}") for what in ("images", "labels"))
-    if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise UserError(
-            f"{path}: {split}_images must be uint8 [n, height, width] or [n, height, width, channels],"
-            f" got {images.dtype} {list(images.shape)}"
-        )
-    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-        raise UserError(
-            f"{path}: {split}_labels must be {len(images)} whole numbers, got {labels.dtype} {list(labels.shape)}"
-        )
-    images = images if images.ndim == 4 else images[..., None]
-    return {f"{split}_images": images, f"{split}_labels": labels.astype(np.int64)}
+def _load(path: Path) -> Arrays:
+    arrays: Arrays = {}
+    for split in SPLITS:
+        images, labels = (_read_numpy(path, f"{split}_{what}") for what in ("images", "labels"))
+        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+            wanted = "uint8 [n, height, width] or [n, height, width, channels]"
+            raise UserError(f"{path}: {split}_images must be {wanted}, got {images.dtype} {list(images.shape)}")
+        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+            wanted = f"{len(images)} whole numbers, got {labels.dtype} {list(labels.shape)}"
+            raise UserError(f"{path}: {split}_labels must be {wanted}")
+        arrays[f"{split}_images"] = images if images.ndim == 4 else images[..., None]
+        arrays[f"{split}_labels"] = labels.astype(np.int64)
+    return arrays
 
 
 def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
@@ -113,14 +108,11 @@ def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
 
 
 def open_mnist(path: Path, names: str | None = None) -> Pair:
-    """The four IDX files of MNIST in a folder, plain or .gz, in memory as uint8 [n, height, width, 1].
-
-    `names` as of `open_numpy`.
-    """
+    """The four IDX files of MNIST in a folder, as uint8 [n, height, width, 1] in memory; `names` as of `open_numpy`."""
     arrays: Arrays = {}
     for split, stem in (("train", "train"), ("eval", "t10k")):
-        images = read_idx(find_idx(path, f"{stem}-images", 3), dims=3)
-        labels = read_idx(find_idx(path, f"{stem}-labels", 1), dims=1)
+        parts = (("images", 3), ("labels", 1))
+        images, labels = (read_idx(find_idx(path, f"{stem}-{part}", dims), dims) for part, dims in parts)
         if len(images) != len(labels):
             raise UserError(f"{path}: {len(images)} images but {len(labels)} labels in the files {stem}-*")
         arrays |= {f"{split}_images": images[..., None], f"{split}_labels": labels.astype(np.int64)}
@@ -142,7 +134,7 @@ def read_idx(file: Path, dims: int) -> Pixels:
     try:
         with cast(IO[bytes], gzip.open(file) if is_packed else file.open("rb")) as stream:
             header = stream.read(begin)
-            if len(header) < begin or header[:4] != bytes((0, 0, _UINT8, dims)):
+            if len(header) < begin or header[:4] != bytes((0, 0, 8, dims)):  # 8: uint8
                 raise UserError(f"{file}: no IDX file of unsigned bytes with {dims} dims (its first bytes differ)")
             shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, begin, 4))
             size, stored = math.prod(shape), file.stat().st_size
@@ -176,9 +168,6 @@ def open_digits() -> Pair:
     table = np.loadtxt(Path(package.submodule_search_locations[0], _DIGITS), delimiter=",", dtype=np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)  # values 0..16 in the file
     # Chosen by a keyed permutation, so that runs of every seed are measured on the same images; then in file order.
-    order = keyed_permutation(len(table), SPLIT, 0)
-    arrays: Arrays = {}
-    for split, chosen in (("train", order[HELD_OUT_DIGITS:]), ("eval", order[:HELD_OUT_DIGITS])):
-        indices = np.sort(chosen)
-        arrays |= {f"{split}_images": images[indices], f"{split}_labels": table[indices, -1]}
-    return _pair(arrays, ",".join("0123456789"))
+    held_out, train = map(np.sort, np.split(keyed_permutation(len(table), SPLIT, 0), [HELD_OUT_DIGITS]))
+    classes = tuple("0123456789")
+    return Images(images[train], table[train, -1], classes), Images(images[held_out], table[held_out, -1], classes)

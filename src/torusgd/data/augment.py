@@ -16,13 +16,12 @@ from ..rng import ALTERNATE, AUGMENT, ERASE, MIX, POLICY, keyed_integer, keyed_u
 from .geometry import Warps, cosine_and_sine, draw_warps, log_uniform
 from .types import Bools, Float32, Float64, Int64, Pixels, Region
 
-_ATTEMPTS = 10  # boxes drawn until one fits, as in torchvision's RandomResizedCrop
+_ATTEMPTS = 10  # boxes drawn until one fits, as in torchvision's RandomResizedCrop and RandomErasing
 # Each draw is keyed by (seed, epoch, sample), never by a rank or a batch, and made of products, quotients and square
 # roots, which have the same bits on every machine. Each draw of a sample has a number of its own, so that no kind of
 # change depends on another: one for the mirror, two for the shift or the cut, four for each attempt at a box;
 # `geometry` has those from 43 on.
 _MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
-_BOXES = 10  # boxes drawn until one fits, as in torchvision's RandomErasing
 _AREA, _ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 # Draws until Johnk's method accepts one; with alpha 1/2, the worst, all fail once in 10 ** 21 images.
 _BETA_ATTEMPTS = 32
@@ -53,14 +52,14 @@ TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, b
 
 
 class Changes(NamedTuple):
-    """The changes of n samples; None: the recipe has no such change."""
+    """The changes of n samples; None: there is no such change."""
 
-    boxes: Float64 | None  # [n, attempts, 4], the draws of `random_region`, with crop: resized
-    moves: Int64 | None  # [n, 2], rows and columns of the padded image to leave out, with crop: shift
-    corners: Float64 | None  # [n, 2] in [0, 1), how far down and right the cut lies, with crop: random
-    warps: Warps | None
-    mirrored: Bools  # [n]
-    policy: Int64 | None  # [n, changes, 3] from `draw_policy`
+    boxes: Float64 | None = None  # [n, attempts, 4], the draws of `random_region`, with crop: resized
+    moves: Int64 | None = None  # [n, 2], rows and columns of the padded image to leave out, with crop: shift
+    corners: Float64 | None = None  # [n, 2] in [0, 1), how far down and right the cut lies, with crop: random
+    warps: Warps | None = None
+    mirrored: Bools = np.zeros(0, np.bool_)  # [n], or empty: none of them
+    policy: Int64 | None = None  # [n, changes, 3] from `draw_policy`
 
 
 def draw_changes(augment: Augment, channels: int, seed: int, epochs: Int64, indices: Int64) -> Changes:
@@ -86,8 +85,7 @@ def draw_changes(augment: Augment, channels: int, seed: int, epochs: Int64, indi
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:
     """A box of random area and aspect (Szegedy et al., arXiv 1409.4842), to be scaled to `size`, rows and columns.
 
-    `draws` are one sample's, float64 [attempts, 4] in [0, 1): area, aspect, top, left. The first box that fits is
-    taken.
+    `draws` are one sample's, float64 [attempts, 4] in [0, 1): area, aspect, top, left; the first box that fits counts.
     """
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
@@ -95,8 +93,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
         aspect = log_uniform(low, high, u_aspect)  # 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
-            top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
-            return Region(top, left, tall, wide, *size)
+            return Region(int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1)), tall, wide, *size)
     # None of the ten fits: the largest centred box whose aspect is allowed, as in torchvision.
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
@@ -132,11 +129,11 @@ def erase(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: 
     if not augment.erase:
         return
     height, width = images.shape[2:]
-    draws = keyed_uniform(ERASE, seed, epochs[:, None], indices[:, None], np.arange(1 + 4 * _BOXES))
+    draws = keyed_uniform(ERASE, seed, epochs[:, None], indices[:, None], np.arange(1 + 4 * _ATTEMPTS))
     for image, (chosen, *rest) in zip(images, draws.tolist(), strict=True):
         if chosen >= augment.erase:
             continue
-        for u_area, u_aspect, u_top, u_left in np.reshape(rest, (_BOXES, 4)).tolist():
+        for u_area, u_aspect, u_top, u_left in np.reshape(rest, (_ATTEMPTS, 4)).tolist():
             area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * u_area)
             aspect = log_uniform(*_ASPECT, u_aspect)
             tall, wide = math.floor(math.sqrt(area * aspect) + 0.5), math.floor(math.sqrt(area / aspect) + 0.5)
@@ -169,10 +166,8 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
         share = beta(alpha, draws[i, _SHARE:]) if is_by_products(alpha) else arithmetic.beta(alpha, MIX, *key)
         shares[i] = share
         if pasted[i]:
-            rows, columns = (
-                _span(side, math.sqrt(1 - share), float(draws[i, number]))
-                for side, number in ((height, _ROW), (width, _COLUMN))
-            )
+            rows = _span(height, math.sqrt(1 - share), float(draws[i, _ROW]))
+            columns = _span(width, math.sqrt(1 - share), float(draws[i, _COLUMN]))
             images[i, :, rows, columns] = partners[i, :, rows, columns]
             # The edges may have cut the box, so the weight is that of the pixels that were pasted.
             shares[i] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
@@ -192,11 +187,7 @@ def is_by_products(alpha: float) -> bool:
 
 
 def beta(alpha: float, draws: Float64) -> float:
-    """A draw from Beta(alpha, alpha) (`is_by_products`) by Johnk's method, from draws in [0, 1), two for each attempt.
-
-    >>> beta(1.0, np.array([0.25, 0.5]))
-    0.25
-    """
+    """A draw from Beta(alpha, alpha) (`is_by_products`) by Johnk's method, from draws in [0, 1), two an attempt."""
     if alpha == 1:
         return float(draws[0])
     for u, v in draws.reshape(-1, 2).tolist():
@@ -213,10 +204,7 @@ def _span(side: int, ratio: float, centre: float) -> slice:
 
 
 def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Int64 | None:
-    """The changes of the samples at `indices` [n] in their `epochs` [n]; None without a policy.
-
-    They are int64 [n, changes, 3]: index in `OPERATIONS`, strength and sign (0 or 1) of each.
-    """
+    """Index in `OPERATIONS`, strength and sign (0 or 1) of each change, int64 [n, changes, 3]; None: no policy."""
     if augment.policy == "none":
         return None
     changes = augment.operations if augment.policy == "randaugment" else 1
@@ -232,12 +220,10 @@ def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> I
 def apply_policy(images: Pixels, augment: Augment, drawn: Int64) -> Pixels:
     """Images [n, channels, height, width] after the changes that `draw_policy` returned for them, as a new array."""
     ranges = RAND if augment.policy == "randaugment" else TRIVIAL
-    out = np.empty_like(images)
-    for place, (image, changes) in enumerate(zip(images, drawn.tolist(), strict=True)):
-        changed = image
+    out = images.copy()
+    for image, changes in zip(out, drawn.tolist(), strict=True):
         for operation, strength, sign in changes:
-            changed = change(changed, OPERATIONS[operation], strength, sign, ranges)
-        out[place] = changed
+            image[...] = change(image, OPERATIONS[operation], strength, sign, ranges)
     return out
 
 
@@ -264,7 +250,6 @@ def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Rang
 
 
 def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:
-    """The image shifted, sheared or rotated, by nearest neighbours."""
     height, width = image.shape[1:]
     # Coordinates of pixel centres; each pixel of the result shows the point that the change would bring to it.
     rows, columns = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
@@ -283,8 +268,7 @@ def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixel
     # The pixels at these points, black outside the image.
     down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
-    picked = image[:, down.clip(0, height - 1), right.clip(0, width - 1)]
-    return np.where(inside, picked, np.uint8(0))
+    return np.where(inside, image[:, down.clip(0, height - 1), right.clip(0, width - 1)], np.uint8(0))
 
 
 def _opposite(image: Pixels, operation: str) -> Pixels | float:
@@ -317,9 +301,7 @@ def _smooth(image: Pixels) -> Pixels:
 
 def _stretched(plane: Pixels) -> Pixels:
     low, high = int(plane.min()), int(plane.max())
-    if low == high:
-        return plane
-    return ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
+    return plane if low == high else ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
 
 
 def _equalized(plane: Pixels) -> Pixels:
@@ -329,5 +311,4 @@ def _equalized(plane: Pixels) -> Pixels:
     step = int(counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
     if step == 0:
         return plane
-    table = (np.cumsum(counts) - counts + step // 2) // step
-    return table.clip(0, 255).astype(np.uint8)[plane]
+    return ((np.cumsum(counts) - counts + step // 2) // step).clip(0, 255).astype(np.uint8)[plane]

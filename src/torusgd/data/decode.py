@@ -47,7 +47,7 @@ _MOST_AT_ONCE = 64  # pictures of one call of nvJPEG, which bounds its memory be
 # From pictures and channels to uint8 [channels, height, width] each; RuntimeError if one can't be decoded.
 DecodeMany = Callable[[Sequence[bytes], int], Sequence[Tensor]]
 
-_JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
 
 class Undecodable(Exception):
@@ -66,8 +66,7 @@ def load_decoders() -> tuple[Any, Any]:
 
 def picture_size(data: bytes) -> tuple[int, int]:
     """Height and width in pixels, from the header; Undecodable if `decode` would refuse what the header says."""
-    header = _read_header(data)
-    return header.height, header.width
+    return _read_header(data)[:2]
 
 
 class _Header(NamedTuple):
@@ -82,34 +81,26 @@ def _read_header(data: bytes) -> _Header:
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         height, width = int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
         weight = _PNG_WEIGHT
-    elif data.startswith(_JPEG):
+    elif data.startswith(JPEG):
         frame = _jpeg_frame(data)
-        if frame < 0:
-            raise Undecodable("a JPEG without a size, cut short in its header")
         height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
         # Each scan begins with a marker behind the frame's. Coded pixels never hold these two bytes; a thumbnail may,
         # but lies before the frame. `bytes.count` takes four times as long, which was a fiftieth of a picture's time.
         rest = np.frombuffer(data, np.uint8)[frame:]
         scans = int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
         weight = _SCANS_WEIGHT if scans > 1 or data[frame + 1] not in (0xC0, 0xC1) else 1
-    elif not data:
-        raise Undecodable("the file is empty")
     else:
-        raise Undecodable("neither JPEG nor PNG")
+        raise Undecodable("neither JPEG nor PNG" if data else "the file is empty")
     if height < 1 or width < 1 or weight * height * width > MAX_PIXELS:
         raise Undecodable(f"its header says {width} x {height} pixels; at most {MAX_PIXELS // weight} are decoded")
     if scans > _MOST_SCANS or scans * height * width > _MOST_SCANNED:
-        raise Undecodable(
-            f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
-        )
+        most = f"at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
+        raise Undecodable(f"{scans} scans of {width} x {height} pixels; {most}")
     return _Header(height, width, weight * height * width, frame)
 
 
 def is_common_jpeg(data: bytes) -> bool:
-    """Whether a picture is a whole JPEG of the kinds that every decoder knows, and not too large.
-
-    Baseline or progressive, of 8 bits, grey or with luma and chroma; no JPEG of four colours or of plain RGB.
-    """
+    """Whether it is a whole JPEG that every decoder knows: baseline or progressive, 8 bits, grey or luma and chroma."""
     try:
         frame = _read_header(data).frame
     except Undecodable:
@@ -122,7 +113,7 @@ def is_common_jpeg(data: bytes) -> bool:
 
 
 def _jpeg_frame(data: bytes) -> int:
-    """The offset of the start-of-frame marker, before precision, height, width and colours; -1 if there is none."""
+    """The offset of the start-of-frame marker, before precision, height, width and colours."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 10 <= len(data):
         marker = data[at + 1]
@@ -134,7 +125,7 @@ def _jpeg_frame(data: bytes) -> int:
             at += 2
         else:  # a segment, which begins with its length
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return -1
+    raise Undecodable("a JPEG without a size, cut short in its header")
 
 
 def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = None) -> Pixels:
@@ -144,14 +135,13 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     Undecodable also if the file is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
-    if not data.startswith(_JPEG):
-        shrink = 1
+    shrink = shrink if data.startswith(JPEG) else 1
     height, width = (-(-side // shrink) for side in (header.height, header.width))
     # One large picture may take 750 MB; each thread of a loader could meet one.
     with _one_large if header.weighted > _LARGE else nullcontext():
         simplejpeg, cv2 = load_decoders()
         pixels = None
-        if data.startswith(_JPEG):
+        if data.startswith(JPEG):
             try:
                 pixels = simplejpeg.decode_jpeg(data, _COLOURS[channels], False, False, height, width, shrink, buffer)
             except ValueError as error:
@@ -182,7 +172,7 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `decode`."""
     header = _read_header(data)
     region = choose(header.height, header.width)
-    if not data.startswith(_JPEG):
+    if not data.startswith(JPEG):
         return _rendered(decode(data, channels), region)
     # Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
     # smaller image, and only down to the lower edge of the crop.
@@ -280,10 +270,9 @@ def pixels_sha256(data: bytes) -> str:
 @cache
 def other_decoders(is_jpeg: bool) -> tuple[str, ...]:
     """Names of the set's JPEGs, or PNGs, of which this machine's decoders make other pixels."""
-    pictures = json.loads(files(__package__).joinpath(DECODER_SET).read_text())
     return tuple(
         name
-        for name, (data, sha256) in pictures.items()
+        for name, (data, sha256) in json.loads(files(__package__).joinpath(DECODER_SET).read_text()).items()
         if name.startswith("JPEG") == is_jpeg and pixels_sha256(base64.b64decode(data)) != sha256
     )
 
@@ -366,16 +355,12 @@ def nvjpeg(device: torch.device) -> NvJpeg:
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(
-            f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); "
-            "pip install torchvision (the extra torchvision)"
-        ) from error
-    modes: dict[int, Any] = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
+        remedy = "pip install torchvision (the extra torchvision)"
+        raise UserError(f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); {remedy}") from error
 
     def decode(pictures: Sequence[bytes], channels: int) -> Sequence[Tensor]:
         inputs = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in pictures]
-        found: Sequence[Tensor] = decode_jpeg(inputs, mode=modes[channels], device=device)
-        return found
+        return decode_jpeg(inputs, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB, device=device)
 
     return NvJpeg(decode, lambda: torch.cuda.stream(stream))
 
@@ -386,9 +371,7 @@ class EncodedImages(ABC):
     reads_ahead: bool = False  # whether `expect` makes reading faster
 
     def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
-        self.classes = tuple(classes)
-        self.labels = labels
-        self.channels = channels
+        self.classes, self.labels, self.channels = tuple(classes), labels, channels
         self._decoder: NvJpeg | None = None
         self._check: Callable[[bytes], object] = len
 

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +85,9 @@ def wrong_files(folder: Path, wanted: DataSet) -> list[str]:
 
 
 def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError:
-        return ""
+    with suppress(OSError), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return ""
 
 
 def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
@@ -103,13 +101,13 @@ def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
     for way, get in ways:
         try:
             folder = get(wanted, scratch)
-        except (OSError, subprocess.SubprocessError, urllib.error.URLError) as error:
+            if wrong := wrong_files(folder, wanted):
+                raise OSError(f"{wrong[0]} is missing or has another SHA-256 than expected")
+        except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"not {way}: {error}")
-            continue
-        if not (wrong := wrong_files(folder, wanted)):
+        else:
             log.info("%s: %s, SHA-256 as expected", name, way)
             return folder
-        failures.append(f"not {way}: {wrong[0]} is missing or has another SHA-256 than expected")
     raise RunError(f"data fetch {name}: {'; '.join(failures)}")
 
 
@@ -183,6 +181,5 @@ def read_devkit(file: Path) -> tuple[dict[str, int], dict[str, str]]:
         numbers = [int(line) for line in truth.split()]
         labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
     except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
-        reason = in_one_line(error)
-        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
+        raise UserError(f"{file}: no development kit of ILSVRC 2012 ({in_one_line(error)}); fetch it again") from error
     return dict(sorted(images.items())), labels

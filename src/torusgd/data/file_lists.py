@@ -86,10 +86,7 @@ class Names:
 
 
 def read_classes(file: Path) -> dict[str, str]:
-    """The classes that a text file lists, one a line, label 0 first; a display name may follow after a tab.
-
-    Returns display names by the data set's own name of each class, in the order of their labels.
-    """
+    """The classes of a text file, one a line, label 0 first: display names, which follow after a tab, by own names."""
     with as_user_error(f"{file}: can't be read as a list of classes", of=(OSError, ValueError)):
         lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
     classes: dict[str, str] = {}
@@ -110,9 +107,6 @@ def number_labels(
 
     If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
     list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes.
-
-    >>> number_labels({"train": ["tulip", "daisy"], "eval": ["daisy"]}, None, "set")[0]
-    ('daisy', 'tulip')
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
     # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
@@ -122,15 +116,14 @@ def number_labels(
         if largest >= (len(listed) if listed is not None else MOST_CLASSES):
             most = f"{len(listed)} classes are listed" if listed is not None else f"the limit is {MOST_CLASSES} classes"
             raise UserError(f"{where}: a label of {largest}, but {most}; labels count from 0")
-        names = listed.values() if listed is not None else map(str, range(largest + 1))
-        return tuple(names), numbers
-    keys = list(listed) if listed is not None else sorted(distinct["train"])
-    number_of = {key: number for number, key in enumerate(keys)}
+        return tuple(listed.values() if listed is not None else map(str, range(largest + 1))), numbers
+    listed = listed if listed is not None else {key: key for key in sorted(distinct["train"])}
+    number_of = {key: number for number, key in enumerate(listed)}
     for split, found in distinct.items():
         for label in sorted(found - number_of.keys()):
-            raise UserError(f"{where}: an image of {split} is of class {label!r}{suggest(label, keys)}")
+            raise UserError(f"{where}: an image of {split} is of class {label!r}{suggest(label, listed)}")
     numbers = {s: np.array([number_of[label] for label in labels], dtype=np.int64) for s, labels in splits.items()}
-    return tuple(listed.values() if listed is not None else keys), numbers
+    return tuple(listed.values()), numbers
 
 
 def files_under(path: Path) -> list[str]:
@@ -151,18 +144,17 @@ def says_split(name: str) -> bool:
 
 
 def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
-    """The files with these suffixes (in small letters) by split, which their name or sub-folder says.
+    """The files with these suffixes (in small letters) by split, `train` and `eval`, which name or sub-folder says.
 
-    The splits are `train` and `eval` (of those named val, validation or eval, or else test); UserError if one has no
-    file.
+    `eval` has those named val, validation or eval, or else test; UserError if a split has no file.
     """
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:
         raise UserError(f"{path}: holds no {' or '.join(suffixes)} file")
-    train = [name for name in files if _TRAIN.search(name)]
+    train = list(filter(_TRAIN.search, files))
     rest = [name for name in files if not _TRAIN.search(name)]
     # Of files named val and test, test stays unused: it is for the last measurement, and often has no labels.
-    held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
+    held_out = list(filter(_EVAL.search, rest)) or list(filter(_TEST.search, rest))
     for word, found in (("train", train), ("val", held_out)):
         if not found:
             wanted = f"train-0000{suffixes[0]} and val-0000{suffixes[0]}"

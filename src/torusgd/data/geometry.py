@@ -80,15 +80,12 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
         return keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
 
     widest = power(math.e, augment.distortion)
-    distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
-    contrast = [
-        [power(augment.contrast * augment.contrast, u) / augment.contrast for u in row] for row in by_channel(_CONTRAST)
-    ]
+    most = augment.contrast
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
-        distortions=np.array(distortions),
+        distortions=np.array([power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]),
         brightness=augment.brightness * (2 * by_channel(_BRIGHTNESS) - 1),
-        contrast=np.array(contrast),
+        contrast=np.array([[power(most * most, u) / most for u in row] for row in by_channel(_CONTRAST)]),
         noise=augment.noise * draw(_NOISE),
         keys=np.stack([np.full_like(indices, seed), epochs, indices], axis=1),
     )
@@ -141,8 +138,7 @@ def scaled(height: int, width: int, shorter: int) -> Region:
     # Of an image more than four times as long as wide only the middle: the centre crop that follows never shows more,
     # and an image of a single row would need gigabytes.
     tall, wide = min(height, 4 * side), min(width, 4 * side)
-    top, left = (height - tall) // 2, (width - wide) // 2
-    return Region(top, left, tall, wide, shorter * tall // side, shorter * wide // side)
+    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, shorter * tall // side, shorter * wide // side)
 
 
 def render(image: Pixels, region: Region) -> Pixels:
@@ -168,9 +164,8 @@ def resample(image: Pixels, region: Region) -> Pixels:
     resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
     # As torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which has no `out`: without it
     # the kernel ends by separating the channels, pixel by pixel.
-    torch.ops.aten._upsample_bilinear2d_aa.out(
-        planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
-    )
+    out = torch.from_numpy(resized).permute(0, 3, 1, 2)
+    torch.ops.aten._upsample_bilinear2d_aa.out(planes, resized.shape[1:3], False, None, None, out=out)
     return resized[0]
 
 
@@ -198,17 +193,12 @@ def _neighbours(length: int, out: int) -> tuple[Int64, Float32, Float32]:
     return place.clip(0, length - 1), weight.astype(np.float32), weight.sum(0).astype(np.float32)
 
 
-def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
-    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right."""
+def cut(image: Pixels, size: tuple[int, int], corner: tuple[float, float] | None) -> Pixels:
+    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right, None the middle."""
     rows, columns = size
     height, width = image.shape[-2:]
-    top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
-    return image[..., top : top + rows, left : left + columns]
-
-
-def centre(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """The middle rows x columns of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
-    rows, columns = size
-    height, width = image.shape[-2:]
-    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    if corner is None:
+        top, left = round((height - rows) / 2), round((width - columns) / 2)  # as torchvision's CenterCrop rounds
+    else:
+        top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
     return image[..., top : top + rows, left : left + columns]

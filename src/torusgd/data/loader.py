@@ -1,6 +1,7 @@
 """Batches made in the background while the network computes, by threads of the rank or by processes of its own."""
 
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -69,17 +70,12 @@ class Loader:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0
-        self._pipeline = pipeline
-        self._order = order
-        self._ahead = ahead
+        self._pipeline, self._order, self._ahead = pipeline, order, ahead
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torusgd-loader")
         self._pending: dict[Share, Future[Batch]] = {}
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """The batch of a share, made now unless it was begun before.
-
-        As many of the following shares are begun as there is room for; others are dropped.
-        """
+        """The batch of a share; as many of those that follow are begun as there is room for, others are dropped."""
         # Batch 2: made by a thread before anyone needs it.
         wanted = [share, *islice(following, self._ahead - 1)]
         # Shares that follow no longer, since ranks have left or joined, must not fill the bound on memory.
@@ -99,10 +95,8 @@ class Loader:
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""
-        for future in self._pending.values():
-            future.cancel()
         self._pending = {}
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def _make(self, share: Share) -> Batch:
         indices, epochs = self._order.at(share.start, share.count)
@@ -117,14 +111,6 @@ def open_pipeline(
     return make(training, data, seed, allocate)
 
 
-@dataclass(frozen=True)
-class _Made:
-    shape: tuple[int, ...]
-    positions: Int64
-    replaced: int
-    tensors: dict[str, npt.NDArray[Any]]  # the others, by name, as arrays: a pipe would move tensors by files
-
-
 class LoaderProcesses:
     """Makes training batches by copies of a pipeline (`open_`) in other processes; safe to use from several threads."""
 
@@ -135,39 +121,30 @@ class LoaderProcesses:
     def __init__(self, pipeline: Pipeline, open_: Open, count: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
-        self._pipeline = pipeline
+        self._pipeline, self.reads_ahead = pipeline, pipeline.reads_ahead
+        self.expect = pipeline.expect  # this process reads ahead, into the cache on disk that all processes share
         # torch, once for all of them; and the launcher's preload, with which nothing is left in the temporary folder.
         multiprocessing.set_forkserver_preload([__name__, "torusgd.ranks.forkserver_preload"])
         with held_back():
             self._all = [_Process(open_) for _ in range(count)]
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        self._idle = SimpleQueue[_Process]()
         for process in self._all:
             self._idle.put(process)
         # At exit multiprocessing waits for all children, and these wait for a message: so this must run before.
         self.close = Finalize(self, _close, (self._all,), exitpriority=10)
 
-    @property
-    def reads_ahead(self) -> bool:
-        return self._pipeline.reads_ahead
-
-    def expect(self, indices: Int64) -> None:
-        """As `Pipeline.expect`: this process reads ahead, into the cache on disk that all processes share."""
-        self._pipeline.expect(indices)
-
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
         """As `Pipeline.training_batch`; RunError also if a process has ended, or met an unknown exception."""
         process = self._idle.get()
         try:
-            made = process.make((indices, epochs, augment, sizes))
-            memory, message = self._pipeline.memory(made.shape)
+            shape, known, arrays = process.make((indices, epochs, augment, sizes))
+            memory, message = self._pipeline.memory(shape)
             # Copied out, since the process writes its next batch into the same memory.
-            np.copyto(memory, process.memory.array(made.shape, self._pipeline.dtype))
+            np.copyto(memory, process.memory.array(shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
-        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
-        images = torch.from_numpy(memory)
-        batch = Batch(images, positions=made.positions, replaced=made.replaced, table=self._pipeline.table, **tensors)
-        return self._pipeline.joined(batch, message)
+        known |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return self._pipeline.joined(Batch(torch.from_numpy(memory), table=self._pipeline.table, **known), message)
 
 
 class SharedMemory:
@@ -179,14 +156,14 @@ class SharedMemory:
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """The first bytes of the memory as an array; they are not cleared."""
-        kind = np.dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
+        kind, count = np.dtype(dtype), math.prod(shape)
+        size = count * kind.itemsize
         # The side that needs more lengthens the file; the other one maps it again once its array is larger.
         if self._map is None or len(self._map) < size:
             if os.fstat(self._file).st_size < size:
                 os.ftruncate(self._file, size)
             self._map = mmap.mmap(self._file, size)
-        return np.frombuffer(self._map, kind, int(np.prod(shape))).reshape(shape)
+        return np.frombuffer(self._map, kind, count).reshape(shape)
 
 
 class _Process:
@@ -203,8 +180,8 @@ class _Process:
         self._process.start()
         its.close()
 
-    def make(self, wanted: tuple[Any, ...]) -> _Made:
-        """A batch that the process, or one in its place, makes from the arguments of `Pipeline.training_batch`."""
+    def make(self, wanted: tuple[Any, ...]) -> Any:
+        """A batch of `Pipeline.training_batch`: its images' shape, other fields, and tensors as arrays, by name."""
         try:
             made, lines = self._exchange(wanted)
         except (EOFError, OSError):
@@ -221,7 +198,6 @@ class _Process:
             log.warning("%s", line)
         if isinstance(made, Exception):
             raise made
-        assert isinstance(made, _Made)
         return made
 
     def _exchange(self, wanted: tuple[Any, ...]) -> Any:
@@ -289,15 +265,16 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
     except FileNotFoundError:  # the rank has ended meanwhile
         return
     pipeline: Pipeline | None = None
-    made: _Made | Exception
+    made: Any
     while (wanted := _received(pipe)) is not None:
         try:
             # Opened with the first batch, so that an error reaches the rank as that of a batch does.
             pipeline = pipeline or open_(shared.array)
             batch = pipeline.training_batch(*wanted)
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
-            tensors = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
-            made = _Made(tuple(batch.images.shape), batch.positions, batch.replaced, tensors)
+            # As arrays: a pipe would move tensors by files.
+            arrays = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
+            made = tuple(batch.images.shape), {"positions": batch.positions, "replaced": batch.replaced}, arrays
         except (UserError, RunError, OSError) as error:
             made = error
         except Exception as error:

@@ -46,9 +46,7 @@ class StreamOrder:
             raise ValueError(f"repeats: a stream has each image at least once, got {repeats!r}")
         if not (_is_whole(seed) and -(2**63) <= seed < 2**63):
             raise ValueError(f"seed: needs an integer of 64 bits, got {seed!r}")
-        self.length = length
-        self.seed = seed
-        self.repeats = repeats
+        self.length, self.seed, self.repeats = length, seed, repeats
         self._epochs: dict[int, Future[Int64]] = {}
         self._lock = threading.Lock()
 
@@ -57,12 +55,9 @@ class StreamOrder:
         return keyed_permutation(self.length, ORDER, self.seed, epoch)
 
     def at(self, start: int, count: int) -> tuple[Int64, Int64]:
-        """The stream's positions start..start+count-1.
+        """The samples at the stream's positions start..start+count-1, and the epoch of each, from 0: int64 [count].
 
-        Returns:
-            indices: int64 [count], the samples.
-            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it. Copies after
-                the first have `copy * COPY` added, so that each is augmented differently.
+        Augmentation is keyed by the epoch, to which copies after the first add `copy * COPY`.
         """
         if not (_is_whole(start) and _is_whole(count) and start >= 0 and count >= 0):
             raise ValueError(f"start and count must be whole numbers, not negative, got {start!r} and {count!r}")

@@ -19,7 +19,7 @@ from ..errors import RunError, UserError, as_user_error
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
-from .decode import EncodedImages, Undecodable, decode, load_decoders, picture_size, require_specified
+from .decode import JPEG, EncodedImages, Undecodable, decode, load_decoders, picture_size, require_specified
 from .file_lists import read_classes
 from .geometry import render, scaled
 from .registry import data_sha256
@@ -27,7 +27,6 @@ from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source
 
 SETTINGS = "pack.json"  # a file in the folder of the copies: the hash of their images, and how they were made
-_JPEG = b"\xff\xd8\xff"
 _AT_A_TIME = 256  # images that are encoded, and in memory, before they are written
 
 
@@ -39,13 +38,9 @@ class Packing:
 
 
 def pack(
-    train: Source,
-    held_out: Source,
-    out: Path,
-    packing: Packing,
-    leave_out: Callable[[str], object],
-    progress: Callable[[int], object] = lambda done: None,
-) -> dict[str, int]:
+    train: Source, held_out: Source, out: Path, packing: Packing,
+    leave_out: Callable[[str], object], progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, int]:  # fmt: skip
     """Writes both splits of a data set as tar shards with their index, and returns the number of images of each.
 
     Shards that are there already stay. A JPEG that is small enough is copied as it is; any other image becomes a JPEG,
@@ -108,10 +103,8 @@ def _write_shard(
     # USTAR headers without times or owners: the same images give the same bytes.
     with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
         for count, (index, data) in enumerate(copies):
-            for kind, content in (
-                ("jpg" if data.startswith(_JPEG) else "png", data),
-                ("cls", str(source.labels[index]).encode()),
-            ):
+            picture = "jpg" if data.startswith(JPEG) else "png"
+            for kind, content in ((picture, data), ("cls", str(source.labels[index]).encode())):
                 member = tarfile.TarInfo(f"{index:08d}.{kind}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
@@ -139,7 +132,7 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
             data = source.encoded(index)
             if packing.quality is None:
                 require_specified(data)
-            elif data.startswith(_JPEG) and (side is None or min(picture_size(data)) <= side):
+            elif data.startswith(JPEG) and (side is None or min(picture_size(data)) <= side):
                 return data
             image = decode(data, source.channels)
         else:

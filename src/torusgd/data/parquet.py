@@ -41,23 +41,15 @@ class TableImages(EncodedImages):
     """A source of the images in tables; `path` is the folder or name of the data set, for messages."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        path: Path,
-        files: Sequence[Path],
-        classes: Sequence[str],
-        labels: Int64,
-        channels: int,
-    ) -> None:
+        self, parts: Sequence[Part], path: Path, files: Sequence[Path],
+        classes: Sequence[str], labels: Int64, channels: int,
+    ) -> None:  # fmt: skip
         super().__init__(classes, labels, channels)
         self._parts, self._path, self._files = parts, path, files
+        self.memory = sum(part.size for part in parts)
         self._begins = np.concatenate([[0], np.cumsum([part.rows for part in parts])]).tolist()
         self._cached: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def memory(self) -> int:
-        return sum(part.size for part in self._parts)
 
     def where(self, index: int) -> str:
         return f"{self._path}: row {index}"
@@ -98,18 +90,14 @@ class _File:
         return self.arrow.schema if self.parquet is None else self.parquet.schema_arrow
 
     def column(self, name: str) -> Any:
-        table = self.arrow if self.parquet is None else self.parquet.read([name], use_threads=False)
-        return table.column(name)
+        return (self.arrow if self.parquet is None else self.parquet.read([name], use_threads=False)).column(name)
 
     def parts(self, name: str) -> list[Part]:
         if self.parquet is None:
             # A mapped file is one part: the system reads the pages that a row needs.
             return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name), self.path))]
-        parts = []
-        for number in range(self.parquet.num_row_groups):
-            group = self.parquet.metadata.row_group(number)
-            parts.append(Part(group.num_rows, group.total_byte_size, partial(self._group, number, name)))
-        return parts
+        groups = enumerate(map(self.parquet.metadata.row_group, range(self.parquet.num_row_groups)))
+        return [Part(each.num_rows, each.total_byte_size, partial(self._group, n, name)) for n, each in groups]
 
     def _group(self, number: int, name: str) -> Any:
         try:
@@ -121,12 +109,9 @@ class _File:
         return _bytes_of(group.column(name), self.path)
 
 
-Pair = tuple[TableImages, TableImages]
-
-
 def open_tables(
     path: Path, channels: int, image: str | None = None, label: str | None = None, subset: str | None = None
-) -> Pair:
+) -> tuple[TableImages, TableImages]:
     """Images of a data set in Parquet or Arrow files, in a folder or on the hub, in the order of the files' names.
 
     The name of a file or of its folder says its split, as for tar files. The columns `image` and `label` are found by
@@ -154,13 +139,11 @@ def open_tables(
     return train, held_out
 
 
-def check_memory(path: Path, train: TableImages, held_out: TableImages) -> None:
+def check_memory(path: Path, tables: Sequence[TableImages]) -> None:
     """UserError if the Parquet files don't fit into memory, as images in any order require."""
-    if (size := train.memory + held_out.memory) > MOST_CACHED:
-        raise UserError(
-            f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
-            f"torusgd data pack {quote(str(path))} OUT"
-        )
+    if (size := sum(each.memory for each in tables)) > MOST_CACHED:
+        what = f"{size:,} bytes of Parquet, whose rows can't be read one by one"
+        raise UserError(f"{path}: {what}; pack them first: torusgd data pack {quote(str(path))} OUT")
 
 
 def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str]:
@@ -172,9 +155,8 @@ def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str
             raise UserError(f"data.options.subset: {path} has no folder {subset!r}{suggest(subset, sets)}")
         return [name for name in names if name.startswith(f"{subset}/")]
     if len(sets) > 1:
-        raise UserError(
-            f"{path}: holds several sets, {', '.join(sets)}; say which: --set data.options.subset={sets[0]}"
-        )
+        remedy = f"say which: --set data.options.subset={sets[0]}"
+        raise UserError(f"{path}: holds several sets, {', '.join(sets)}; {remedy}")
     return list(names)
 
 
@@ -198,9 +180,8 @@ def _bytes_of(column: Any, path: Path) -> Any:
 
     # Of a struct only the bytes: the path beside them is a name on the machine that made the table.
     if pa.types.is_struct(column.type):
-        column = pa.chunked_array(
-            [chunk.field("bytes") for chunk in column.chunks], type=column.type.field("bytes").type
-        )
+        kind = column.type.field("bytes").type
+        column = pa.chunked_array([chunk.field("bytes") for chunk in column.chunks], type=kind)
     if column.null_count == len(column) > 0:
         raise UserError(f"{path}: names its images but doesn't hold them; give their folder to the source folder")
     return column
@@ -218,10 +199,8 @@ def _column(file: _File, name: str | None, what: str, known: Sequence[str], fits
     fitting = [field for field, kind in fields.items() if fits(kind)]
     for found in (*(each for each in known if each in fitting), *(fitting if len(fitting) == 1 else ())):
         return found
-    raise UserError(
-        f"{file.path}: which column holds the {what}s? It has {', '.join(fields)}; say it with "
-        f"--set data.options.{what}=NAME"
-    )
+    question = f"which column holds the {what}s? It has {', '.join(fields)}"
+    raise UserError(f"{file.path}: {question}; say it with --set data.options.{what}=NAME")
 
 
 def _is_image(kind: Any) -> bool:
@@ -241,8 +220,7 @@ def _is_label(kind: Any) -> bool:
 def _names(schema: Any, label: str) -> list[str] | None:
     """The names of the classes, which `datasets` writes into the schema as JSON; None if it didn't."""
     try:
-        features = parse_json((schema.metadata or {})[b"huggingface"].decode())["info"]["features"]
-        names = features[label]["names"]
+        names = parse_json((schema.metadata or {})[b"huggingface"].decode())["info"]["features"][label]["names"]
         return [str(name) for name in names] if isinstance(names, list) and len(set(names)) == len(names) else None
     except (ValueError, KeyError, TypeError):
         return None

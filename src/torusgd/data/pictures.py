@@ -28,17 +28,11 @@ class PictureFiles(EncodedImages):
     """A source of picture files; names are paths from `root` or, with `folders` (by label), from that of the class."""
 
     def __init__(
-        self,
-        root: Path,
-        names: Names,
-        classes: Sequence[str],
-        labels: Int64,
-        channels: int,
+        self, root: Path, names: Names, classes: Sequence[str], labels: Int64, channels: int,
         folders: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(classes, labels, channels)
-        self.root, self.names = root, names
-        self._folders = folders
+        self.root, self.names, self._folders = root, names, folders
 
     def where(self, index: int) -> str:
         # The folder of a class is stored once, not with each name: 14 million names would grow by a half.
@@ -89,13 +83,9 @@ def open_folders(path: Path, channels: int, once: Once = make_here, classes: str
 
 
 def open_csv(
-    path: Path,
-    channels: int,
-    once: Once = make_here,
-    train: str = "train.csv",
-    eval: str = "val.csv",
-    classes: str | None = None,
-) -> Pair:
+    path: Path, channels: int, once: Once = make_here,
+    train: str = "train.csv", eval: str = "val.csv", classes: str | None = None,
+) -> Pair:  # fmt: skip
     """Images that two CSV files list, in their order.
 
     `train`, `eval` and `classes` (as of `open_folder`) are files in PATH. A list has a column of paths, which start
@@ -131,12 +121,11 @@ def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
     inferred = class_folders(roots["train"])
     listed = {name: name for name in inferred} if classes is None else read_classes(path / classes)
     for folder in listed:
+        file, wanted = path / str(classes), roots["train"] / folder
         if Path(folder).name != folder:
-            raise UserError(f"{path / str(classes)}: {folder!r} is no plain folder name; one class folder a line")
+            raise UserError(f"{file}: {folder!r} is no plain folder name; one class folder a line")
         if folder not in inferred:
-            raise UserError(
-                f"{path / str(classes)}: lists {folder!r}, but there is no folder {roots['train'] / folder}"
-            )
+            raise UserError(f"{file}: lists {folder!r}, but there is no folder {wanted}")
     # A listed subset may leave classes out on purpose; a folder of val/ alone is a mistake.
     if classes is None and (unknown := set(class_folders(roots["eval"])) - set(listed)):
         raise UserError(f"{roots['eval'] / min(unknown)}: a class that {roots['train']} doesn't have")
@@ -161,8 +150,7 @@ def list_pictures(root: Path, folders: Sequence[str], split: str, progress: Prog
             progress(number)
             yield names
 
-    found = Names.arrays(split, runs())
-    return found | {f"{split} labels": np.repeat(np.arange(len(folders), dtype=np.int64), counts)}
+    return Names.arrays(split, runs()) | {f"{split} labels": np.arange(len(folders), dtype=np.int64).repeat(counts)}
 
 
 def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays:
@@ -195,17 +183,17 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
     what, kinds = f"{file}: can't be read as a list of paths and labels", (OSError, ValueError, csv.Error)
     with as_user_error(what, of=kinds), file.open(encoding="utf-8-sig", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
-        column, label_column = 0, 1
+        places = 0, 1
         for number, row in enumerate(rows):
             cells = [cell.strip() for cell in row]
             if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
-                column, label_column = columns
+                places = columns
             elif any(cells):
-                most = max(column, label_column)
-                if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
+                path, label = (cells[place] if place < len(cells) else "" for place in places)
+                if not path or not label or "\0" in path:
                     raise UserError(f"{file}: line {rows.line_num} has no path and label")
-                paths.append(cells[column])
-                labels.append(cells[label_column])
+                paths.append(path)
+                labels.append(label)
             if number % _EVERY == 0:
                 progress(number)
     return paths, labels

@@ -17,13 +17,11 @@ from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from .augment import Changes, apply_policy, draw_changes, erase, mirror, mix, random_region, shift
 from .decode import EncodedImages, require_specified
-from .geometry import Warps, bend, centre, cut_at, render, scaled, tone
+from .geometry import Warps, bend, cut, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
 T = TypeVar("T")
-Cut = Callable[[Pixels], Pixels]  # from an image [channels, height, width] to the part of it that the network takes
-# From an image's position in its batch and `_region_and_cut`; None: it stays out.
-Read = Callable[[int, Choose, Cut], Pixels | None]
+Read = Callable[[int, Choose], Pixels | None]  # from an image's position in its batch and `_region`; None: it stays out
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]  # from shape and dtype; not cleared
 
 log = logging.getLogger(__name__)
@@ -62,23 +60,16 @@ class Pipeline:
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         if data.pixels == "portable" and isinstance(source, EncodedImages):
             source = source.checked(require_specified)
-        self.source = source
-        self.allocate = allocate
+        self.source, self.allocate = source, allocate
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._encoded = source if isinstance(source, EncodedImages) else None
-        self._data = data
-        self._sizes = data.sizes
-        self._seed = seed
+        self._data, self._sizes, self._seed = data, data.sizes, seed
+        self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
+        """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
-        mean, std = np.array(data.mean), np.array(data.std)
-        self._scale = (1 / (255 * std)).astype(np.float32)
-        self._offset = (-mean / std).astype(np.float32)
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether `expect` makes reading faster."""
-        return self._encoded is not None and self._encoded.reads_ahead
+        self._scale = (1 / (255 * np.array(data.std))).astype(np.float32)
+        self._offset = (-np.array(data.mean) / np.array(data.std)).astype(np.float32)
 
     def expect(self, indices: Int64) -> None:
         """Starts to read the images at `indices` [n], which are needed soon."""
@@ -93,14 +84,11 @@ class Pipeline:
         after the other is undecodable; UserError if an image's size or channels don't fit the recipe.
         """
         # Batch 4: images are read and decoded, each with the changes that its key draws (Batch 5, `draw_changes`).
-        drawn = None
-        if augment:
-            options, channels = self._data.augment, self._data.channels
-            drawn = draw_changes(options, channels, self._seed, epochs, indices)
-        used = indices.copy()
+        used, keys = indices.copy(), (self._seed, epochs, indices)
+        drawn = draw_changes(self._data.augment, self._data.channels, *keys) if augment else Changes()
 
-        def read(at: int, choose: Choose, cut: Cut) -> Pixels:
-            image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose, cut)
+        def read(at: int, choose: Choose) -> Pixels:
+            image, used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose)
             return image
 
         out, message = self._images(indices, drawn, sizes or self._sizes, read)
@@ -108,9 +96,8 @@ class Pipeline:
         batch = self.joined(batch, message)
         if not augment:
             return batch
-        erase(out, self._data.augment, self._seed, epochs, indices)
-        shares = mix(out, self._data.augment, self._seed, epochs, indices)
-        if shares is None:
+        erase(out, self._data.augment, *keys)
+        if (shares := mix(out, self._data.augment, *keys)) is None:
             return batch
         # `mix` pairs image i with image n - 1 - i.
         return replace(batch, partners=batch.targets.flip(0), shares=torch.from_numpy(shares))
@@ -123,15 +110,15 @@ class Pipeline:
         self.expect(indices)
         decodable = np.ones(len(indices), dtype=bool)
 
-        def read(at: int, choose: Choose, cut: Cut) -> Pixels | None:
+        def read(at: int, choose: Choose) -> Pixels | None:
             try:
-                return self._image(int(indices[at]), choose, cut)
+                return self._image(int(indices[at]), choose)
             except CorruptImage as error:
                 decodable[at] = False
                 log.warning("left out of evaluation: %s", error)
                 return None
 
-        out, _ = self._images(indices, None, self._sizes, read)
+        out, _ = self._images(indices, Changes(), self._sizes, read)
         positions = np.flatnonzero(decodable)
         out = out if decodable.all() else out[decodable]
         return self._batch(out, indices[positions], positions, 0)
@@ -145,9 +132,7 @@ class Pipeline:
         assert message is None
         return batch
 
-    def _images(
-        self, indices: Int64, drawn: Changes | None, sizes: ImageSizes, read: Read
-    ) -> tuple[npt.NDArray[Any], Pixels | None]:
+    def _images(self, indices: Int64, drawn: Changes, sizes: ImageSizes, read: Read) -> tuple[Any, Pixels | None]:
         """What `memory` returns, with the finished images, read whole or each alone."""
         out, message = self.memory((len(indices), self._data.channels, *sizes.sides))
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
@@ -155,38 +140,36 @@ class Pipeline:
             return out, message
         with nullcontext() if self._encoded is None else self._encoded.together(indices):
             for at in range(len(indices)):
-                if (image := read(at, *self._region_and_cut(drawn, at, sizes))) is not None:
-                    self._finish(image[None], drawn, slice(at, at + 1), out)
+                if (image := read(at, partial(self._region, drawn, at, sizes))) is not None:
+                    corner = None if drawn.corners is None else drawn.corners[at].tolist()
+                    self._finish(cut(image[None], sizes.sides, corner), drawn, slice(at, at + 1), out)
         return out, message
 
     def _batch(self, out: Float32, indices: Int64, positions: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
         return Batch(torch.from_numpy(out), torch.from_numpy(targets), positions, replaced, table=self.table)
 
-    def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
+    def _whole_batch(self, indices: Int64, drawn: Changes, sizes: ImageSizes) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, height, width]; None if they need one."""
         source = self._arrays
         if source is None or source.shape[:2] != sizes.sides:
             return None
         # Boxes of random size, and a resize, need each image alone.
-        if sizes.resize not in (None, min(sizes.sides)) or (drawn is not None and drawn.boxes is not None):
+        if sizes.resize not in (None, min(sizes.sides)) or drawn.boxes is not None:
             return None
-        images = _retried(lambda: source.read_many(indices))
-        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+        return np.ascontiguousarray(_retried(lambda: source.read_many(indices)).transpose(0, 3, 1, 2))
 
-    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
+    def _finish(self, images: Pixels, drawn: Changes, at: slice, out: Float32) -> None:
         # Changes and normalises the images [m, channels, height, width] at these positions of the batch.
-        warps = None if drawn is None else drawn.warps
         # The order is part of the result: each change starts from the bytes that the one before has rounded to.
-        if drawn is not None and drawn.moves is not None:
+        if drawn.moves is not None:
             images = shift(images, self._data.augment.shift, drawn.moves[at])
-        if warps is not None and len(images):
+        if (warps := drawn.warps) is not None and len(images):
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
-            images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
-        if drawn is not None:
-            images = mirror(images, drawn.mirrored[at])
-            if drawn.policy is not None:
-                images = apply_policy(images, self._data.augment, drawn.policy[at])
+            images = np.stack([bend(*turn) for turn in turns])
+        images = mirror(images, drawn.mirrored[at])
+        if drawn.policy is not None:
+            images = apply_policy(images, self._data.augment, drawn.policy[at])
         self._write(images, warps, range(*at.indices(len(out))), out[at])
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
@@ -205,22 +188,26 @@ class Pipeline:
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 
-    def _region_and_cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> tuple[Choose, Cut]:
-        choose: Choose = partial(_validation_region, sizes=sizes)
-        if drawn is not None and drawn.boxes is not None:
-            augment, draws = self._data.augment, drawn.boxes[at]
-            choose = partial(random_region, size=sizes.sides, augment=augment, draws=draws)
-        if self._data.pixels == "portable":
-            choose = partial(_exactly, choose)
-        if drawn is not None and drawn.corners is not None:
-            return choose, partial(cut_at, size=sizes.sides, corner=tuple(drawn.corners[at].tolist()))
-        return choose, partial(centre, size=sizes.sides)
+    def _region(self, drawn: Changes, at: int, sizes: ImageSizes, height: int, width: int) -> Region:
+        """The region of an image of this size, at this position of its batch."""
+        if drawn.boxes is not None:
+            region = random_region(height, width, sizes.sides, self._data.augment, drawn.boxes[at])
+        elif sizes.resize is not None:
+            region = scaled(height, width, sizes.resize)
+        elif (height, width) == sizes.sides:
+            region = Region(0, 0, height, width, height, width)
+        else:
+            rows, columns = sizes.sides
+            what = f"null wants images of {columns} x {rows} pixels, but there is one of {width} x {height}"
+            remedy = "set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
+            raise UserError(f"data.resize: {what}; {remedy}")
+        return replace(region, exact=self._data.pixels == "portable")
 
-    def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:
+    def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
         taken = index
         for attempt in range(_SUBSTITUTES + 1):
             try:
-                return self._image(taken, choose, cut), taken
+                return self._image(taken, choose), taken
             except CorruptImage as error:
                 last = error
                 log.warning("replaced in epoch %d: %s", epoch, error)
@@ -228,34 +215,15 @@ class Pipeline:
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
-    def _image(self, index: int, choose: Choose, cut: Cut) -> Pixels:
+    def _image(self, index: int, choose: Choose) -> Pixels:
         if (regions := self._regions) is not None:
-            image = _retried(lambda: regions.read_region(index, choose))
-        else:
-            pixels = _retried(lambda: self.source.read(index))
-            if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
-                raise UserError(
-                    f"data.channels: the recipe says {self._data.channels}, so images are to be uint8 [height, width,"
-                    f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
-                )
-            image = render(pixels, choose(*pixels.shape[:2]))
-        return cut(image)
-
-
-def _exactly(choose: Choose, height: int, width: int) -> Region:
-    return replace(choose(height, width), exact=True)
-
-
-def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
-    rows, columns = sizes.sides
-    if sizes.resize is not None:
-        return scaled(height, width, sizes.resize)
-    if (height, width) != sizes.sides:
-        raise UserError(
-            f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
-            " set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
-        )
-    return Region(0, 0, height, width, height, width)
+            return _retried(lambda: regions.read_region(index, choose))
+        pixels = _retried(lambda: self.source.read(index))
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
+            channels = self._data.channels
+            wanted = f"the recipe says {channels}, so images are to be uint8 [height, width, {channels}]"
+            raise UserError(f"data.channels: {wanted}, but image {index} is {pixels.dtype} {list(pixels.shape)}")
+        return render(pixels, choose(*pixels.shape[:2]))
 
 
 def _retried(read: Callable[[], T]) -> T:

@@ -78,11 +78,8 @@ def _made(data: Data, seed: int, noise: float = 0.5) -> Pair:
         raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
     kind, size = Synthetic if data.source == "synthetic" else Frames, sides(data.resize or data.image_size)
     shape, amount = (*size, data.channels), round(noise * 256)
-    train, held_out = (
-        kind(count, data.classes, shape, seed, split, amount)
-        for split, count in enumerate((data.train_images, data.eval_images))
-    )
-    return train, held_out
+    key = data.classes, shape, seed
+    return kind(data.train_images, *key, 0, amount), kind(data.eval_images, *key, 1, amount)
 
 
 # Sources that need no path, and their options.
@@ -110,8 +107,7 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         if path is None:
             raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
         pair = FILES[name].open(path, data.channels, once, **_options(data, FILES[name].options))
-        if isinstance(pair[0], TableImages) and isinstance(pair[1], TableImages):
-            check_memory(path, pair[0], pair[1])
+        check_memory(path, [each for each in pair if isinstance(each, TableImages)])
     elif name in MADE:
         if name == "digits" and path is not None:
             raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
@@ -144,10 +140,8 @@ def _own(data: Data, path: Path | None) -> Pair:
     train, held_out = (factory(path, split=split, **data.options) for split in ("train", "eval"))
     for source in (train, held_out):
         if not isinstance(source, Source):
-            raise UserError(
-                f"data.source: {data.source} gave a {type(source).__name__}, which is no torusgd.data.Source"
-                " (classes, labels, __len__, read)"
-            )
+            what = f"{data.source} gave a {type(source).__name__}, which is no torusgd.data.Source"
+            raise UserError(f"data.source: {what} (classes, labels, __len__, read)")
     return train, held_out
 
 
@@ -159,15 +153,12 @@ def _check(source: Source, word: str, data: Data) -> None:
         raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
     if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:
         raise UserError(f"data.source: labels of the {word} images must be {len(source)} numbers in 0..{classes - 1}")
-    if isinstance(source, ArraySource) and 0 in source.shape:
-        raise UserError(
-            f"data.source: the {word} images of {data.source} have no pixels, their shape is {source.shape}"
-        )
-    if isinstance(source, ArraySource) and source.shape[2] != data.channels:
-        raise UserError(
-            f"data.channels: the recipe says {data.channels}, the {word} images have {source.shape[2]};"
-            f" set data.channels, data.mean and data.std for {source.shape[2]}"
-        )
+    shape = source.shape if isinstance(source, ArraySource) else (1, 1, data.channels)
+    if 0 in shape:
+        raise UserError(f"data.source: the {word} images of {data.source} have no pixels, their shape is {shape}")
+    if shape[2] != data.channels:
+        both = f"the recipe says {data.channels}, the {word} images have {shape[2]}"
+        raise UserError(f"data.channels: {both}; set data.channels, data.mean and data.std for {shape[2]}")
 
 
 def _first(source: Source, count: int | None, key: str) -> Source:
@@ -276,8 +267,6 @@ def subset(source: Source, indices: Int64) -> Source:
 
 
 class _Subset:
-    """Of a source that is not `EncodedImages`."""
-
     def __init__(self, source: Source, indices: Int64) -> None:
         self.classes, self.labels = source.classes, source.labels[indices]
         self._read, self._indices = source.read, indices
@@ -296,8 +285,6 @@ class _Subset:
 
 
 class _EncodedSubset(EncodedImages):
-    """Of encoded images, which are decoded here."""
-
     def __init__(self, source: EncodedImages, indices: Int64) -> None:
         super().__init__(source.classes, source.labels[indices], source.channels)
         self._source, self._indices, self.reads_ahead = source, indices, source.reads_ahead

@@ -29,14 +29,12 @@ class BatchSizeSchedule:
 
     def __init__(self, batches: Mapping[int, int], rate: Literal["linear", "sqrt", "constant"] = "linear") -> None:
         if min(batches, default=1) != 0 or min(batches.values()) < 1:
-            raise UserError(
-                f"batches: a batch of at least 1 by each position, the first of them 0; got {dict(batches)}"
-            )
+            wanted = "a batch of at least 1 by each position, the first of them 0"
+            raise UserError(f"batches: {wanted}; got {dict(batches)}")
         if rate not in ("linear", "sqrt", "constant"):
             raise UserError(f"rate: linear, sqrt or constant, got {rate}")
-        self._starts = sorted(batches)
+        self._starts, self._rate = sorted(batches), rate
         self._batches = [batches[start] for start in self._starts]
-        self._rate = rate
 
     def __call__(self, consumed: int) -> int:
         """The batch of a step before which so many samples were consumed."""
@@ -93,16 +91,9 @@ class StreamSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        length: int,
-        batch_size: int | Callable[[int], int],
-        *,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        micro_batches: int | None = None,
-        repeats: int = 1,
-    ) -> None:
+        self, length: int, batch_size: int | Callable[[int], int], *, seed: int = 0, rank: int | None = None,
+        world_size: int | None = None, micro_batches: int | None = None, repeats: int = 1,
+    ) -> None:  # fmt: skip
         self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
         self._order = StreamOrder(length, seed, repeats)
         self.batches = batch_size
@@ -110,6 +101,7 @@ class StreamSampler(Sampler[list[int]]):
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
         self._steps = 0
+        self._epoch_samples = length * repeats
         # The step before which the last iteration began, and that which its samples reach, once all are drawn.
         self._drawn: tuple[int, int] | None = None
         self._stop_following: Callable[[], None] | None = None
@@ -169,10 +161,7 @@ class StreamSampler(Sampler[list[int]]):
         return self._start(step + 1) - self._start(step)
 
     def positions(self, step: int | None = None) -> list[range]:
-        """This rank's micro-batches of a step (None: the one being trained on), as positions in the stream.
-
-        They are keys for draws that any rank can repeat.
-        """
+        """This rank's micro-batches of a step (None: the present one), as positions in the stream, to key draws by."""
         step = self._steps if step is None else step
         rank, ranks = self.rank, self.world_size
         start, batch = self._start(step), self.batch(step)
@@ -188,11 +177,12 @@ class StreamSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self._drawn is not None and self._steps in range(*self._drawn):
             first, end = self._drawn
-            raise RuntimeError(
-                f"the samples of {end - first} steps were drawn and {self._steps - first} steps counted as trained on: "
-                "call step() after each step of the optimizer, or follow(optimizer) once; and no library may divide "
-                "the batches between ranks again, since each rank's are its own already"
+            what = (
+                f"the samples of {end - first} steps were drawn and {self._steps - first} steps counted as trained on"
             )
+            remedy = "call step() after each step of the optimizer, or follow(optimizer) once"
+            also = "no library may divide the batches between ranks again, since each rank's are its own already"
+            raise RuntimeError(f"{what}: {remedy}; and {also}")
         begin, end = self._steps, self._epoch_end(self._steps)
         for step in range(begin, end):
             for positions in self.positions(step):
@@ -201,16 +191,14 @@ class StreamSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Lists of this rank in the whole epoch that is being trained on, those before a resume included."""
-        steps = self._epoch_end(self._steps) - self._epoch_first(self._steps)
-        return steps * len(self.positions())
+        return (self._epoch_end(self._steps) - self._epoch_first(self._steps)) * len(self.positions())
 
     @property
     def batch_size(self) -> int:
         # What divides the batches of a sampler between ranks (Accelerate's prepare) looks here first, and nothing else.
-        raise UserError(
-            "a library is about to divide the stream's batches between ranks, which are each rank's own already: with "
-            "Accelerate take stream_loader of torusgd.integrations.accelerate, and don't give its loader to prepare()"
-        )
+        what = "a library is about to divide the stream's batches between ranks, which are each rank's own already"
+        remedy = "take stream_loader of torusgd.integrations.accelerate, and don't give its loader to prepare()"
+        raise UserError(f"{what}: with Accelerate {remedy}")
 
     def state_dict(self) -> State:
         """Plain integers; the same on every rank, and good for any number of ranks."""
@@ -226,18 +214,13 @@ class StreamSampler(Sampler[list[int]]):
             if state[name] != value:
                 raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
         if state["steps"] < self._steps:
-            raise ValueError(
-                f"the state is of step {state['steps']} and step {self._steps} was loaded or trained on already: "
-                "use seek() to go back, and don't restore a loader's own state beside the sampler's"
-            )
+            both = f"of step {state['steps']} and step {self._steps} was loaded or trained on already"
+            remedy = "use seek() to go back, and don't restore a loader's own state beside the sampler's"
+            raise ValueError(f"the state is {both}: {remedy}")
         self.seek(state["steps"])
 
     def _identity(self) -> State:
         return {"length": self._order.length, "seed": self._order.seed, "repeats": self._order.repeats}
-
-    @property
-    def _epoch_samples(self) -> int:
-        return self._order.length * self._order.repeats
 
     def _batch(self, consumed: int) -> int:
         batch = self.batches(consumed) if callable(self.batches) else self.batches

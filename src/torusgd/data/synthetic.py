@@ -24,12 +24,15 @@ _REACH = len(_AVERAGE) // 2
 _SEQUENCES = 1 << 12  # made at a time
 
 
+Shape = tuple[int, int, int]  # height, width and channels of an image
+
+
 class _Made(ABC):
     """What both sources have in common: images are made by `read_many` alone."""
 
     labels: Int64
 
-    def __init__(self, classes: int, shape: tuple[int, int, int], key: tuple[int, ...], noise: int) -> None:
+    def __init__(self, classes: int, shape: Shape, key: tuple[int, ...], noise: int) -> None:
         self.classes, self.shape = tuple(map(str, range(classes))), shape
         self._key, self._noise = key, noise
 
@@ -59,9 +62,7 @@ class Synthetic(_Made):
     Labels take turns. The weight of the noise in a pixel is 0 to 256 (noise alone).
     """
 
-    def __init__(
-        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
-    ) -> None:
+    def __init__(self, count: int, classes: int, shape: Shape, seed: int, split: int, noise: int) -> None:
         super().__init__(classes, shape, (SYNTHETIC, seed, split), noise)
         self.labels = np.arange(count, dtype=np.int64) % classes
         tile = np.ogrid[:classes, :_GRID, :_GRID, : shape[2]]
@@ -83,8 +84,7 @@ class Synthetic(_Made):
 
     def _moved(self, indices: Int64, side: int, axis: int) -> Int64:
         """The tile of each pixel along one side after the move, [n, side]."""
-        offsets = keyed_integer(side, *self._key, _MOVE, indices, axis)
-        return (np.arange(side) + offsets[:, None]) % side * _GRID // side
+        return (np.arange(side) + keyed_integer(side, *self._key, _MOVE, indices, axis)[:, None]) % side * _GRID // side
 
 
 class Frames(_Made):
@@ -99,9 +99,7 @@ class Frames(_Made):
     # is the binomial average of the means around it, so that states run into each other, in keyed noise. Sample i is
     # frame i of all sequences end to end. Each of them has further frames before its first and after its last sample,
     # for windows alone.
-    def __init__(
-        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
-    ) -> None:
+    def __init__(self, count: int, classes: int, shape: Shape, seed: int, split: int, noise: int) -> None:
         window = shape[:2]  # frames have one channel, whatever the recipe says
         super().__init__(classes, (*window, 1), (FRAMES, seed, split), noise)
         self._means = keyed_integer(256, FRAMES, seed, _MEAN, *np.ogrid[:classes, : window[1]]).astype(np.uint8)

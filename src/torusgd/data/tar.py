@@ -24,14 +24,9 @@ from ..storage import CACHE, Store, cache_folder, url_of
 from ..weights import replacing
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import Arrays, Names, read_arrays
-from .tar_index import BLOCK, FILE, FORMAT, SPLITS, checksum
+from .tar_index import BLOCK, COLUMNS, FILE, FORMAT, KINDS, SPLITS, checksum
 from .types import Int64
 
-# The arrays of a split, and their dtypes.
-_KINDS = {
-    "names text": "uint8", "names ends": "int64", "shards text": "uint8", "shards ends": "int64",
-    "shard sizes": "int64", "shard": "int32", "offset": "int64", "size": "int64", "header": "uint32", "labels": "int64",
-}  # fmt: skip
 _ATTEMPTS = 4  # reads of an image, since a bucket, or a cache before it, may answer with an old version
 
 THREADS = 32  # concurrent reads: a bucket answers after 20 to 50 ms, whatever the size
@@ -50,8 +45,7 @@ class Shards(EncodedImages):
         self.names = Names.of(split, "names")
         self._root = root
         self._files = [os.path.join(root, name) for name in Names.of(split, "shards")]
-        self._shard, self._offset, self._size = split["shard"], split["offset"], split["size"]
-        self._header = split["header"]
+        self._shard, self._offset, self._size, self._header = (split[key] for key in COLUMNS)
 
     def lengths(self) -> list[int]:
         """The bytes of each tar file; OSError if one isn't there."""
@@ -166,8 +160,7 @@ class RangeCache:
         with as_user_error(f"{folder}: can't hold a cache", f"set {CACHE} to another folder", (OSError, ValueError)):
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "checksums", "ab") as file:
-                if file.tell() != 4 * len(sizes):
-                    file.truncate(4 * len(sizes))
+                file.truncate(4 * len(sizes))
             self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:
@@ -191,10 +184,8 @@ class RangeCache:
             return
         try:
             handle = os.open(self._folder / f"{file}.tar", os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
+            with os.fdopen(handle, "wb", buffering=0):  # which truncates nothing
                 os.pwrite(handle, data, begin)
-            finally:
-                os.close(handle)
             # After the data: a crash in between leaves a 0, and the range is fetched again.
             self._sums[number] = _sum(data)
         except OSError as error:
@@ -231,10 +222,8 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
             with replacing(file) as temporary:
                 store.get(name, temporary)
     except FileNotFoundError:
-        raise UserError(
-            f"{store.url}/{name}: there is no index; write it where the tar files are, with torusgd data index, and "
-            "copy it beside them"
-        ) from None
+        remedy = "write it where the tar files are, with torusgd data index, and copy it beside them"
+        raise UserError(f"{store.url}/{name}: there is no index; {remedy}") from None
     except OSError as error:
         raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
     return file
@@ -246,10 +235,9 @@ def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, S
     store = Store(url) if (url := url_of(path)) is not None else None
     file, root = (path / index, str(path)) if store is None else (fetch_index(store, index), store.url)
     arrays = read_index(file, root)
-    classes = list(Names.of(arrays, "classes"))
     pair = list[Shards]()
     for name in SPLITS:
-        own = {key: arrays[f"{name} {key}"] for key in _KINDS}, classes, channels
+        own = {key: arrays[f"{name} {key}"] for key in KINDS}, list(Names.of(arrays, "classes")), channels
         pair.append(Shards(root, *own) if store is None else RemoteShards(store, file.parent / name, *own))
         pair[-1].check(arrays[f"{name} shard sizes"].tolist())
     return pair[0], pair[1]
@@ -265,7 +253,7 @@ def read_index(file: Path, root: str) -> Arrays:
         if arrays["checksum"].tolist() != [checksum(arrays)]:
             raise ValueError("its checksum is another one")
         for split in SPLITS:
-            _check({key: arrays[f"{split} {key}"] for key in _KINDS})
+            _check({key: arrays[f"{split} {key}"] for key in KINDS})
         _check_names(arrays["classes text"], arrays["classes ends"])
     except FileNotFoundError:
         raise UserError(f"{file}: there is no index of the tar files; {anew}") from None
@@ -276,11 +264,11 @@ def read_index(file: Path, root: str) -> Arrays:
 
 def _check(split: Arrays) -> None:
     """ValueError unless every index, offset and name of a split lies within its bounds: a file is untrusted."""
-    for key, kind in _KINDS.items():
+    for key, kind in KINDS.items():
         if split[key].dtype != kind or split[key].ndim != 1:
             raise ValueError(f"{key} are {split[key].dtype} {list(split[key].shape)}")
     images, shards = len(split["names ends"]), len(split["shards ends"])
-    for key in ("shard", "offset", "size", "header", "labels"):
+    for key in (*COLUMNS, "labels"):
         if len(split[key]) != images:
             raise ValueError(f"{key} of {len(split[key])} images, names of {images}")
     _check_names(split["names text"], split["names ends"])

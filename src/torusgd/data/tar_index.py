@@ -25,6 +25,12 @@ FILE = "index.safetensors"  # the index's name, beside the tar files
 FORMAT = 2
 BLOCK = tarfile.BLOCKSIZE  # bytes of a member's header, which stands before its content
 SPLITS = ("train", "eval")
+# The arrays of a split, and their dtypes.
+KINDS = {
+    "names text": "uint8", "names ends": "int64", "shards text": "uint8", "shards ends": "int64",
+    "shard sizes": "int64", "shard": "int32", "offset": "int64", "size": "int64", "header": "uint32", "labels": "int64",
+}  # fmt: skip
+COLUMNS = ("shard", "offset", "size", "header")  # the keys of what `_Image` has of each image, in its order
 PICTURES = ("jpg", "jpeg", "png")
 CLASSES = "classes.txt"  # a list of the classes beside the tar files, for `read_classes`
 
@@ -52,12 +58,9 @@ class _Member(NamedTuple):
 
 
 def make_index(
-    path: Path,
-    listed: Mapping[str, str] | None = None,
-    given: Mapping[str, str] | None = None,
-    shards: Mapping[str, list[str]] | None = None,
-    progress: Progress = lambda done: None,
-) -> Arrays:
+    path: Path, listed: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None,
+    shards: Mapping[str, list[str]] | None = None, progress: Progress = lambda done: None,
+) -> Arrays:  # fmt: skip
     """Walks through the headers of all tar files of a folder; UserError if one can't be used, or an image has no label.
 
     The label of an image is the content of the file `.cls` beside it, or `label` or `cls` in its `.json`; or its label
@@ -73,6 +76,7 @@ def make_index(
             file = path / name
             try:
                 with as_user_error(f"{file}: can't be read"), file.open("rb") as stream:
+                    head = stream.read(8)
                     sizes.append(os.fstat(stream.fileno()).st_size)
                     for image in _Walk(stream, file, number, given or {}).images(0, sizes[-1], ""):
                         images.append(image)
@@ -81,18 +85,17 @@ def make_index(
             except UserError:
                 raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
-                raise UserError(f"{file}: {_why_no_tar(file, error)}") from None
+                kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+                packed = f"is compressed ({kind}), so no image in it can be read by itself; unpack it"
+                raise UserError(f"{file}: {packed if kind else f'no whole tar file ({in_one_line(error)})'}") from None
         if not images:
             raise UserError(f"{path}: the tar files of {split} hold no JPEG or PNG file")
         texts[split] = [image.label for image in images]
         arrays |= Names.arrays(f"{split} names", [[image.name for image in images]])
         arrays |= Names.arrays(f"{split} shards", [names])
-        shard, offset, size, header = np.array([image[2:] for image in images], dtype=np.int64).T
-        columns = {
-            "shard sizes": np.array(sizes, dtype=np.int64), "shard": shard.astype(np.int32),
-            "offset": offset.copy(), "size": size.copy(), "header": header.astype(np.uint32),
-        }  # fmt: skip
-        arrays |= {f"{split} {key}": array for key, array in columns.items()}
+        arrays[f"{split} shard sizes"] = np.array(sizes, dtype=np.int64)
+        columns = np.array([image[2:] for image in images], dtype=np.int64).T
+        arrays |= {f"{split} {key}": column.astype(KINDS[key]) for key, column in zip(COLUMNS, columns, strict=True)}
     classes, labels = number_labels(texts, listed, str(path))
     return arrays | Names.arrays("classes", [classes]) | {f"{split} labels": labels[split] for split in texts}
 
@@ -166,30 +169,25 @@ class _Walk:
             yield _Image(picture.name, label, self._shard, picture.offset, picture.size, header)
 
     def _label(self, key: str, sample: Mapping[str, _Member], picture: _Member) -> str:
-        for kind in ("cls", "json"):
-            if kind in sample:
-                member = sample[kind]
-                if member.size > _MOST_LABEL:
-                    raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
-                self._stream.seek(member.offset)
-                text = self._stream.read(member.size).decode().strip()
-                value: Any = text
-                if kind == "json":
-                    tree = parse_json(text)
-                    value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
-                # To Python a bool is an int, but no label.
-                is_label = isinstance(value, int | str) and not isinstance(value, bool)
-                if is_label and str(value) and "\0" not in str(value):
-                    return str(value)
-                raise UserError(f"{self._file}: {member.name} holds no label")
+        if (member := sample.get("cls", sample.get("json"))) is not None:
+            if member.size > _MOST_LABEL:
+                raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
+            self._stream.seek(member.offset)
+            value: Any = self._stream.read(member.size).decode().strip()
+            if "cls" not in sample:
+                tree = parse_json(value)
+                value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+            # To Python a bool is an int, but no label.
+            is_label = isinstance(value, int | str) and not isinstance(value, bool)
+            if is_label and str(value) and "\0" not in str(value):
+                return str(value)
+            raise UserError(f"{self._file}: {member.name} holds no label")
         folder, _, name = picture.name.rpartition("/")
         # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
         if not label:
-            raise UserError(
-                f"{self._file}: {picture.name} has no label: wanted is {key.strip('/')}.cls or .json beside it, or a "
-                "folder in the tar file, which is its class"
-            )
+            wanted = f"{key.strip('/')}.cls or .json beside it, or a folder in the tar file, which is its class"
+            raise UserError(f"{self._file}: {picture.name} has no label: wanted is {wanted}")
         return label
 
 
@@ -228,15 +226,3 @@ class _Bounded:
         if not 0 <= size <= _MOST_HEADER:
             raise ValueError(f"a header of {size} bytes")
         return self._read(size)
-
-
-def _why_no_tar(file: Path, error: Exception) -> str:
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(8)
-    except OSError:
-        head = b""
-    for magic, kind in _MAGIC.items():
-        if head.startswith(magic):
-            return f"is compressed ({kind}), so no image in it can be read by itself; unpack it"
-    return f"no whole tar file ({in_one_line(error)})"

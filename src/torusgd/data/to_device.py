@@ -76,12 +76,7 @@ class BytePipeline(Pipeline):
 
 
 def parts(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The images and targets of a `Batch.message`: views, uint8 [n, channels, height, width] (`shape`) and int64 [n].
-
-    >>> images, targets = parts(torch.zeros(24, dtype=torch.uint8), (1, 1, 3, 3))
-    >>> images.shape, targets.dtype, targets.shape
-    (torch.Size([1, 1, 3, 3]), torch.int64, torch.Size([1]))
-    """
+    """Images and targets in a `Batch.message`, as views: uint8 [n, channels, height, width] (`shape`) and int64 [n]."""
     return message[: prod(shape)].view(*shape), message[len(message) - _TARGET * shape[0] :].view(torch.int64)
 
 

@@ -40,8 +40,7 @@ class CorruptImage(Exception):
     # A failure to read the bytes is an OSError instead: it is retried, then ends the run.
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"image {index}: {reason}")
-        self.index = index
-        self.reason = reason
+        self.index, self.reason = index, reason
 
 
 @runtime_checkable

@@ -54,12 +54,11 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
 
 def export_torch(trained: TrainedModel, path: Path) -> float:
     """Writes what `torch.export.load(path).module()` runs, with this version of torch; returns as `export_onnx`."""
-    images = example_images(trained, _BATCHES[0])
     with _telling("torch"), replacing(path) as temporary:
-        shapes = ({0: torch.export.Dim("batch")},)
+        images, shapes = (example_images(trained, _BATCHES[0]),), ({0: torch.export.Dim("batch")},)
         # Through a buffer: torch wants a file's name to end in .pt2, which that of an unfinished file does not.
         buffer = io.BytesIO()
-        program = torch.export.export(trained.model, (images,), dynamic_shapes=shapes)
+        program = torch.export.export(trained.model, images, dynamic_shapes=shapes)
         torch.export.save(program, buffer, extra_files={"records_sha256": _records_sha256(trained)})
         temporary.write_bytes(buffer.getvalue())
         module: nn.Module = torch.export.load(buffer).module()
@@ -74,8 +73,7 @@ def _records_sha256(trained: TrainedModel) -> str:
 def example_images(trained: TrainedModel, count: int) -> Tensor:
     """Drawn images as the network takes them for evaluation, float32 [count, channels, height, width]."""
     data = trained.recipe.held_out_data
-    shape = (count, data.channels, *sides(data.image_size))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(count))
+    return torch.randn((count, data.channels, *sides(data.image_size)), generator=torch.Generator().manual_seed(count))
 
 
 @torch.no_grad()

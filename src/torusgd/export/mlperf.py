@@ -5,7 +5,7 @@ keeps the rules; a submission needs more than it holds.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +26,28 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
         # Of a run that was stopped and went on, what lay between counts as its setting up.
         setup = max(0.0, begin - (run.folder / "recipe.yaml").stat().st_mtime)
-        lines = [_line(begin, entry) for entry in _entries(run, division, setup)]
+        text = "".join(_lines(run, division, begin, setup))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{run.folder}: its summary or events are damaged: {type(error).__name__} {error}") from None
     with as_user_error(f"{path}: can't be written"):
-        write_text(path, "".join(lines))
+        write_text(path, text)
 
 
-Entry = tuple[float, str, str, Any, Mapping[str, Any]]
+def _lines(run: RunRecord, division: str, begin: float, setup: float) -> Iterator[str]:
+    """The log's lines; seconds in it count from the training's begin, and `setup` seconds lay before that."""
 
+    def line(kind: str, key: str, value: Any, seconds: float, metadata: dict[str, Any]) -> str:
+        tree = {
+            "namespace": "", "time_ms": round(1e3 * (begin + seconds)), "event_type": kind, "key": key, "value": value,
+            "metadata": {"file": "events.jsonl", "lineno": 0, **metadata},
+        }  # fmt: skip
+        return f":::MLLOG {json.dumps(tree)}\n"
 
-def _line(begin: float, entry: Entry) -> str:
-    seconds, kind, key, value, metadata = entry
-    tree = {
-        "namespace": "", "time_ms": round(1e3 * (begin + seconds)), "event_type": kind, "key": key, "value": value,
-        "metadata": {"file": "events.jsonl", "lineno": 0, **metadata},
-    }  # fmt: skip
-    return f":::MLLOG {json.dumps(tree)}\n"
+    def point(key: str, value: Any, seconds: float = 0.0, **metadata: Any) -> str:
+        return line("POINT_IN_TIME", key, value, seconds, metadata)
 
-
-def _entries(run: RunRecord, division: str, setup: float) -> Iterator[Entry]:
-    """Seconds since the training began, kind of line, key, value, metadata; `setup` seconds lay before it."""
-
-    def point(key: str, value: Any, seconds: float = 0.0, **metadata: Any) -> Entry:
-        return seconds, "POINT_IN_TIME", key, value, metadata
-
-    def interval(kind: str, key: str, seconds: float, **metadata: Any) -> Entry:
-        return seconds, f"INTERVAL_{kind}", f"{key}_{kind.lower().replace('end', 'stop')}", None, metadata
+    def interval(kind: str, key: str, seconds: float, **metadata: Any) -> str:
+        return line(f"INTERVAL_{kind}", f"{key}_{kind.lower().replace('end', 'stop')}", None, seconds, metadata)
 
     about = {"benchmark": "resnet", "org": "torusgd", "division": division, "status": "onprem", "platform": "torusgd"}
     yield from (point(f"submission_{key}", value, -setup) for key, value in about.items())

@@ -3,10 +3,9 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from .integer_sum import IntegerGradientSum
 from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
-_WIRES = ("float16", "bfloat16", "exact")
 _Future = torch.futures.Future[Tensor]
 _GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 # Backward passes of a step over all ranks that an exact sum has bits for: it decides where its bounds stand.
@@ -74,8 +72,8 @@ def ddp_hook(
             what DistributedDataParallel was given.
         RunError: By backward, with `exact`: a sum grew a million-fold in a step.
     """
-    if wire is not None and wire not in _WIRES:
-        raise UserError(f"wire {wire}: unknown; one of {', '.join(_WIRES)}, or None")
+    if wire is not None and wire not in get_args(Wire):
+        raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
     if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
         raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
     if not isinstance(model, DistributedDataParallel):
@@ -87,10 +85,9 @@ def ddp_hook(
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
     ranks = group_of(model.process_group, parameters[0].device)
-    hook: Hook
     if wire == "exact":
         _check_exact(model)
-        hook = _ExactHook(model, ranks, micro_batches or ranks.size)
+        hook: Hook = _ExactHook(model, ranks, micro_batches or ranks.size)
     else:
         hook = Hook(ranks) if wire is None else _NarrowHook(ranks, getattr(torch, wire))
     hook.allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
@@ -214,8 +211,7 @@ class _NarrowHook(Hook):
 class _ExactHook(Hook):
     """Takes each pass's gradient out of `.grad` as soon as autograd has it, and adds it to integers.
 
-    So autograd never adds two passes as floats, whose bits would depend on who shares a rank. DDP's own buckets say
-    only when a sum may leave.
+    So autograd adds no two passes as floats, with bits by who shares a rank. DDP's buckets say when a sum may leave.
     """
 
     def __init__(self, model: DistributedDataParallel, ranks: Group, divisor: int) -> None:
@@ -235,6 +231,7 @@ class _ExactHook(Hook):
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
         self._arrived: list[_Arrived] = []
+        self._sent: list[tuple[Tensor, Work]] = []  # the messages of the first of these
         # By slot, whether `.grad` held nothing before the gradient that autograd is about to add to it, and the version
         # of `.grad` that `_take` left. Views of one bucket of DDP's have one version between them: not looked at.
         self._is_fresh = [True] * len(numels)
@@ -312,8 +309,7 @@ class _ExactHook(Hook):
             return
         maxima = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         for slot, gradient in self._held:
-            largest = gradient.abs().max().double().nan_to_num(0.0, 0.0, 0.0)
-            maxima[slot] = torch.maximum(maxima[slot], largest)
+            maxima[slot] = torch.maximum(maxima[slot], gradient.abs().max().double().nan_to_num(0.0, 0.0, 0.0))
         small = maxima.to(self._agreement.small_device)
         self._agreement.broadcast(small)
         self._total.load_state(_FIRST_GUESS * small)
@@ -333,25 +329,22 @@ class _ExactHook(Hook):
         self._arrived.append(_Arrived(future, bucket.buffer(), gradients))
         if bucket.is_last():
             self._agree()
-        for each in self._arrived if not self._total.needs_measure else ():
-            if each.work is None:
-                each.message = torch.cat([self._total.message(slot) for slot in each.gradients])
-                each.work = self.allreduce.start(each.message)
+        for each in self._arrived[len(self._sent) :] if not self._total.needs_measure else ():
+            message = torch.cat([self._total.message(slot) for slot in each.gradients])
+            self._sent.append((message, self.allreduce.start(message)))
         if bucket.is_last():
-            sent, self._arrived = self._arrived, []
-            self._jobs.put(([each.future for each in sent], lambda: self._receive(sent)))
+            arrived, sent, self._arrived, self._sent = self._arrived, self._sent, [], []
+            self._jobs.put(([each.future for each in arrived], lambda: self._receive(arrived, sent)))
         return future
 
-    def _receive(self, sent: "list[_Arrived]") -> list[Tensor]:
+    def _receive(self, arrived: "list[_Arrived]", sent: list[tuple[Tensor, Work]]) -> list[Tensor]:
         # Puts the means into the buckets' buffers.
         gradients: dict[int, Tensor] = {}
-        for each in sent:
-            assert each.work is not None
-            each.work.wait()
+        for each, (message, work) in zip(arrived, sent, strict=True):
+            work.wait()
             gradients |= each.gradients
-            messages = [self._total.message(slot) for slot in each.gradients]
-            for message, summed in zip(messages, each.message.split([len(m) for m in messages]), strict=True):
-                message.copy_(summed)
+            parts = [self._total.message(slot) for slot in each.gradients]
+            torch._foreach_copy_(parts, message.split([len(part) for part in parts]))
         status = self._total.finish().read()
         self._is_complete = True
         if status.overflow and not status.nonfinite:
@@ -367,15 +360,12 @@ class _ExactHook(Hook):
             gradients[slot].copy_(mean.view(gradients[slot].shape))
         # Nothing of the step was finite, as with a gradient scaler's first scales: the next one is measured anew.
         self._total.needs_measure = not bool(self._total.state().any())
-        return [each.buffer for each in sent]
+        return [each.buffer for each in arrived]
 
 
-@dataclass
-class _Arrived:
+class _Arrived(NamedTuple):
     """A bucket of DDP's last pass of a step, all of whose parameters have their gradients."""
 
     future: _Future
     buffer: Tensor
     gradients: dict[int, Tensor]  # views of the buffer by slot
-    message: Tensor = field(default_factory=lambda: torch.empty(0))
-    work: Work | None = None

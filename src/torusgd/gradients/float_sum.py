@@ -1,6 +1,6 @@
 """Gradients that travel as floats, the papers' way; `integer_sum` has the exact sums and what both have in common."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,13 @@ class FloatGradientSum(GradientSum):
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        addends: int,
-        device: torch.device,
-        wire: torch.dtype,
-        wide: Collection[int] = (),
+        self, buckets: Sequence[Bucket], addends: int, device: torch.device, wire: torch.dtype, wide: Sequence[int] = ()
     ) -> None:
         self.buckets, self._addends, self._wire = buckets, addends, wire
         self.needs_measure = self._is_scaled = wire != torch.float32
         slots, count = buckets[-1].stop, len(buckets)
         self._bucket_of = torch.tensor([i for i, b in enumerate(buckets) for _ in b.numels], device=device)
         self._firsts = torch.tensor([b.first for b in buckets], device=device)
-        self._lossless = torch.zeros((), device=device)
         self._bounds = torch.zeros(count, dtype=torch.float64, device=device)
         self._pending = self._bounds
         self._scales = torch.ones(count, dtype=torch.float32, device=device)
@@ -43,8 +37,8 @@ class FloatGradientSum(GradientSum):
         self._messages = self._totals
         if self._is_scaled:
             dtypes = [torch.float32 if number in wide else wire for number in range(count)]
-            lengths = [b.length + 3 for b in buckets]
-            self._messages = [torch.zeros(n, dtype=t, device=device) for n, t in zip(lengths, dtypes, strict=True)]
+            pairs = zip(buckets, dtypes, strict=True)
+            self._messages = [torch.zeros(b.length + 3, dtype=dtype, device=device) for b, dtype in pairs]
         self._views = [view for b, total in zip(buckets, self._totals, strict=True) for view in b.views(total)]
         self._filled = [False] * slots
         self._maxima: dict[int, Tensor] = {}
@@ -57,11 +51,9 @@ class FloatGradientSum(GradientSum):
         flat = gradient.reshape(-1)
         if self._is_scaled:
             self._maxima[slot] = _magnitude(flat)
-        if self._filled[slot]:
-            self._views[slot].add_(flat)
-        else:
-            self._views[slot].copy_(flat)
-            self._filled[slot] = True
+        total = self._views[slot]
+        total.add_(flat) if self._filled[slot] else total.copy_(flat)
+        self._filled[slot] = True
 
     def end_worker(self, bucket: int) -> None:
         b = self.buckets[bucket]
@@ -100,13 +92,14 @@ class FloatGradientSum(GradientSum):
             slots, count = len(self._views), len(self.buckets)
             reach, bad, self._pending, lost = trailers.double().split([slots, slots, count, count])
             beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
-            if not self._is_scaled:
-                return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]), self._lossless)
-            return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.float().mean())
-        views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
-        bad = ~_largest(views).isfinite()
+            if self._is_scaled:
+                return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.float().mean())
+            bad = beyond | was_bad
+        else:
+            views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
+            bad = ~_largest(views).isfinite()
         if not self._is_scaled:
-            return SumStatus(torch.stack([torch.zeros_like(bad), bad]), self._lossless)
+            return SumStatus(torch.stack([torch.zeros_like(bad), bad]), torch.zeros((), device=bad.device))
         ends = torch.stack([m[b.length :].float() for b, m in zip(self.buckets, self._messages, strict=True)])
         self._pending = ends[:, 0].to(torch.float64) / self._scales
         # A sum that is not finite where no addend was bad has overflowed; the bucket's first slot stands for it.
@@ -134,8 +127,7 @@ class FloatGradientSum(GradientSum):
         return self._bounds[self._bucket_of]
 
     def load_state(self, state: Tensor) -> None:
-        bounds = state.to(self._bounds)
-        self._bounds = torch.stack([bounds[b.first : b.stop].max() for b in self.buckets])
+        self._bounds = torch.stack([state[b.first : b.stop].max() for b in self.buckets]).to(self._bounds)
         self._take_scales()
 
     def _take_scales(self) -> None:

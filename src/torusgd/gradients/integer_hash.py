@@ -19,16 +19,7 @@ _WORDS = 1 << 15
 
 
 class IntegerHash:
-    """Hashes one virtual worker.
-
-    >>> one, other = IntegerHash(torch.device("cpu")), IntegerHash(torch.device("cpu"))
-    >>> one.add(0, 0, torch.tensor([1, 2], dtype=torch.int32))
-    >>> one.add(1, 0, torch.tensor([3], dtype=torch.int32))
-    >>> other.add(1, 0, torch.tensor([3], dtype=torch.int32))
-    >>> other.add(0, 0, torch.tensor([1, 2], dtype=torch.int32))
-    >>> one.value() == other.value()
-    True
-    """
+    """Hashes one virtual worker."""
 
     def __init__(self, device: torch.device) -> None:
         self.sum = torch.zeros((), dtype=torch.int64, device=device)  # the hash of what has been added, on the device

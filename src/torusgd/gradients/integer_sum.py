@@ -27,8 +27,7 @@ from .integer_hash import IntegerHash
 from .layout import Bucket, Span
 
 HEADROOM = 8.0  # growth of a gradient's maximum, from one step to the next, that the scale leaves room for
-LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
-"""largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
+LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}  # largest magnitudes: half of int64's, compared as float64
 COUNT_BITS = 16  # of the lower value of a count, which may be beyond int32: 8,191 addends of it are not
 # elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each
 _CHUNK = 1 << 17
@@ -39,8 +38,7 @@ class SumReport(NamedTuple):
 
     overflow: list[int]  # slots whose sum may have left the range: the step must be measured and redone
     nonfinite: list[int]
-    underflow: float = 0.0
-    """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
+    underflow: float = 0.0  # share of all gradients' elements that became zero, on a wire of integers or of 16 bits
 
 
 class SumStatus(NamedTuple):

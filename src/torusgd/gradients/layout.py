@@ -91,17 +91,14 @@ class ParameterLayout:
 
     def __init__(self, slots: Sequence[Slot], buckets: Sequence[Bucket]) -> None:
         self.slots, self.buckets = tuple(slots), tuple(buckets)
-        self.places = tuple(number for number, slot in enumerate(slots) if slot.held)
-        """the index of each held slot among all slots"""
-        self.held = tuple(slots[place] for place in self.places)
-        """the slots that this rank sums, in sending order"""
+        self.places = tuple(number for number, slot in enumerate(slots) if slot.held)  # among all slots
+        self.held = tuple(slots[place] for place in self.places)  # what this rank sums, in sending order
         self.is_whole = len(self.held) == len(slots)
         self.bucket_of = tuple(index for index, bucket in enumerate(buckets) for _ in bucket.numels)
         columns = sum(slot.layer is not None for slot in slots)
         self.sections = tuple(count for count in (columns, len(slots) - columns) if count)
         """the numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own"""
-        self.parallel = tuple(self.held[bucket.first].parallel for bucket in buckets)
-        """by bucket, `Slot.parallel` of its slots, which all have the same"""
+        self.parallel = tuple(self.held[bucket.first].parallel for bucket in buckets)  # that of all slots of a bucket
 
 
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
@@ -110,22 +107,15 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
     # No bucket holds two layers in column blocks: their gradients come in turn, and the first would wait for the last.
     for layer in dict.fromkeys(slot.layer for slot in held):
         part = sorted((slot for slot in held if slot.layer == layer), key=lambda slot: slot.completed)
-        numels = [slot.tensor.numel() for slot in part]
-        if layer is None:
-            cut = lay_out_wide_last(rule, numels, [slot.is_wide for slot in part])
-        else:
-            cut = plan_buckets(numels, largest(rule))
+        numels, is_wide = [slot.tensor.numel() for slot in part], [slot.is_wide for slot in part]
+        cut = lay_out_wide_last(rule, numels, is_wide) if layer is None else plan_buckets(numels, largest(rule))
         sent = buckets[-1].stop if buckets else 0
         buckets += [bucket.moved(sent) for bucket in cut]
     return ParameterLayout(slots, buckets)
 
 
 def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:
-    """The buckets, in sending order, of tensors in the order of backward, of which the wide ones are sent last.
-
-    >>> [(b.first, b.stop) for b in lay_out_wide_last((2, 2), [5] * 6, [False, True, False, False, True, False])]
-    [(0, 1), (1, 3), (3, 4), (4, 6)]
-    """
+    """The buckets, in sending order, of tensors in the order of backward, of which the wide ones are sent last."""
     narrow, wide = ([n for n, w in zip(numels, is_wide, strict=True) if w == kind] for kind in (False, True))
     if rule == "cubic" or isinstance(rule, tuple):
         # A rule that counts tensors counts all of them, as Fujitsu's code does (`HOROVOD_FIXED_PAYLOAD=161`): the
@@ -143,9 +133,6 @@ def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
     A number is a size in MiB. A list has the number of tensors of each bucket, from the network's output on; the rest
     is one more bucket. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's
     record (arXiv 1903.12650). `auto` begins with buckets of USUAL_MIB.
-
-    >>> [b.stop for b in lay_out((1, 2), [5, 5, 5, 5])]
-    [1, 3, 4]
     """
     if rule == "cubic":
         return group([3 * (k + 1) ** 3 - 3 * k**3 for k in range(len(numels))], numels)

@@ -1,15 +1,14 @@
 """Gradients leave in buckets while backward still runs: a static order, the wait at the end, and the redo of a step.
 
-One reducer serves every way to spread the work. It sums *slots* (`layout.Slot`): a parameter that all ranks
-hold is summed over all ranks; a column block that some ranks hold is summed over those. With shards each rank gets
-back the sums of one shard of each bucket only. The three combine: a column block's shards lie on the ranks that
-hold the block.
+One reducer serves every way to spread the work. It sums *slots* (`layout.Slot`): a parameter that all ranks hold over
+all ranks, a column block over those that hold it. With shards each rank gets back the sums of one shard of each bucket
+only. The three combine: a column block's shards lie on the ranks that hold the block.
 
 A step's life:
 
     1. `backward` runs the passes of this rank's virtual workers. Each gradient that becomes ready is added to its slot
        (`add`). During the last virtual worker, buckets leave in their order as soon as they are full (`_send_full`).
-    2. `_finish` waits for the messages and finds the status, the same on every rank.
+    2. `reduce` waits for the messages and finds the status, the same on every rank.
     3. A sum out of range is redone: the largest elements are measured over all ranks, and the passes run again.
        Nothing outside the reducer changes until a step is accepted.
     4. `apply_mean` writes the mean into the `grad` of this rank's tensors.
@@ -37,8 +36,8 @@ from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
-WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_ATTEMPTS = 3
+REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used; step 0 warms up
 
 T = TypeVar("T")
 MakeSum = Callable[[ParameterLayout], GradientSum]
@@ -91,29 +90,22 @@ class Reducer:
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
         self.clock = DeviceClock(self._device)  # of the two marks; to be set between two steps
-        self.first_ready = self.last_ready = self.clock.mark()
-        """when this rank's first and last bucket of the step were ready to leave"""
+        self.first_ready = self.last_ready = self.clock.mark()  # when this rank's buckets were ready to leave
         self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
-        self.is_measuring = False
-        """whether passes look for each gradient's largest element only, before a first sum or a redo"""
+        self.is_measuring = False  # whether passes only look for the largest elements, before a first sum or a redo
         self._is_last = self._is_begun = self._is_hashing_only = False
         self._hash: IntegerHash | None = None
-        self._observe: Callable[[int, Tensor], object] | None = None
+        self.observe: Callable[[int, Tensor], object] | None = None  # of the virtual worker that has begun
         self.use_layout(lay_out_slots(slots, rule))
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody looks at each gradient of the virtual worker that has begun."""
-        return self._observe is not None
 
     def use_layout(self, layout: ParameterLayout) -> None:
         """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
         state = self.sum.state() if hasattr(self, "sum") and not self.sum.needs_measure else None
         self.layout = layout
+        # When each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was launched.
         self.ready = [0.0] * len(layout.held)
-        """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was launched"""
         self.sum: GradientSum = self._make_sum(layout)
         if state is not None:
             self.sum.load_state(state)
@@ -124,8 +116,7 @@ class Reducer:
         """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
         if self.spans is not None:
             self.owned = runs_of([slot.tensor.detach().view(-1) for slot in layout.held], self.spans)
-        self.means = [torch.zeros_like(tensor) for tensor in self.owned]
-        """of each tensor of `owned`, where `apply_mean` writes it"""
+        self.means = [torch.zeros_like(tensor) for tensor in self.owned]  # where `apply_mean` writes them
 
     def _usual_sum(self, layout: ParameterLayout) -> GradientSum:
         if self._reduction == "exact":
@@ -134,7 +125,7 @@ class Reducer:
                 layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements
             )
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
-        return FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction], wide=wide)
+        return FloatGradientSum(layout.buckets, self._addends, self._device, getattr(torch, self._reduction), wide=wide)
 
     def _own_spans(self) -> Iterator[Span]:
         for index, bucket in enumerate(self.layout.buckets):
@@ -160,7 +151,9 @@ class Reducer:
             if not self._is_begun:
                 self.begin()
             result = backward()
-            report = self._finish()
+            # Gradient 7: all messages have arrived, and with them the same status on every rank.
+            self.wait()
+            report = self.sum.finish(self._trailers).read(self._to_host)
             check(result)
             if report.nonfinite or not report.overflow:
                 return Reduced(result, report, overflowed, redone)
@@ -171,16 +164,21 @@ class Reducer:
             "defect of torusgd, please report it"
         )
 
-    def begin(self) -> None:
+    def begin(self, measuring: bool = False) -> None:
         """Begins a step before `reduce`, for gradients that arrive earlier; `reduce` then goes on with them."""
-        self._begin(measuring=False)
-        self._is_begun = True
+        self.is_measuring, self._is_begun = measuring, not measuring
+        self._works, self._trailers = [], None
+        if measuring:
+            self._maxima.zero_()
+        self.sum.clear()
+        for tensor in self.owned:
+            tensor.grad = None  # the mean of the step before, to which autograd would add
 
     def begin_worker(
         self, last: bool, hash_into: IntegerHash | None = None, observe: Callable[[int, Tensor], object] | None = None
     ) -> None:
         """Begins a virtual worker's passes; `hash_into` takes its integers too, `observe` its gradients."""
-        self._hash, self._observe = hash_into, observe
+        self._hash, self.observe = hash_into, observe
         self._is_last = last and not self.is_measuring
         # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
         buckets = zip(self.layout.buckets, self.layout.parallel, strict=True)
@@ -198,8 +196,8 @@ class Reducer:
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
             return
         bucket, now = self.layout.bucket_of[slot], time.perf_counter()
-        if self._observe is not None and not self._is_hashing_only:
-            self._observe(slot, gradient)
+        if self.observe is not None and not self._is_hashing_only:
+            self.observe(slot, gradient)
         if self._hash is None:
             self.sum.add(bucket, slot, gradient)
         else:
@@ -247,43 +245,28 @@ class Reducer:
         self.sum.mean(self.means, addends, self.spans)
         self.show_means()
 
-    def ready_at(self, mark: Mark) -> None:
-        """This rank's own work was done at a mark, before it helped others."""
-        self.last_ready = mark
-
     def show_means(self) -> None:
         """Puts `means` into the `grad` of each tensor of `owned`."""
         for tensor, mean in zip(self.owned, self.means, strict=True):
             tensor.grad = mean
 
-    def _begin(self, measuring: bool) -> None:
-        self.is_measuring = measuring
-        self._works, self._trailers = [], None
-        if measuring:
-            self._maxima.zero_()
-        self.sum.clear()
-        for tensor in self.owned:
-            tensor.grad = None  # the mean of the step before, to which autograd would add
-
     def _measure(self, backward: Callable[[], T], check: Callable[[T], object]) -> None:
         # Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks.
-        self._is_begun = False
-        self._begin(measuring=True)
+        self.begin(measuring=True)
         result = backward()
         self._maximum_over_ranks(self._maxima)
         check(result)
         self.sum.set_maxima(self._maxima)
+
+    def ready_at(self, mark: Mark) -> None:
+        """This rank's own work was done at a mark, before it helped others."""
+        self.last_ready = mark
 
     def wait(self) -> None:
         """Returns when all messages of a step have arrived, on a GPU before it is there."""
         self._is_begun = False
         for work in self._works:
             work.wait()
-
-    def _finish(self) -> SumReport:
-        # Gradient 7: all messages have arrived, and with them the same status on every rank.
-        self.wait()
-        return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self, after: Callable[[int], AbstractContextManager[object]] = nullcontext) -> None:
         # Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes.
@@ -302,8 +285,7 @@ class Reducer:
 
     def _send(self, index: int) -> Work:
         if self.is_sharded:
-            bucket = self.layout.buckets[index]
-            return self.shards(index).start_reduce_scatter(self.sum.payload(index), bucket.cuts)
+            return self.shards(index).start_reduce_scatter(self.sum.payload(index), self.layout.buckets[index].cuts)
         allreduce = self._channels[self.layout.parallel[index]].allreduce
         return allreduce.start(self.sum.message(index) if self.layout.is_whole else self.sum.payload(index))
 
@@ -336,13 +318,10 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
     ]
 
 
-REBUILD_STEPS = (1, 2, 3)  # steps of this process whose gradient times are used; step 0 warms up
-
-
 class BucketRebuild:
-    """Watches a reducer's first steps and then rebuilds its buckets, as DistributedDataParallel does; those of column
-    blocks stay. DDP takes the order in which gradients arrived, this the sizes with which the last is summed earliest.
-    Without a profile of the network the buckets stay.
+    """Rebuilds a reducer's buckets after its first steps, if there is a profile; those of column blocks stay.
+
+    DistributedDataParallel takes the order in which gradients arrived, this the sizes whose last sum ends earliest.
     """
 
     # Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
@@ -353,8 +332,7 @@ class BucketRebuild:
         can_rebuild = bool(self._slots) and not reducer.is_sharded and held[0].tensor.device.type == "cpu"
         can_rebuild &= not any(slot.is_wide for slot in held)
         self._reducer, self._world, self._profile = reducer, world, profile if can_rebuild else None
-        self._steps = 0
-        self._ready = torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
+        self._steps, self._ready = 0, torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
 
     def after_step(self) -> str:
         """Called after each step, on every rank; a line if it rebuilt the buckets."""
@@ -374,17 +352,12 @@ class BucketRebuild:
         offset = len(layout.held) - len(self._slots)
         before = [b.moved(-offset) for b in layout.buckets[len(columns) :]]
         numels = [layout.held[slot].tensor.numel() for slot in self._slots]
-        decided = None
-        # Rank 0 decides for all: ranks that each computed it could differ in the last bit of a time, and then in the
-        # messages that they expect.
-        if self._world.rank == 0:
-            best = best_buckets(profile, numels, times)
-            late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
-            decided = [b.stop - b.first for b in best], late, early
-        counts, late, early = self._world.broadcast_json(decided)
+        # Rank 0's decision counts: ranks could differ in the last bit of a time, and then in the messages they expect.
+        best = best_buckets(profile, numels, times) if self._world.rank == 0 else before
+        late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
+        counts, late, early = self._world.broadcast_json(([b.stop - b.first for b in best], late, early))
         buckets = group(counts, numels)
-        moved = (*columns, *(b.moved(offset) for b in buckets))
-        self._reducer.use_layout(ParameterLayout(layout.slots, moved))
+        self._reducer.use_layout(ParameterLayout(layout.slots, (*columns, *(b.moved(offset) for b in buckets))))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn, optim
@@ -83,15 +83,8 @@ class ShardedUpdate:
         for tensor in (*model.parameters(), *model.buffers()):
             self._world.broadcast(tensor.detach())
         channels = {1: Channel(self._allreduce, ShardCollectives(self._allreduce))}
-        slots = parameter_slots(model)
-        self._reducer = Reducer(
-            slots,
-            reduction=wire or "float32",
-            addends=self._world.size,
-            channels=channels,
-            maximum_over_ranks=lambda maxima: self._world.all_reduce(maxima, maximum=True),
-            rule=bucket_mib,
-        )
+        slots, maximum = parameter_slots(model), partial(self._world.all_reduce, maximum=True)
+        self._reducer = Reducer(slots, wire or "float32", self._world.size, channels, maximum, rule=bucket_mib)
         self._parameters = [slot.tensor for slot in slots]
         self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))
         norms = BlockNorms(self._reducer, lambda table: self._allreduce.start(table).wait())
@@ -165,9 +158,7 @@ class ShardedUpdate:
         whole.load_state_dict(copy.deepcopy(state))
         for group, loaded in zip(self._optimizer.param_groups, whole.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-        spans = self._reducer.spans
-        assert spans is not None
-        for (parameter, shard), (low, high) in zip(self._shards.items(), spans, strict=True):
+        for (parameter, shard), (low, high) in zip(self._shards.items(), self._reducer.spans or (), strict=True):
             self.sharded.state[shard] = {
                 key: value.reshape(-1)[low:high].clone() if _is_whole(value, parameter) else value
                 for key, value in whole.state.get(parameter, {}).items()
@@ -223,8 +214,8 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
     # UserError for what would fail later, or silently.
     if isinstance(model, DistributedDataParallel):
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
-    if wire not in (None, "exact", "float16", "bfloat16"):
-        raise UserError(f"wire {wire}: unknown; one of exact, float16, bfloat16, or None")
+    if wire not in (None, *get_args(Wire)):
+        raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
     if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
             f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "

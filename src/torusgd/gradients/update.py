@@ -72,13 +72,12 @@ class Update:
             self.optimizer = over_tensors(optimizer, owned, self._norms)
 
     @torch.no_grad()
-    def clip(self, most: float) -> float:
-        """Scales the mean gradient down to a norm of at most `most`; gives the norm before. Every rank calls it."""
+    def clip(self, most: float) -> None:
+        """Scales the mean gradient down to a norm of at most `most`. Every rank calls it."""
         norm = self.gradient_norm()
         if norm > most:
             for grad in self._reducer.means:
                 grad.mul_(most / norm)
-        return norm
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -133,8 +132,7 @@ class Update:
     def expected_state(self) -> dict[str, Tensor]:
         """Tensors shaped like those of `state` once there was an update."""
         updated = {slot.parameter for slot in self._reducer.layout.slots}
-        keys = _element_state(self.optimizer)
-        found = {f"{key}/{name}": self._parameters[name] for key in keys for name in updated}
+        found = {f"{key}/{name}": self._parameters[name] for key in _element_state(self.optimizer) for name in updated}
         return found | ({f"{STEP}/": torch.zeros(())} if isinstance(self.optimizer, AdamW) else {})
 
     def _whole(self, own: list[Tensor], keep: bool) -> dict[str, Tensor]:
@@ -262,8 +260,7 @@ class WeightGather:
     def _gather(self, index: int, shards: Sequence[Tensor]) -> Work:
         bucket, spans = self._layout.buckets[index], self._reducer.spans
         assert spans is not None
-        own = range(bucket.first, bucket.stop)
-        for slot, (_, run) in zip(own, self._runs(index), strict=True):
+        for slot, (_, run) in enumerate(self._runs(index), bucket.first):
             low, high = spans[slot]
             run[low:high].copy_(shards[slot])
         return self._reducer.shards(index).start_all_gather(self._reducer.sum.scratch(index), bucket.cuts)

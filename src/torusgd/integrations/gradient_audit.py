@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ..comm.groups import Group, group_of
+from ..comm.groups import AnyGroup, group_of
 from ..errors import CorruptionError, UserError
 from ..gradients.integer_hash import tensor_hash
 from ..rng import AUDIT, keyed_integer, keyed_uniform
@@ -47,7 +46,7 @@ class GradientAudit:
         fraction: float = 0.01,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        group: Group | ProcessGroup | None = None,
+        group: AnyGroup | None = None,
     ) -> None:
         if not 0 <= fraction <= 1:
             raise UserError(f"fraction: from 0 to 1 of the steps, got {fraction}")
@@ -80,9 +79,8 @@ class GradientAudit:
 
     def _blame(self, step: int, owner: int, auditor: int, key: int, first: int, second: int) -> None:
         judge = next((rank for rank in range(self._ranks.size) if rank not in (owner, auditor)), None)
-        verdict = 0
-        if judge is not None:
-            verdict = self._gathered([self._hash(key) if self._ranks.rank == judge else 0])[judge][0]
+        own = self._hash(key) if self._ranks.rank == judge else 0
+        verdict = 0 if judge is None else self._gathered([own])[judge][0]
         suspects = [auditor] if verdict == first else [owner] if verdict == second else sorted({owner, auditor})
         who = " or ".join(named_with_host(self._ranks, index) for index in suspects)
         raise CorruptionError(

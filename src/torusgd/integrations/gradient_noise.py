@@ -4,10 +4,9 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..comm.fixed_point import exact_all_reduce
-from ..comm.groups import Group, group_of
+from ..comm.groups import AnyGroup, group_of
 from ..errors import UserError
 from ..step.measures import EVERY, NoiseEstimate
 
@@ -45,7 +44,7 @@ class NoiseScale:
         *,
         loss_factor: float = 1.0,
         every: int = EVERY,
-        group: Group | ProcessGroup | None = None,
+        group: AnyGroup | None = None,
     ) -> None:
         if micro_batches < 2:
             raise UserError(
@@ -74,8 +73,7 @@ class NoiseScale:
             return False
         small = float(exact_all_reduce(self._squares, self._ranks)) / self._micro_batches / self._loss_factor**2
         self._squares = []
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        mean = math.fsum(float(_square(gradient)) for gradient in found)
+        mean = math.fsum(float(_square(p.grad)) for p in self._parameters if p.grad is not None)
         if not 0.0 < small < math.inf or not mean < math.inf:
             return False
         self._estimate.add(small, mean, self._samples, self._samples * self._micro_batches)

@@ -41,8 +41,7 @@ class StreamCallback(Callback):
         compare_every: int = 0,
         calibration: Callable[[], Iterable[Tensor]] | None = None,
     ) -> None:
-        self._sampler, self._wire, self._compare_every = sampler, wire, compare_every
-        self._calibration = calibration
+        self._sampler, self._wire, self._compare_every, self._calibration = sampler, wire, compare_every, calibration
         self._parts: StepParts | None = None
         self._sums: dict[str, Any] = {}
         self._counted = 0

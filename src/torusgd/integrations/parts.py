@@ -14,20 +14,18 @@ from .replicas import Replicas
 
 
 class StepParts:
-    """Puts the sums into a DistributedDataParallel model, the rates of a schedule into the optimizer, compares ranks.
-
-    A model on one rank has nothing to sum. Running statistics of batch norm, which each rank changes, are not compared.
-    """
+    """Puts exact sums into a DistributedDataParallel model and rates into the optimizer, and compares the ranks."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, sampler: StreamSampler, wire: Wire | None, compare_every: int
     ) -> None:
+        # A model on one rank has nothing to sum.
         self._hook = ddp_hook(model, wire=wire) if wire and isinstance(model, DistributedDataParallel) else None
         # Accelerate's optimizers hold torch's.
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if isinstance(sampler.batches, BatchSizeSchedule):
             sampler.batches.follow(optimizer, sampler)
-        ignored = ("*running_mean", "*running_var")
+        ignored = ("*running_mean", "*running_var")  # each rank changes its own
         self._replicas = Replicas(model, optimizer, every=compare_every, ignore=ignored) if compare_every else None
 
     def step(self) -> None:
@@ -47,15 +45,15 @@ class StepParts:
 def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]) -> int:
     """`polish` for batches that are mappings of inputs by name, as Hugging Face's models take them, or tensors."""
     device = next(model.parameters()).device
-    return polish(_ByName(model), (_Batch(batch, device) for batch in batches))  # type: ignore[misc]
+    sent = (batch.to(device) if isinstance(batch, Tensor) else _Batch(batch, device) for batch in batches)
+    return polish(_ByName(model), sent)  # type: ignore[arg-type]
 
 
 class _Batch:
-    """Inputs with the number of samples as their length, on the model's device."""
+    """Inputs by name with the number of samples as their length, on the model's device."""
 
-    def __init__(self, inputs: Tensor | Mapping[str, Tensor], device: torch.device) -> None:
-        tensors = {"": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-        self.inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
+    def __init__(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+        self.inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -66,7 +64,5 @@ class _ByName(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: _Batch) -> Any:
-        if "" in batch.inputs:
-            return self.model(batch.inputs[""])
-        return self.model(**batch.inputs)
+    def forward(self, batch: Tensor | _Batch) -> Any:
+        return self.model(**batch.inputs) if isinstance(batch, _Batch) else self.model(batch)

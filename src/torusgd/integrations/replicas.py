@@ -7,9 +7,8 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from ..comm.groups import Group, group_of
+from ..comm.groups import AnyGroup, group_of
 from ..errors import CorruptionError, UserError
 from ..gradients.integer_hash import odd_keys, tensor_hash
 from ..rng import DRIFT
@@ -49,7 +48,7 @@ class Replicas:
         *,
         every: int = 100,
         ignore: Sequence[str] = (),
-        group: Group | ProcessGroup | None = None,
+        group: AnyGroup | None = None,
     ) -> None:
         if every < 1:
             raise UserError(f"every: at least 1 step from one comparison to the next, got {every}")

@@ -58,8 +58,8 @@ class StreamTrainer(Trainer):
                 "schedule: epochs have no fixed number of steps with it; give TrainingArguments(max_steps=...)"
             )
         self.args.ignore_data_skip = True
-        self._schedule = schedule
-        self._wire, self._compare_every, self._calibration = wire, compare_every, calibration
+        self._schedule, self._calibration = schedule, calibration
+        self._wire, self._compare_every = wire, compare_every
         self.stream: StreamSampler | None = None
         self.add_callback(_Follow(self))
 
@@ -95,8 +95,7 @@ class StreamTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self._calibration is not None:
-            batches = (self._prepare_inputs(inputs) for inputs in self._calibration())
-            precise_batch_norm(self.model, batches)
+            precise_batch_norm(self.model, (self._prepare_inputs(inputs) for inputs in self._calibration()))
         return super().evaluate(*args, **kwargs)
 
     def parts(self) -> StepParts:
@@ -108,18 +107,16 @@ class StreamTrainer(Trainer):
 class _Follow(TrainerCallback):
     def __init__(self, trainer: StreamTrainer) -> None:
         self._trainer = trainer
-        self._parts: StepParts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._trainer.stream is not None
-        self._trainer.stream.seek(state.global_step)
-        self._parts = self._trainer.parts()
+        stream = self._trainer.stream
+        assert stream is not None
+        stream.seek(state.global_step)
+        self._stream, self._parts = stream, self._trainer.parts()
         self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._trainer.stream is not None
-        assert self._parts is not None
-        self._trainer.stream.seek(state.global_step)
+        self._stream.seek(state.global_step)
         self._parts.step()
         # Who decides to save does so after this, and no callback is called between.
         state.stateful_callbacks[_STATE] = self._parts.state_dict()

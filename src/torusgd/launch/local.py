@@ -1,8 +1,7 @@
 """A run on ranks of this machine: when some are lost, the others go on, or all start again from the last checkpoint.
 
-Ranks that are left when one dies, freezes or hangs go on in their processes if each of them holds the whole state
-(`run/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
-defect, or a run that can't go on ends them all with one line.
+Ranks that are left go on in their processes if each holds the whole state (`run/survival.py`). Otherwise, or if a disk
+can't be read, all start again. A user's mistake, a defect, or a run that can't go on ends them all with one line.
 """
 
 import gc
@@ -31,8 +30,7 @@ from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
 # Restarts without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again.
-MAX_RESTARTS = 10
-LONGEST_PAUSE = 60.0
+MAX_RESTARTS, LONGEST_PAUSE = 10, 60.0
 # The file in the run's folder of which machines that join need a copy.
 TOKEN = ".join-token"
 # Seconds for a step and a checkpoint after a signal; then the ranks are ended as they are.
@@ -50,10 +48,9 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         folder.claim(job.recipe, fresh)
         # The launcher lists the images, which outlives its ranks, so that none of them has to walk through them again.
         lists = LauncherArrays()
-        summary = finished(job, lists)
-        job = replace(job, lists=tuple(lists.paths))
-        if summary is not None:
+        if (summary := finished(job, lists)) is not None:
             return RunResult(summary)
+        job = replace(job, lists=tuple(lists.paths))
         check(setup_of(job, None if entrance is not None else workers))
         return _supervise(job, workers, folder, entrance)
 

@@ -1,9 +1,4 @@
-"""A machine that joins a run: one small agent, which starts ranks here and does what the run's launcher says.
-
-The agent gets the job from the launcher, opens the data, and says that it is ready; the launcher says which ranks to
-start. They reach the common store through a port on loopback here, from which each connection is passed on to the
-launcher's listener over an authenticated one. When the launcher goes, so do they.
-"""
+"""A machine that joins a run: an agent, which starts ranks here, does what the launcher says, and goes with it."""
 
 import os
 import socket
@@ -42,7 +37,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > join.MOST_RANKS:
         raise UserError(f"--workers {workers}: one machine may bring {join.MOST_RANKS} ranks at most")
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     with ExitStack() as held:
         link = _connect(address, token, join.NODE)
         interface = join.interface_of(link.getsockname()[0])
@@ -95,8 +90,7 @@ class _Ranks:
 
     def __init__(self, job: Job, port: int, interface: str) -> None:
         self._job, self._port, self._interface = job, port, interface
-        self._processes: dict[int, BaseProcess] = {}
-        self._local: dict[int, int] = {}
+        self._processes, self._local = dict[int, BaseProcess](), dict[int, int]()
 
     def start(self, number: int, rank: int, size: int, attempt: int) -> None:
         self._local[number] = local = free_local_rank({self._local[each] for each in self._processes})
@@ -110,12 +104,11 @@ class _Ranks:
     def wait(self, channel: Channel) -> tuple[bool, dict[int, int]]:
         """What happens within a second: whether messages have come, and exit codes by number."""
         numbers: dict[Any, int] = {process.sentinel: number for number, process in self._processes.items()}
-        happened, exits = connection.wait([channel.fileno(), *numbers], BEAT_SECONDS), dict[int, int]()
-        for number in [numbers[each] for each in happened if each in numbers]:
-            process = self._processes.pop(number)
+        happened = connection.wait([channel.fileno(), *numbers], BEAT_SECONDS)
+        ended = {numbers[each]: self._processes.pop(numbers[each]) for each in happened if each in numbers}
+        for process in ended.values():
             process.join()
-            exits[number] = process.exitcode or 0
-        return channel.fileno() in happened, exits
+        return channel.fileno() in happened, {number: process.exitcode or 0 for number, process in ended.items()}
 
     def kill(self, number: int | None = None) -> None:
         """Ends one of them, or all."""
@@ -142,7 +135,6 @@ def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
 
 
 def _ended(where: str, message: Mapping[str, Any]) -> int:
-    """The exit code after the launcher's last message."""
     (code,), line = _numbers(message, "code"), f"the run at {where}: {message['end']}"
     if code in (1, 2):
         raise (UserError if code == 2 else RunError)(line)
@@ -173,10 +165,9 @@ def _answer(channel: Channel) -> dict[str, Any]:
     """The first message that is not empty."""
     while True:
         channel.check_silence()
-        if connection.wait([channel.fileno()], BEAT_SECONDS):
-            for message in channel.receive():
-                if message:
-                    return message
+        is_ready = connection.wait([channel.fileno()], BEAT_SECONDS)
+        for message in filter(None, channel.receive() if is_ready else ()):
+            return message
 
 
 def _beat(channel: Channel) -> None:
@@ -187,7 +178,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     try:
         link = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:

@@ -64,8 +64,7 @@ def run_joined(
 ) -> Any:
     """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
-    `remedy` gives what is added to the line about a lost rank. UserError if the variables of the environment are wrong,
-    RunError if the ranks did not meet.
+    `remedy`: what is added to the line about a lost rank. UserError for wrong variables, RunError if ranks do not meet.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()
@@ -73,7 +72,7 @@ def run_joined(
     store, rank, size = _rendezvous(limits.start)
     member = _Member(store, rank, size, limits, remedy)
     try:
-        world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS, ranks_per_gpu)
+        world = _meet(store, rank, size, device, ranks_per_gpu, limits.start, GROUP_SECONDS)
     except RunError:
         member.heartbeat.close()
         raise
@@ -96,16 +95,15 @@ def run_joined(
 def join(device: str, timeout: float) -> Group:
     """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone."""
     store, rank, size = _rendezvous(timeout) if ranks_are_given() else (HashStore(), 0, 1)
-    return _meet(store, rank, size, device, timeout, timeout, ranks_per_gpu=1)
+    return _meet(store, rank, size, device, 1, timeout, timeout)
 
 
 class _Member:
     """This rank among the others that somebody else's launcher has started: its heartbeat, and its end by a failure."""
 
     def __init__(self, store: Store, rank: int, size: int, limits: Limits, remedy: Callable[[], str]) -> None:
-        self._rank, self._remedy = rank, remedy
+        self._rank, self._remedy, self._is_ending = rank, remedy, threading.Lock()
         self._name = f"rank {rank} on {socket.gethostname()}"
-        self._is_ending = threading.Lock()
         watched, follows = (range(size), None) if rank == 0 else ((), 0)
         self.heartbeat = Heartbeat(store, rank, limits, watched, self._end_in_a_thread, _print, follows)
         # Not by the store's first connection: the main thread may be blocked in it, waiting for ranks to meet.
@@ -115,13 +113,12 @@ class _Member:
         """Ends this process by a failure, which one of the ranks prints."""
         if not self._is_ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread ends the process
-        is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
+        is_reported, code = _within(STORE_SECONDS, lambda: self._failures.report(failure)), failure.kind.exit_code
         self.heartbeat.fail(failure.text)  # after the report, by which the others know a cause from a loss
-        if not is_reported:  # it can't agree with anybody on who speaks
-            _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
-            code = failure.kind.exit_code
-        else:
+        if is_reported:
             code = self._agree(failure)
+        else:  # it can't agree with anybody on who speaks
+            _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(code)  # an ordinary end of the interpreter would wait for the messages that are still on their way
@@ -185,12 +182,11 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
     # answers with all the words that it finds, again whenever one has changed, until every rank has found its own in
     # the answer.
     word, end = secrets.token_hex(8), time.monotonic() + seconds
-    answer: dict[str, Any] = {}
+    answer, others = dict[str, Any](), range(1, size)
 
     def attempt() -> Store:
         return PrefixStore(keys.ATTEMPT.format(attempt=answer["prefix"]), store)
 
-    others = range(1, size)
     store.set(keys.WORD.format(rank=rank), word)
     while time.monotonic() < end:
         if rank == 0:
@@ -215,9 +211,9 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
     raise _did_not_meet(seconds, TimeoutError("not all of them have come"))
 
 
-def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeout: float, ranks_per_gpu: int) -> Group:
+def _meet(store: Store, rank: int, size: int, device: str, ranks_per_gpu: int, seconds: float, timeout: float) -> Group:
     try:
-        return meet_within(store, rank, size, device, seconds=seconds, timeout=timeout, ranks_per_gpu=ranks_per_gpu)
+        return meet_within(store, rank, size, device, ranks_per_gpu, seconds, timeout)
     except (dist.DistError, CommError) as error:
         raise _did_not_meet(seconds, error) from None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ def verdict(found: Sequence[Checked]) -> int:
     return 1 if DIFFERS in states else 0 if states == {EQUAL} else 2
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Steps between two records, or after the last one the result (`is_result`)."""
 
     first: int
@@ -91,8 +91,7 @@ def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:
     return sorted(found, key=lambda each: each.first)
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Consecutive ranges that one run computes from one state."""
 
     start: int
@@ -101,10 +100,6 @@ class Segment:
     @property
     def stop(self) -> int:
         return self.ranges[-1].last
-
-    @property
-    def steps(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass
@@ -119,41 +114,35 @@ class Verifier:
     computed: int = 0  # steps that were computed
 
     def __post_init__(self) -> None:
-        recipe = self.job.recipe
-        device = torch.device(self.job.device)
+        recipe, device = self.job.recipe, torch.device(self.job.device)
         prepare_process(recipe, device)
         self._checkpoints = RunCheckpoints(self.claims.run, self.claims.folder, self.scratch / "copy")
         self._conditions = conditions(recipe, device)
-        self._bad: dict[int, str] = {}
-        self._total = 0
+        self._bad, self._total = dict[int, str](), 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
-        operators = self.claims.begin.operators
-        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, operators)
+        self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, self.claims.begin.operators)
 
     def differing_inputs(self) -> list[Checked]:
         """What the run was trained on, if it is not what is here."""
         names, found = {"data_sha256": "data", "train_images": "data"}, []
-        if self.job.init is not None:
-            names["init_sha256"] = "initial weights"
+        names |= {"init_sha256": "initial weights"} if self.job.init is not None else {}
         for key, what in names.items():
             then, now = getattr(self.claims.begin, key), getattr(self._fingerprint, key)
             if then != now:
-                text = f"{key} was {then}, here it is {now}: other {what} than the run's"
-                found.append(Checked(what, DIFFERS, text))
+                found.append(Checked(what, DIFFERS, f"{key} was {then}, here it is {now}: other {what} than the run's"))
         return found
 
     def check(self, wanted: Sequence[Range]) -> list[Checked]:
         """Computes the ranges, in their order; what was found."""
         left = [each for each in wanted if not self._is_refused(each)]
         self._check_checkpoints(left)
-        self._total, barrier = sum(segment.steps for segment in self._segments(left, 0)), 0
+        self._total, barrier = sum(each.stop - each.start for each in self._segments(left, 0)), 0
         while left:
             segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
-                why = f"no checkpoint between the difference after step {barrier} and these steps" if barrier else (
-                    "no checkpoint before them, and from the beginning only with the run's --init"
-                )  # fmt: skip
-                self._note(left.pop(0), UNKNOWN, why)
+                none = "no checkpoint before them, and from the beginning only with the run's --init"
+                later = f"no checkpoint between the difference after step {barrier} and these steps"
+                self._note(left.pop(0), UNKNOWN, later if barrier else none)
                 continue
             # {} for the beginning of the run; None: the state is gone or wrong.
             begin = self._digest(segment.start) if segment.start else {}
@@ -186,15 +175,12 @@ class Verifier:
         self._note(each, UNKNOWN, why)
         return True
 
-    def _starts(self, barrier: int) -> list[int]:
-        steps = {step for step in self._checkpoints.steps() if step not in self._bad}
-        if not self.claims.begin.init_sha256 or self.job.init is not None:
-            steps |= {0} if self.claims.begin.step == 0 and 0 not in self._bad else set()
-        return sorted(step for step in steps if step >= barrier)
-
     def _segments(self, left: Sequence[Range], barrier: int) -> list[Segment]:
         """What is to be computed; none if the first range has nothing to begin from."""
-        starts, segments = self._starts(barrier), list[Segment]()
+        begin, steps, segments = self.claims.begin, {*self._checkpoints.steps()}, list[Segment]()
+        if begin.step == 0 and (not begin.init_sha256 or self.job.init is not None):
+            steps.add(0)
+        starts = {step for step in steps if step >= barrier and step not in self._bad}
         for each in left:
             start = max((step for step in starts if step <= each.first), default=None)
             if start is None:
@@ -212,7 +198,7 @@ class Verifier:
         for each in ranges:
             before = max((step for step in steps if step <= each.first), default=-1)
             for step in steps:
-                if step == before or each.first <= step <= each.last:
+                if before <= step <= each.last:
                     self._digest(step)
 
     def _digest(self, step: int) -> Tensors | None:
@@ -228,11 +214,12 @@ class Verifier:
         self._digests[step] = digests
         if (recorded := self.claims.states.get(step)) is not None:
             wrong = records.first_differences(recorded, recorded.model_copy(update={"tensors": digests}))
-        if wrong:
-            self._bad[step] = f"{named(wrong)} not those of its record"
-            if is_new:
-                self._note_checkpoint(step, self._bad[step])
-        return None if wrong else tensors
+        if not wrong:
+            return tensors
+        self._bad[step] = f"{named(wrong)} not those of its record"
+        if is_new:
+            self._note_checkpoint(step, self._bad[step])
+        return None
 
     def _note_checkpoint(self, step: int, text: str) -> None:
         self.found = [each for each in self.found if each.name != f"checkpoint {step}"]
@@ -262,25 +249,21 @@ class Verifier:
             for each in segment.ranges:
                 self._note(each, UNKNOWN, f"can't be computed: {error}")
             return None
-        self.computed += segment.steps
-        lines = records.parse_records(RunDir(folder).records.read_text())[0]
-        return self._compare(segment, folder, lines, problem)
+        self.computed += stop - start
+        return self._compare(segment, folder, records.parse_records(RunDir(folder).records.read_text())[0], problem)
 
     def _write_start(self, job: Job, step: int, tensors: Tensors) -> None:
-        job.out.mkdir(parents=True)
-        folder = RunDir(job.out)
+        folder, journal = RunDir(job.out), None
+        folder.path.mkdir(parents=True)
         folder.recipe.write_text(dump_recipe(job.recipe))
         if not step:
             return
-        journal = None
         if self.claims.journal_text:
             text = "".join(line + "\n" for line in self.claims.journal_text.split("\n")[: step + 1])
             folder.journal.write_text(text)
             journal = parse_journal(text, "journal", job.recipe.sha256(), job.recipe.virtual_workers).head
-        is_updated = any(name.startswith("optimizer/") for name in tensors)
-        replayed = "" if job.replay is None else job.replay.head.sha256
-        fingerprint = replace(self._fingerprint, replayed_sha256=replayed)
-        totals = StepTotals(skipped=0 if is_updated else step)
+        fingerprint = replace(self._fingerprint, replayed_sha256="" if job.replay is None else job.replay.head.sha256)
+        totals = StepTotals(skipped=0 if any(name.startswith("optimizer/") for name in tensors) else step)
         state = RunState(fingerprint, step=step, evaluated=step, journal=journal, totals=totals)
         write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
 
@@ -304,7 +287,7 @@ class Verifier:
             self._bad[0] = text
         last = stop if refuted is None else refuted
         for each in segment.ranges:
-            if each.first < last and refuted is not None and refuted <= each.last:
+            if refuted is not None and each.first < refuted <= each.last:
                 self._note(each, DIFFERS, text)
             elif each.last <= last and not (each.is_result and refuted is not None):
                 is_whole = each.last in states or start == each.last
@@ -343,10 +326,9 @@ class Verifier:
             if recorded[each] != computed[each]:
                 both = f"{recorded[each]} in events.jsonl, {computed[each]} computed"
                 return f"equal after step {last}, and the loss of step {each} is {both}"
-        how = f"the losses of all {len(recorded)} steps between are equal" if recorded.keys() == computed.keys() else (
-            "nothing is left of the steps between"
-        )  # fmt: skip
-        return f"equal after step {last}, {how}"
+        if recorded.keys() != computed.keys():
+            return f"equal after step {last}, nothing is left of the steps between"
+        return f"equal after step {last}, the losses of all {len(recorded)} steps between are equal"
 
     def _described(self, step: int, names: Sequence[str], folder: Path) -> str:
         """What differs after a step, with by how much if the run has a checkpoint of that step."""
@@ -373,8 +355,7 @@ def _losses(path: Path, first: int, last: int) -> dict[int, object]:
 
 def named(names: Sequence[str]) -> str:
     """The first two of the names, and how many more there are."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{listed(names[:2])}{more}"
+    return listed(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _amounts(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], names: Sequence[str]) -> str:

@@ -26,8 +26,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and torch.are_deterministic_algorithms_enabled():
-            pooled: Tensor = OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
-            return pooled
+            return OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
         return super().forward(x)
 
 
@@ -133,16 +132,16 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
     1708.03888); layers, groups and initial weights are those of `alexnet_bn` in Ginsburg's NVCaffe: a batch norm after
     each of the five convolutions, two of three linear layers with dropout.
     """
+    normalised = partial(_convolution, norm=True)
+    # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
+    pool = partial(MaxPool2d, 3, stride=2, ceil_mode=True)
     features = [
-        *_normalised(channels, 96, 11, stride=4),
-        _caffe_pool(),
-        *_normalised(96, 256, 5, padding=2, groups=2),
-        _caffe_pool(),
-        *_normalised(256, 384, 3, padding=1),
-        *_normalised(384, 384, 3, padding=1, groups=2),
-        *_normalised(384, 256, 3, padding=1, groups=2),
-        _caffe_pool(),
-    ]
+        *normalised(channels, 96, 11, stride=4), pool(),
+        *normalised(96, 256, 5, padding=2, groups=2), pool(),
+        *normalised(256, 384, 3, padding=1),
+        *normalised(384, 384, 3, padding=1, groups=2),
+        *normalised(384, 256, 3, padding=1, groups=2), pool(),
+    ]  # fmt: skip
     net = PlainNet(features, 256, 6, (4096, 4096), classes, dropout)
     for module in features:
         if isinstance(module, nn.Conv2d):
@@ -151,21 +150,6 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
         nn.init.normal_(linear.weight, std=std)
         nn.init.constant_(linear.bias, bias)
     return net
-
-
-def _normalised(
-    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
-) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False),
-        nn.BatchNorm2d(outputs, eps=1e-4),
-        nn.ReLU(inplace=True),
-    ]
-
-
-def _caffe_pool() -> nn.MaxPool2d:
-    # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
-    return MaxPool2d(3, stride=2, ceil_mode=True)
 
 
 def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: float = 0.5) -> PlainNet:
@@ -177,17 +161,13 @@ def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: floa
     _check_width(width)
     first, second, third, fourth = (published * width // 96 for published in (96, 256, 512, 1024))
     features = [
-        *_convolution(channels, first, 11, stride=4),
-        MaxPool2d(2),
-        *_convolution(first, second, 5),
-        MaxPool2d(2),
+        *_convolution(channels, first, 11, stride=4), MaxPool2d(2),
+        *_convolution(first, second, 5), MaxPool2d(2),
         *_convolution(second, third, 3, padding=1),
         *_convolution(third, fourth, 3, padding=1),
-        *_convolution(fourth, fourth, 3, padding=1),
-        MaxPool2d(2),
-    ]
-    linear = (3072 * width // 96, 4096 * width // 96)
-    return PlainNet(features, maps=fourth, pixels=6, widths=linear, classes=classes, dropout=dropout)
+        *_convolution(fourth, fourth, 3, padding=1), MaxPool2d(2),
+    ]  # fmt: skip
+    return PlainNet(features, fourth, 6, (3072 * width // 96, 4096 * width // 96), classes, dropout)
 
 
 # Channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling.
@@ -208,8 +188,7 @@ def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5)
         else:
             features += _convolution(channels, multiple * width, 3, padding=1)
             channels = multiple * width
-    linear = (64 * width, 64 * width)
-    return PlainNet(features, maps=8 * width, pixels=7, widths=linear, classes=classes, dropout=dropout)
+    return PlainNet(features, 8 * width, 7, (64 * width, 64 * width), classes, dropout)
 
 
 def _check_width(width: int) -> None:
@@ -222,8 +201,11 @@ def _check_dropout(dropout: float) -> None:
         raise UserError(f"model.options.dropout: a probability from 0 up to but not 1, got {dropout}")
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU(inplace=True)]
+def _convolution(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1, norm: bool = False
+) -> list[nn.Module]:
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=not norm)
+    return [layer, *([nn.BatchNorm2d(outputs, eps=1e-4)] if norm else []), nn.ReLU(inplace=True)]
 
 
 def cd_dnn(*, classes: int, channels: int, inputs: int = 429, hidden: int = 7, width: int = 2048) -> nn.Sequential:
@@ -317,8 +299,7 @@ def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
             if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
                 setattr(module, name, _BlurredConv2d(child))
     if pool:  # the maximum is taken at every pixel, and the blur has the stride (MosaicML)
-        blurred = Blur2d(model.conv1.out_channels, stride=2)
-        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), blurred)
+        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), Blur2d(model.conv1.out_channels, stride=2))
 
 
 class _BlurredConv2d(nn.Conv2d):
@@ -353,8 +334,7 @@ def init_residual(
     # So each residual block begins as its shortcut. After the loop above, which may have drawn these gammas.
     for module in model.modules() if zero_gamma else ():
         if isinstance(module, BasicBlock | Bottleneck):
-            last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
-            nn.init.zeros_(last.weight)
+            nn.init.zeros_((module.bn2 if isinstance(module, BasicBlock) else module.bn3).weight)
 
 
 class ResNet(nn.Module):
@@ -438,7 +418,7 @@ class SmallResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         shapes = zip(widths[:-1], widths[1:], strides, strict=True)
-        self.blocks = nn.Sequential(*(BasicBlock(inputs, width, stride) for inputs, width, stride in shapes))
+        self.blocks = nn.Sequential(*(BasicBlock(*shape) for shape in shapes))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(widths[-1], classes)

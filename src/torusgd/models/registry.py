@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
@@ -66,10 +67,7 @@ def timm_classifier(name: str, *, classes: int, channels: int, options: Options)
 
 
 def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, Tensor]:
-    """The tensors of timm's pretrained network of that name, with its own head, from the hub or its cache.
-
-    timm fits position embeddings to `img_size` and the first layer to the channels.
-    """
+    """The tensors of timm's pretrained network of that name, with its own head, fitted to `img_size` and channels."""
     timm = _timm(name)
     # Before the network is built: without weights timm would return a random one.
     config = timm.get_pretrained_cfg(name)
@@ -184,12 +182,10 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
 
 
 def _avoid_strided_pointwise(network: nn.Module) -> None:
-    """Hands images of the plain layout to strided 1x1 convolutions of few channels.
-
-    oneDNN's gradient of their weights writes past its memory where images are channels-last, with fewer than 8 channels
-    under AVX2 and 16 under AVX-512 (uxlfoundation/oneDNN issue 6035; seen with torch 2.13): gradients are wrong, or
-    the process dies later.
-    """
+    """Hands images of the plain layout to strided 1x1 convolutions of few channels."""
+    # oneDNN's gradient of their weights writes past its memory where images are channels-last, with fewer than 8
+    # channels under AVX2 and 16 under AVX-512 (uxlfoundation/oneDNN issue 6035; seen with torch 2.13): gradients are
+    # wrong, or the process dies later.
     for layer in network.modules():
         if not isinstance(layer, nn.Conv2d) or math.prod(layer.kernel_size) > 1 or max(layer.stride) == 1:
             continue
@@ -235,31 +231,27 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:
+    name = model.name
     try:
         parameters = inspect.signature(builder).parameters
     except ValueError:  # a type written in C, such as dict
-        raise UserError(
-            f"model.name: {model.name} doesn't say which keywords it takes; wrap it in a function"
-        ) from None
+        raise UserError(f"model.name: {name} doesn't say which keywords it takes; wrap it in a function") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in ("classes", "channels"):
         if key not in parameters:
-            raise UserError(f"model.name: {model.name} must take the keyword {key}")
+            raise UserError(f"model.name: {name} must take the keyword {key}")
     allowed = [key for key in parameters if key not in ("classes", "channels")]
     for key, value in model.options.items():
         if key not in allowed:
-            raise UserError(
-                f"model.options.{key}: {model.name} has no such option; it has {', '.join(allowed) or 'none'}"
-            )
-        wanted = parameters[key].annotation
-        if wanted is float and type(value) is int:
-            continue
-        if wanted in (bool, int, float, str) and type(value) is not wanted:
+            raise UserError(f"model.options.{key}: {name} has no such option; it has {', '.join(allowed) or 'none'}")
+        # A whole number serves as a float; a bool is no int.
+        kind, wanted = type(value), parameters[key].annotation
+        if wanted in (bool, int, float, str) and kind is not wanted and (kind, wanted) != (int, float):
             raise UserError(f"model.options.{key}: needs a value of type {wanted.__name__}, got {value!r}")
     for key in allowed:
         if parameters[key].default is inspect.Parameter.empty and key not in model.options:
-            raise UserError(f"model.options.{key}: {model.name} needs it")
+            raise UserError(f"model.options.{key}: {name} needs it")
 
 
 def _check_parameters(name: str, network: nn.Module) -> None:
@@ -335,15 +327,13 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
     ['1.weight', '1.bias']
     """
     parameters = dict(model.named_parameters())
-
-    def owners(name: str) -> Iterator[str]:
-        return accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.weight
-
     for pattern in patterns:
         if pattern == BODY:
             named = [name for name in parameters if name not in head]
         else:
-            named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in owners(name))]
+            # A parameter's own name or that of a module that holds it: a, a.b, a.b.weight.
+            owners = {name: accumulate(name.split("."), "{}.{}".format) for name in parameters}
+            named = [name for name, names in owners.items() if any(fnmatchcase(each, pattern) for each in names)]
         # A pattern that matches nothing is a typing error, and would train what the user wanted to freeze.
         if not named:
             modules = [name for name, _ in model.named_modules() if name]
@@ -369,40 +359,36 @@ def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
     # ones depends on torch and the device, so that a list would be wrong soon: one pass of two images finds them.
     # A copy: the pass changes batch norm's statistics, and hooks would stay.
     trial, device = copy.deepcopy(network).train(), next(network.parameters()).device
-    last = ["the input"]
+    last = "the input"  # of the layers, the one whose forward or backward pass began last
+
+    def note(layer: str, *_: object) -> None:
+        nonlocal last
+        last = layer
+
+    def note_both(layer: str, module: nn.Module, inputs: object, output: object) -> None:
+        note(layer)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(note, layer))
+
     for name, module in trial.named_modules():
         if not any(module.children()):
-            module.register_forward_hook(_note(name or "the network", module, last))
+            layer = f"{name or 'the network'} ({type(module).__name__})"
+            module.register_forward_hook(partial(note_both, layer))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            images = torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)
-            trial(images).sum().backward()
+            trial(torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)).sum().backward()
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
         operation = str(error).split()[0]
         raise UserError(
-            f"model.name: {recipe.model.name}, layer {last[0]}: no gradient with the same bits on every run "
+            f"model.name: {recipe.model.name}, layer {last}: no gradient with the same bits on every run "
             f"({operation}) on {device.type}; take another layer, or reduction: float32, whose bits are not promised"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def _note(name: str, module: nn.Module, last: list[str]) -> Callable[..., None]:
-    """A forward hook that writes into `last` the layer whose forward, or later backward, pass began last."""
-
-    def note(*_: object) -> None:
-        last[0] = f"{name} ({type(module).__name__})"
-
-    def forward(_: nn.Module, inputs: object, output: object) -> None:
-        note()
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(note)
-
-    return forward
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:

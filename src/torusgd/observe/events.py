@@ -44,16 +44,9 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        schedule: Schedule,
-        steps: int,
-        first_step: int,
-        evaluated: int,
-        about: Mapping[str, Any],
-        trackers: Trackers,
-        is_quiet: bool = False,
-    ) -> None:
+        self, folder: Path, schedule: Schedule, steps: int, first_step: int, evaluated: int, about: Mapping[str, Any],
+        trackers: Trackers, is_quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
@@ -124,8 +117,7 @@ class Telemetry:
         self._file.close()
 
     def _show(self, stats: StepStats) -> None:
-        if stats.slowest is not None:
-            late = stats.slowest
+        if (late := stats.slowest) is not None:
             self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
         now = stats.step.batch / stats.times.seconds
         self._left_out += 0.1 * (stats.images_left_out / stats.step.batch - self._left_out)
@@ -140,8 +132,7 @@ class Telemetry:
     def _line(self, stats: StepStats, gap: str = "  ") -> str:
         step, schedule = stats.step, self._schedule
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
-        share = stats.hidden_share
-        hidden = "" if share is None else f", {share:.0%} hidden"
+        hidden = "" if stats.hidden_share is None else f", {stats.hidden_share:.0%} hidden"
         left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _LEFT_OUT_FROM else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
@@ -180,10 +171,8 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     """The batch plan: one row a stage."""
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    caption = (
-        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
-        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
-    )
+    how = f"{recipe.optimizer.name}, {recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    caption = f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {how}"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)
@@ -250,10 +239,9 @@ class PlanComparison:
             tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
             return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
-        except OSError as error:
-            raise UserError(f"--plan {path}: {error.strerror}; make one with torusgd plan ... --json {path}") from None
-        except (ValueError, KeyError, TypeError, OverflowError):
-            raise UserError(f"--plan {path}: is no plan; make one with torusgd plan ... --json {path}") from None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is no plan"
+            raise UserError(f"--plan {path}: {why}; make one with torusgd plan ... --json {path}") from None
 
     def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:
         """UserError unless it is a plan of this recipe and these batches, on so many ranks."""
@@ -265,26 +253,19 @@ class PlanComparison:
             raise UserError(f"--plan {self.path}: is of {self.devices} devices, the run has {ranks} ranks")
 
     def beside(self, events: Path) -> dict[str, float]:
-        """Predicted and measured step time and throughput of the steps in `events.jsonl`, and relative errors.
-
-        A measured step is the median of its batch, without the run's first. Empty without two steps.
-        """
+        """Predicted and measured (medians by batch, without the run's first) steps and throughput, relative errors."""
         steps: dict[int, list[float]] = {}
         for line in events.read_text().splitlines():
             event: dict[str, Any] = json.loads(line)
             if event.get("step", 0) > 1 and event.get("batch") in self.seconds and "step_seconds" in event:
                 steps.setdefault(event["batch"], []).append(event["step_seconds"])
-        if not steps:
+        if not steps:  # fewer than two
             return {}
-        counts = {batch: len(times) for batch, times in steps.items()}
-        number, images = sum(counts.values()), sum(batch * count for batch, count in counts.items())
-        predicted = sum(self.seconds[batch] * count for batch, count in counts.items())
-        measured = sum(median(times) * counts[batch] for batch, times in steps.items())
+        number, images = sum(map(len, steps.values())), sum(batch * len(times) for batch, times in steps.items())
+        predicted = sum(self.seconds[batch] * len(times) for batch, times in steps.items())
+        measured = sum(median(times) * len(times) for times in steps.values())
         return {
-            "step_seconds": predicted / number,
-            "measured_step_seconds": measured / number,
-            "step_seconds_error": predicted / measured - 1,
-            "images_per_second": images / predicted,
-            "measured_images_per_second": images / measured,
-            "images_per_second_error": measured / predicted - 1,
-        }
+            "step_seconds": predicted / number, "measured_step_seconds": measured / number,
+            "step_seconds_error": predicted / measured - 1, "images_per_second": images / predicted,
+            "measured_images_per_second": images / measured, "images_per_second_error": measured / predicted - 1,
+        }  # fmt: skip

@@ -1,8 +1,7 @@
 """A trace of a few steps on every rank, in Chrome's format: open trace.json in ui.perfetto.dev or chrome://tracing.
 
 Each rank records its steps with `torch.profiler`: torch's operators, kernels of a GPU, and the spans that the code
-names by `record_function`: step, forward and backward of each virtual worker, waits for images and for messages,
-update. The first rank puts the records on one clock and into one file.
+names by `record_function`, such as step and update. The first rank puts the records on one clock and into one file.
 """
 
 import json
@@ -92,11 +91,8 @@ class StepTrace:
 
 
 def merged(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """One trace on one clock, from the part of each rank.
-
-    A part has host, process, what its times count from in nanoseconds of the ranks' common clock, and the events as
-    torch exports them, with times in microseconds.
-    """
+    """One trace on one clock, from the part of each rank: host, process, events as torch exports them, in microseconds,
+    and the nanoseconds of the ranks' common clock from which these count."""
     first = next(iter(parts.values()))
     events: list[dict[str, Any]] = []
     for rank, part in parts.items():

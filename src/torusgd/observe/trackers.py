@@ -1,9 +1,8 @@
 """Experiment trackers, all fed from one stream: the lines of events.jsonl. TensorBoard, Weights & Biases, MLflow.
 
-A run that is resumed goes back to its last checkpoint and takes the steps after it again, and a killed process may not
-have sent its last ones. So a tracker is never trusted to be where the run is. A server says what it has (MLflow, W&B);
-files (TensorBoard, W&B offline) are written anew. A tracker that fails later is switched off with one line: nothing is
-lost, since the next resume finds what it lacks.
+A run that is resumed takes the steps after its last checkpoint again, and a killed process may not have sent its last
+ones. So a tracker is never trusted to be where the run is: a server says what it has (MLflow, W&B), files (TensorBoard,
+W&B offline) are written anew. One that fails later is switched off with a line: the next resume finds what it lacks.
 """
 
 import os
@@ -14,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import UserError, first_line, needs
@@ -24,12 +22,10 @@ from ..weights import write_text
 
 # Of W&B, and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set.
 PROJECT = "torusgd"
-_TRAIN = ("loss", "lr", "momentum", "batch", "epoch")
-_EVALUATED = ("top1", "top5", "loss")
 
 
 class Tracker(ABC):
-    _sent: Mapping[str, int] = MappingProxyType({})  # the last step of each kind that it got from earlier processes
+    _sent: Mapping[str, int] = {}  # the last step of each kind that it got from earlier processes
 
     def has(self, kind: str, step: int) -> bool:
         """Whether figures of this kind (train, eval, polished) and step have been sent before."""
@@ -118,13 +114,13 @@ def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
     name = event.get("event")
     if name is None:
         seconds = event["step_seconds"]
-        figures = {key: event[key] for key in _TRAIN}
+        figures = {key: event[key] for key in ("loss", "lr", "momentum", "batch", "epoch")}
         figures |= {"images_per_second": event["batch"] / seconds if seconds else None}
         figures |= {f"{part}_wait_share": event[f"{part}_seconds"] / max(seconds, 1e-9) for part in ("data", "sync")}
         figures |= {"hidden_share": event.get("hidden_share")}
         kind = "train"
     elif name in ("evaluation", "polished"):
-        figures = {key: event[key] for key in _EVALUATED}
+        figures = {key: event[key] for key in ("top1", "top5", "loss")}
         kind = "eval" if name == "evaluation" else name
     else:
         return None
@@ -165,14 +161,10 @@ class WeightsAndBiases(Tracker):
             shutil.rmtree(path)
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                id=_run_id(folder),
-                name=folder.resolve().name,
-                dir=str(folder),
-                config=dict(config),
-                resume="allow",
+                project=os.environ.get("WANDB_PROJECT", PROJECT), id=_run_id(folder), name=folder.resolve().name,
+                dir=str(folder), config=dict(config), resume="allow",
                 settings=wandb.Settings(silent=True, console="off", disable_git=True),
-            )
+            )  # fmt: skip
         except Exception as error:
             why = first_line(error).rstrip(".")
             raise UserError(f"--track wandb: {why}; give: wandb login, or set WANDB_MODE=offline") from None
@@ -255,7 +247,6 @@ def _few_attempts() -> Iterator[None]:
 
 # Of each kind a figure that every event has.
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
-
 
 Maker = Callable[[Path, Mapping[str, Any]], Tracker]
 MAKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}

@@ -42,8 +42,7 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        values = {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values)
+        super().__init__(params, dict(lr=lr, momentum=momentum, beta2=beta2, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
@@ -53,10 +52,8 @@ class AdamW(Optimizer):
         for key in ("momentum", "beta2"):
             if not 0 <= group[key] < 1:
                 raise UserError(f"{key} = {group[key]}: must be at least 0 and below 1")
-        if not 0 < group["eps"] < float("inf"):
-            raise UserError(
-                f"eps = {group['eps']}: must be above 0, or an element without a gradient is divided by zero"
-            )
+        if not 0 < (eps := group["eps"]) < float("inf"):
+            raise UserError(f"eps = {eps}: must be above 0, or an element without a gradient is divided by zero")
         add_param_group(self, group)
 
     @torch.no_grad()
@@ -73,9 +70,7 @@ class AdamW(Optimizer):
         assert param.grad is not None
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
         beta1, beta2, number = group["momentum"], group["beta2"], int(state["step"])
         gradient = param.grad
@@ -119,7 +114,6 @@ class Lamb(AdamW):
         rates = [group["lr"]] * len(params)
         if group.get("trust", True):
             weights, steps = self.norms([*params, *directions]).tensor_split(2)
-            ratios = torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)
-            rates = (group["lr"] * ratios).tolist()
+            rates = (group["lr"] * torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)).tolist()
         for param, direction, rate in zip(params, directions, rates, strict=True):
             param.sub_(direction.mul_(rate))

@@ -24,10 +24,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     `norm`: all of a normalisation module (torch's, or with "norm" in its class name); `bias`: of others, named so.
     """
     kinds: dict[str, Kind] = {}
-    modules = dict(model.named_modules())
     for name, _ in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        module = modules[owner]
+        module = model.get_submodule(owner)
         if isinstance(module, _NORMS) or "norm" in type(module).__name__.lower():
             kinds[name] = "norm"
         else:

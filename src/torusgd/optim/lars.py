@@ -74,19 +74,16 @@ class Lars(Optimizer):
     variant that has the rate in the buffer (all but `tensorflow`) the buffer is in units of weight, not of gradient.
 
     Args:
-        params: Parameters or groups.
         lr: Rate of the whole model, before the trust ratio.
         trust: Trust coefficient, or None for the plain rate.
         trust_one_dimensional: True scales one-dimensional parameters like all others.
         eps: Term of the trust ratio's denominator; variant `nnabla` adds it to a smaller denominator only.
         variant: Key of `VARIANTS`.
-        peak_lr: Highest rate of the schedule, by which variant `fujitsu` multiplies the weight decay in its
-            denominator; the other variants don't read it. None: `lr`.
+        peak_lr: Highest rate of the schedule, a factor in the denominator of variant `fujitsu` alone. None: `lr`.
         foreach: None is the fastest way of the device: torch's fused kernel a layer on CPU, foreach elsewhere (no
             host sync). True is foreach, False the plain loop.
-        norms: Function from a list of tensors to their norms, float64 [n]. It is called at most once a group and
-            step, with the scaled parameters of the group and then their gradients; a sharded run exchanges block norms
-            here.
+        norms: Function from a list of tensors to their norms, float64 [n]: called at most once a group and step, with
+            its scaled parameters and then their gradients. A sharded run exchanges block norms here.
 
     UserError for an unknown variant, a value out of range, or an epsilon for a variant that has none.
 
@@ -173,10 +170,7 @@ def lars(
     foreach: bool | None = None,
     norms: Norms = layer_norms,
 ) -> None:
-    """One LARS step in place, on tensors of one device; the arguments are those of `Lars`.
-
-    `momentum_buffers` are zeros before the first step.
-    """
+    """One LARS step in place, on tensors of one device; arguments as of `Lars`, and buffers, at first zeros."""
     if not params:
         return
     params, grads, momentum_buffers = list(params), list(grads), list(momentum_buffers)  # as torch's foreach needs
@@ -210,13 +204,9 @@ def layer_rates(
     variant: str = "paper",
     peak_lr: float | None = None,
 ) -> Tensor:
-    """The rate of each layer, lr * ratio: float64 [layers] from float64 [layers].
-
-    A NaN norm gives a NaN rate, an infinite gradient norm the rate 0.
-    """
+    """Each layer's rate, lr * ratio, float64 [layers]: NaN by a NaN norm, 0 by an infinite norm of the gradient."""
     row = VARIANTS[variant]
-    decay = denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr)
-    denominator = grad_norms + decay * weight_norms
+    denominator = grad_norms + denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr) * weight_norms
     # `plain` collects the layers whose ratio is 1: their norms say nothing.
     plain = weight_norms == 0
     if row.eps_is_threshold:

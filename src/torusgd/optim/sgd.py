@@ -61,9 +61,8 @@ class Sgd(SGD):
         # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
             params = [p for p in group["params"] if has_gradient(p)]
-            buffers = [momentum_buffer(self, p) for p in params]
             values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
-            momentum_step(params, [p.grad for p in params], buffers, **values)
+            momentum_step(params, [p.grad for p in params], [momentum_buffer(self, p) for p in params], **values)
         return loss
 
 
@@ -72,8 +71,7 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     state = optimizer.state[param]
     if state.get("momentum_buffer") is None:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    buffer: Tensor = state["momentum_buffer"]
-    return buffer
+    return state["momentum_buffer"]
 
 
 def momentum_step(

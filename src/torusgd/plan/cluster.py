@@ -2,7 +2,6 @@
 
 A cluster file describes the hardware, a software profile how well a training program uses it. The files have the values
 of data sheets, logs and papers. The published results add one factor a parameter, in calibrated.json: never one a row.
-In a checkout tools/calibrate_planner fits them and writes the file.
 """
 
 import copy
@@ -78,8 +77,7 @@ class Cluster(Section):
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
     crowding: dict[Count, Slowdown] = Field(default_factory=dict)
-    """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
-    one number to the next, constant beyond the last"""
+    """factor of compute time by devices at work, which share cores, memory or power; linear between, constant beyond"""
     speeds: Annotated[tuple[Speed, ...], Field(strict=False)] = ()
     """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
@@ -151,16 +149,14 @@ class Evaluation(Section):
 
     every: Positive = 1.0  # epochs between evaluations; a recipe's own value goes before it
     seconds: NotNegative = 0.0  # seconds of an evaluation
-    norm_sums: Annotated[int, Field(ge=0)] = 0
-    """all-reduces a batch-norm layer before each evaluation, if training does not update its statistics"""
+    norm_sums: Annotated[int, Field(ge=0)] = 0  # all-reduces a batch norm before an evaluation, if steps sum none
 
 
 class Software(Section):
     """How well a training program uses a machine, in few numbers."""
 
     name: str
-    program: str | None = None
-    """of other people, in words, which the first line of a plan names; null: torusgd, or one of your own"""
+    program: str | None = None  # other people's, in words, which a plan's first line names; null: torusgd, or your own
     source: str
     measured_on: tuple[str, ...] | None = None  # devices on which it was measured; null: those of its publication
     precision: Precision = "float32"
@@ -308,13 +304,9 @@ def local_cluster(profile: Profile) -> Cluster:
     inside, between = (link or known for link in links)
     peak: dict[Precision, float] = dict.fromkeys(get_args(Precision), _NOMINAL)
     return Cluster(
-        name="local",
-        source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
-        backend=profile.backend,
-        device=Device(name="one worker here", peak=peak, memory_bandwidth=_NOMINAL / 25),
+        name="local", source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
+        backend=profile.backend, device=Device(name="one worker here", peak=peak, memory_bandwidth=_NOMINAL / 25),
         devices_per_node=ranks_a_host(profile.hosts),
         crowding={crowd.ranks: crowd.slowdown for crowd in profile.crowding},
-        inside=inside,
-        between=between,
-        profile=profile,
-    )
+        inside=inside, between=between, profile=profile,
+    )  # fmt: skip

@@ -96,10 +96,8 @@ class Design:
         # crossed first.
         now = self.critical
         steeper = [each for each in self.layers if getattr(each, part) > getattr(now, part) * (1 + 1e-9)]
-        crossed = [
-            (1 + (now.late() - each.late()) / (getattr(each, part) - getattr(now, part)), each.name) for each in steeper
-        ]
-        return min(crossed, default=None)
+        factors = [1 + (now.late() - each.late()) / (getattr(each, part) - getattr(now, part)) for each in steeper]
+        return min(zip(factors, (each.name for each in steeper), strict=True), default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds."""

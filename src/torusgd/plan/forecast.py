@@ -104,9 +104,8 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 
 def staged(epochs: float, images: Sequence[int], devices: int, whole_epochs: bool = False) -> tuple[PlannedStage, ...]:
-    """The stages of a published `a>b` batch on ImageNet and `devices` workers whose switch points are not published.
-
-    With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
+    """The stages of a published `a>b` batch on ImageNet whose switch points are not published; with `whole_epochs` each
+    epoch has as many steps as show every image once, the last of them padded.
     """
     # Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
     # after 30 of 90.
@@ -145,10 +144,8 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; all times in seconds."""
-        stages = [
-            {"batch": batch, "seconds": step.seconds, **asdict(step)}
-            for batch, step in zip(self.batches, self.steps, strict=True)
-        ]
+        pairs = zip(self.batches, self.steps, strict=True)
+        stages = [{"batch": batch, "seconds": step.seconds, **asdict(step)} for batch, step in pairs]
         run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
         return {
             "devices": self.devices, "seconds": self.run.seconds, "low": self.low, "high": self.high,
@@ -164,10 +161,8 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
-    data = recipe.data
-    options = json.dumps(dict(recipe.model.options), sort_keys=True)
-    cost_at = partial(_cost, recipe.model.name, options, classes, data.channels)
-    stages = []
+    data, options = recipe.data, json.dumps(dict(recipe.model.options), sort_keys=True)
+    cost_at, stages = partial(_cost, recipe.model.name, options, classes, data.channels), []
     for span in schedule.spans:
         cost = None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides)
         steps, images = span.stop_step - span.first_step, span.stage.images_per_worker

@@ -36,12 +36,7 @@ _NO_KERNEL = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
     | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
 )
-_INPUTS = {
-    "alexnet-bn": (3, 227, 227, 1000),
-    "cd-dnn": (1, 11, 39, 9304),
-    "overfeat-fast": (3, 231, 231, 1000),
-    "vgg-a": (3, 224, 224, 1000),
-}
+_INPUTS = {"alexnet-bn": (3, 227, 227, 1000), "cd-dnn": (1, 11, 39, 9304), "overfeat-fast": (3, 231, 231, 1000)}
 """channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000"""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -135,24 +130,18 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     if [row.name for row in few.rows] != [row.name for row in many.rows]:
         raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")
     # Per image: half the difference of 4 and 2 images. The rest of 2 images is there whatever the batch.
-    flops = np.array([(b.flops - a.flops) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
-    values = np.array([(b.values - a.values) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
-    # Not below zero, if a kernel's work grows faster than the images.
-    fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
+    work, more = (np.array([[r.flops for r in t.rows], [r.values for r in t.rows]]) for t in (few, many))
+    flops, values = (more - work) / 2
+    fixed = np.maximum(work[1] - 2 * values, 0.0)  # not below zero, if a kernel's work grows faster than the images
     launches = np.array([2.0 if row.name == "convolution_backward" else 1.0 for row in few.rows])
     elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
     linear = np.array([float(row.name in _PRODUCTS) for row in few.rows])
     columns = (flops, values, fixed, launches, elementwise, linear)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return ModelCost(
-        Kernels(*(column[: few.middle] for column in columns)),
-        Kernels(*(column[few.middle :] for column in columns)),
-        tuple(few.gradients),
-        tuple(few.layers),
-        len(norms),
-        few.written / 2,
-        sum(2 * norm.num_features for norm in norms),
-    )
+    forward, backward = zip(*(np.split(column, [few.middle]) for column in columns), strict=True)
+    statistics = sum(2 * norm.num_features for norm in norms)
+    kernels = Kernels(*forward), Kernels(*backward)
+    return ModelCost(*kernels, tuple(few.gradients), tuple(few.layers), len(norms), few.written / 2, statistics)
 
 
 class _Row(NamedTuple):
@@ -258,26 +247,19 @@ def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tenso
 def known_cost(name: str) -> ModelCost:
     """The cost of a built-in network at its published input size; UserError if there is none of that name."""
     if name == "bert-large":  # the layout of its gradients is enough for the published results
+        # Devlin et al. (arXiv 1810.04805): 24 layers of width 1,024, 335 M in all.
+        width, inner, norm = 1024, 4096, [1024, 1024]
+        # Weights and biases: query, key, value and out of the attention, then the two products between its norms.
+        layer = [*[width * width, width] * 4, *norm, width * inner, inner, inner * width, width, *norm]
+        # Of 30,522 word pieces, 512 positions and 2 types; the last two are the pooler's.
+        sizes = [30_522 * width, 512 * width, 2 * width, *norm, *layer * 24, width * width, width]
         nothing = Kernels(*(np.zeros(0) for _ in range(6)))
-        gradients = tuple(Gradient(key, values, False, 0) for key, values in reversed(_bert_large()))
+        gradients = tuple(Gradient("", values, False, 0) for values in reversed(sizes))
         return ModelCost(nothing, nothing, gradients, (), 0, 0.0)
     if name not in MODELS:
         raise UserError(f"model {name}: unknown; there are {', '.join(sorted([*MODELS, 'bert-large']))}")
     *shape, classes = _INPUTS.get(name, (3, 224, 224, 1000))
     return read_model(lambda: MODELS[name](classes=classes, channels=shape[0]), tuple(shape))
-
-
-def _bert_large() -> list[tuple[str, int]]:
-    """Devlin et al. (arXiv 1810.04805): 24 layers of width 1,024, 30,522 word pieces, 335 M parameters."""
-    width, inner = 1024, 4096
-    norm = [("norm.weight", width), ("norm.bias", width)]
-    sizes = [("words", 30_522 * width), ("positions", 512 * width), ("types", 2 * width), *norm]
-    for layer in range(24):
-        for name in ("query", "key", "value", "out"):
-            sizes += [(f"{layer}.{name}.weight", width * width), (f"{layer}.{name}.bias", width)]
-        sizes += [*norm, (f"{layer}.in.weight", width * inner), (f"{layer}.in.bias", inner)]
-        sizes += [(f"{layer}.out.weight", width * inner), (f"{layer}.out.bias", width), *norm]
-    return [*sizes, ("pooler.weight", width * width), ("pooler.bias", width)]
 
 
 @dataclass(frozen=True)

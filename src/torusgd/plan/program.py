@@ -1,11 +1,7 @@
 """The program that a plan prices: a software profile, changed by a recipe and the runtime options.
 
-Three sources describe what is planned, of which the later goes before the earlier:
-
-1. the profile (`software/*.yaml`), which describes a program as it was published;
-2. the recipe, of its precision and of the bits of a gradient on the wire, batch norm's among them;
-3. the runtime options that the user gave, in a `runtime:` block or as flags. One that was not given stays as published.
-
+The profile (`software/*.yaml`) describes a program as it was published; the recipe, of its precision and of the bits of
+a gradient on the wire, goes before it; and the runtime options that the user gave, as a block or as flags, before both.
 The profile `torusgd` holds the defaults of the options: a plan of it is of what `torusgd train` does with the same
 recipe file and flags. A rehearsal always plays torusgd's messages: `as_torusgd`.
 """
@@ -125,9 +121,8 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
 
 
 def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
-    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
-
-    Its `error` reaches at least from the 5th to the 95th hundredth of those steps.
+    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker; its `error`
+    reaches at least from the 5th to the 95th hundredth of those steps.
     """
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
     with as_user_error(needed, of=(OSError, ValueError)):

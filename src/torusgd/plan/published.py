@@ -27,13 +27,9 @@ from .timeline import phases, step_time
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")
 _SCALE = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _UNITS = {
-    "throughput": ("images/s",),
-    "iteration": tuple(_SCALE),
-    "time_to_train": tuple(_SCALE),
-    "scaling_efficiency": ("1",),
-    "speedup": ("x",),
-    "allreduce_speedup_vs_ring": ("x",),
-}
+    "throughput": ("images/s",), "iteration": tuple(_SCALE), "time_to_train": tuple(_SCALE),
+    "scaling_efficiency": ("1",), "speedup": ("x",), "allreduce_speedup_vs_ring": ("x",),
+}  # fmt: skip
 
 
 class Row(Section):
@@ -51,7 +47,6 @@ class Row(Section):
     ]
     value: Positive
     unit: str
-    mark: str = ""
     recipe: str = ""  # the record's own, whose stages and evaluations a time to train is of; empty: none ships
 
 
@@ -147,17 +142,14 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
     # An efficiency compares equal images a device, a speed-up equal batches.
     base = min(software.base_devices, row.devices)
-    match row.metric:
-        case "iteration":
-            return seconds / scale
-        case "throughput":
-            return row.devices * images / seconds
-        case "scaling_efficiency":
-            return step_time(system.cost, system.cluster, software, base, images).seconds / seconds
-        case "speedup":
-            alone = row.devices * images // base
-            return base * step_time(system.cost, system.cluster, software, base, alone).seconds / seconds
-    raise AssertionError(row.metric)
+    if row.metric == "iteration":
+        return seconds / scale
+    if row.metric == "throughput":
+        return row.devices * images / seconds
+    if row.metric == "scaling_efficiency":
+        return step_time(system.cost, system.cluster, software, base, images).seconds / seconds
+    alone = row.devices * images // base
+    return base * step_time(system.cost, system.cluster, software, base, alone).seconds / seconds
 
 
 def _allreduce_speedup(system: System, devices: int) -> float:
@@ -211,8 +203,7 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The errors of the calibration on the rows that it has, in a few sentences."""
-    parameters = load_parameters()
-    known = [row for row in rows if left_out(row) is not None]
+    parameters, known = load_parameters(), [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
     return (

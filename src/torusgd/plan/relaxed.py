@@ -68,8 +68,7 @@ def relaxed_forecasts(
             seconds += stage.steps * each
             images += stage.steps * stage.batch * taken
             computed += stage.steps * stage.batch
-        rate = images / seconds
-        steps = sum(stage.steps for stage in workload.stages)
+        rate, steps = images / seconds, sum(stage.steps for stage in workload.stages)
         speedup = rate / found[0].images_per_second if found else 1.0
         found.append(RelaxedForecast(form, seconds / steps, images / computed, rate, speedup))
     return found

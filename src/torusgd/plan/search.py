@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..comm.tuning.cost import candidates
 from .cluster import Buckets, Cluster, Software
-from .forecast import Forecast, Workload, forecast, with_communication
+from .forecast import Forecast, PlannedStage, Workload, forecast, with_communication
 
 KNEE_EFFICIENCY = 0.8  # fraction of one device's work that one more device still gives at the knee of the curve
 
@@ -30,21 +30,21 @@ def device_counts(limit: int, workers: int) -> list[int]:
 
 def fixed_batch(workload: Workload, devices: int) -> Workload:
     """The same batches, cut anew if there are more devices than virtual workers: strong scaling."""
-    stages = []
-    for stage in workload.stages:
-        workers = max(stage.workers, devices)
-        images = math.ceil(stage.batch / workers)
-        cut = replace(stage, images=images, workers=workers, spare=images * workers - stage.batch)
-        stages.append(stage if workers == stage.workers else cut)
+    stages = (stage if stage.workers >= devices else _cut(stage, devices) for stage in workload.stages)
     return replace(workload, stages=tuple(stages))
+
+
+def _cut(stage: PlannedStage, workers: int) -> PlannedStage:
+    images = math.ceil(stage.batch / workers)
+    return replace(stage, images=images, workers=workers, spare=images * workers - stage.batch)
 
 
 def fixed_share(workload: Workload, devices: int) -> Workload:
     """One virtual worker a device and as many epochs, so that the batch grows: weak scaling."""
-    stages = [
+    stages = (
         replace(stage, steps=math.ceil(stage.steps * stage.workers / devices), workers=devices, spare=0)
         for stage in workload.stages
-    ]
+    )
     return replace(workload, stages=tuple(stages))
 
 
@@ -179,8 +179,7 @@ def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int
     limit, cuts = cluster.device.memory, [workload]
     for w in range(devices, most + 1, devices):
         if all(batch % w == 0 for batch in batches):
-            stages = tuple(replace(s, images=s.batch // w, workers=w, spare=0) for s in workload.stages)
-            cut = replace(workload, stages=stages)
+            cut = replace(workload, stages=tuple(_cut(stage, w) for stage in workload.stages))
             if limit is None or forecast(cut, cluster, software, devices).memory <= limit:
                 cuts.append(cut)
     return cuts

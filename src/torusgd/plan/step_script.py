@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ..comm.tuning.profile import Profile
 from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost, Pass, update_seconds
@@ -55,8 +54,7 @@ class _Step:
 
     forward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
-    summed: list[Wait] = field(default_factory=list)
-    status: list[Action] = field(default_factory=list)
+    summed: list[Action] = field(default_factory=list)
     gathers: list[tuple[float, Send]] = field(default_factory=list)  # each with the seconds of forward before it
 
 
@@ -77,7 +75,7 @@ def compose(
     if step.gathers:
         size = _STATUS_VALUES * max(software.communication.wire_bits // 8, _MASTER_BYTES)
         status = Send("status", "sum", "statistics", size * len(cost.gradients))
-        step.status += [status, Wait(status.name)]
+        step.summed += [status, Wait(status.name)]
     between = (passes - 1) * (work.forward + work.backward)
     # The first forward waits for gathered weights, the last backward sends buckets: all passes between are one stretch.
     # Each rank updates its shards once all its sums are there, and then gathers first what forward needs first.
@@ -86,7 +84,6 @@ def compose(
         *([Compute(between)] if between else []),
         *_spread(step.backward, work.backward),
         *step.summed,
-        *step.status,
         Compute(update_seconds(cost, cluster, software, devices)),
         *(send for _, send in sorted(step.gathers)),
     ]
@@ -115,13 +112,17 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8
     ready = work.ready[whole]
-    # The same conditions as those of a run (`gradients.reducer`), which rebuilds on CPUs only.
+    # On these conditions a run on CPUs rebuilds its buckets after its first steps (`gradients.reducer`).
     is_auto = communication.algorithm == "auto" and communication.buckets.option == "auto"
-    may_rebuild = is_auto and not software.sharded_update and not any(is_wide)
-    if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":
-        buckets = rebuilt_buckets(gradients, ready, work.backward, cluster.profile, size)
-    else:
+    profile = cluster.profile if is_auto and not software.sharded_update and not any(is_wide) else None
+    if profile is None or profile.backend != "gloo":
         buckets = cut_buckets(gradients, ready, communication.buckets, size, is_wide)
+    elif gradients and profile.timings:
+        numels = [gradient.values for gradient in gradients]
+        layout = best_buckets(profile, numels, (ready - work.backward).tolist())
+        buckets = _departures(layout, numels, ready, size)
+    else:
+        buckets = cut_buckets(gradients, ready, Buckets(), size)
     for number, bucket in enumerate(buckets):
         when = bucket.ready if communication.overlap else work.backward
         # With `gather_ahead` only shards are summed; the layer that needs the new weights first waits for them.
@@ -185,11 +186,7 @@ class Departure(NamedTuple):
 def cut_buckets(
     gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int, is_wide: Sequence[bool] = ()
 ) -> list[Departure]:
-    """The buckets in the order in which they leave.
-
-    Gradients are in backward's order, `ready` the seconds at which each is complete; those `is_wide` leave last, in 32
-    bits.
-    """
+    """The buckets as they leave, of gradients in backward's order, whole at `ready`; wide ones last, in 32 bits."""
     if not gradients:
         return []
     numels = [gradient.values for gradient in gradients]
@@ -220,17 +217,6 @@ def cut_buckets(
 def _sending_order(is_wide: Sequence[bool]) -> list[int]:
     """Indices of gradients in the order of sending: that of backward, but the wide ones last."""
     return sorted(range(len(is_wide)), key=lambda number: is_wide[number])
-
-
-def rebuilt_buckets(
-    gradients: tuple[Gradient, ...], ready: Array, backward: float, profile: Profile, wire_bytes: int
-) -> list[Departure]:
-    """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function."""
-    if not gradients or not profile.timings:
-        return cut_buckets(gradients, ready, Buckets(), wire_bytes)
-    numels = [gradient.values for gradient in gradients]
-    best = best_buckets(profile, numels, (ready - backward).tolist())
-    return _departures(best, numels, ready, wire_bytes)
 
 
 def _departures(layout: Sequence[Bucket], numels: Sequence[int], ready: Array, wire_bytes: int) -> list[Departure]:

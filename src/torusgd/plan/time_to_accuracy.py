@@ -93,12 +93,11 @@ def epochs_known() -> str:
     )
 
 
-_EQUAL = (
+_EQUAL = (  # keys that must have FAMILY's values; rate, warm-up, momentum and weight decay go with the batch
     "data.train_images", "data.classes", "data.channels", "data.image_size", "data.augment", "model", "optimizer.name",
     "optimizer.variant", "optimizer.trust", "optimizer.eps", "optimizer.no_decay", "optimizer.no_trust",
     "label_smoothing", "rate.decay.shape", "rate.decay.power",
 )  # fmt: skip
-"""keys that must have FAMILY's values; rate, warm-up, momentum and weight decay go with the batch"""
 
 
 def check_known(recipe: Recipe, target: float) -> None:
@@ -161,7 +160,6 @@ def plan_to_accuracy(
             f"--to with {devices:,} devices: the smallest batch that keeps them busy is {IMAGES[0] * devices:,}, and "
             f"the epochs are known up to {LARGEST:,}; use at most {MOST_DEVICES:,} devices"
         )
-
     # Of cuts whose batches are about the same, the quickest: keys are steps of `_STEP` on a logarithmic scale.
     found: dict[int, tuple[RunTime, Workload]] = {}
     for images, workers in _cuts(workload, cluster, software, devices):
@@ -206,10 +204,8 @@ def sweep_to_accuracy(
 
 def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[tuple[int, int]]:
     """Images of a virtual worker and virtual workers of a device: a few batches an octave that fit into memory."""
-    limit, cuts = cluster.device.memory, []
-    for images in IMAGES:
-        if limit is not None and memory_bytes(workload.cost, software, images) > limit:
-            continue
+    limit, cuts = cluster.device.memory or math.inf, []
+    for images in (n for n in IMAGES if memory_bytes(workload.cost, software, n) <= limit):
         last = 0.0
         for workers in range(math.ceil(SMALLEST / (devices * images)), LARGEST // (devices * images) + 1):
             if workers >= _STEP * last:

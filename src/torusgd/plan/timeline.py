@@ -1,8 +1,7 @@
 """One training step on a cluster: what its messages cost, phase by phase, and its timeline.
 
 The price of an all-reduce is that of `comm.tuning.cost`, by which a run chooses too. The algorithms of other programs
-have formulas here: NCCL's trees, and switches that add. In the timeline buckets leave during backward and queue on each
-axis.
+have formulas here: NCCL's trees, and switches that add.
 """
 
 import math
@@ -23,12 +22,11 @@ from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, Pass, pass_seconds, update_seconds
 from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, compose, split_layers
 
-PARTS = {
+PARTS = {  # names of the parts of a `StepTime` for people
     "forward": "forward", "backward": "backward", "exposed": "exposed communication", "contention": "contention",
     "exchange": "exchange within layers", "coordination": "coordination", "update": "update", "input": "input",
     "jitter": "slow devices",
 }  # fmt: skip
-"""names of the parts of a `StepTime` for people"""
 
 
 class Phase(NamedTuple):
@@ -46,12 +44,10 @@ def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> T
         per_host=min(ranks, cluster.devices_per_node),
         inside=AlphaBeta(inside.alpha, 1 / (inside.bandwidth * inside.efficiency)),
         between=AlphaBeta(between.alpha, 1 / (between.bandwidth * between.efficiency)),
-        message=communication.message,
+        message=communication.message, rack_hosts=cluster.rack_nodes, taper=cluster.taper,
         start=0.0 if cluster.profile is None else cluster.profile.topology.start,
         stream=0.0 if between.stream is None else 1 / (communication.streams * between.stream),
-        rack_hosts=cluster.rack_nodes,
-        taper=cluster.taper,
-    )
+    )  # fmt: skip
 
 
 def grid_of(communication: Communication, cluster: Cluster, ranks: int) -> tuple[int, int]:
@@ -74,9 +70,8 @@ def phases(
     members: int | None = None,
     apart: int = 1,
 ) -> tuple[Phase, ...]:
-    """The phases of one message of `size` bytes over the first `ranks` devices, in order.
-
-    With `members`, of one in each group of so many ranks, `apart` ranks from each other, all groups at the same time.
+    """The phases of one message of `size` bytes over the first `ranks` devices, in order; with `members`, of one in
+    each group of so many ranks, `apart` ranks from each other, all groups at the same time.
     """
     if 1 in (ranks, members):
         return ()
@@ -144,8 +139,7 @@ def _tree(topology: Topology, ranks: int) -> Cost:
     """NCCL's double binary tree: a chain inside each host, two trees of half the bytes each between hosts."""
     # 2 ((g - 1) a_in + log2(hosts) a_out + n b): up the tree and down again, by the slower of the two links.
     # Chunks follow each other: bytes count once up and once down, not for each level; latencies add up along the tree.
-    hosts = math.ceil(ranks / topology.per_host)
-    slower = topology.inside.beta
+    hosts, slower = math.ceil(ranks / topology.per_host), topology.inside.beta
     if hosts > 1:
         slower = max(slower, topology.stream, prices.card_beta(topology, 1, max(1, hosts // 2)))
     inside, between = topology.per_host - 1, math.log2(hosts)
@@ -236,12 +230,11 @@ def compute_seconds(actions: Sequence[Action]) -> float:
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
     """The exposed communication: seconds by which messages make a step longer; `pipelined` on each axis at a time."""
-    network = _Network(price, pipelined)
-    ends = [0.0]
+    network, begin, now = _Network(price, pipelined), 0.0, 0.0
     # A message that a step leaves in flight may hide behind the next step, so that the first step is too short. The
     # third of three is taken, by when all steps are alike.
     for _ in range(3):
-        now = ends[-1]
+        begin = now
         for action in actions:
             match action:
                 case Compute(seconds):
@@ -250,8 +243,7 @@ def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> 
                     network.send(action, now)
                 case Wait(name):
                     now = max(now, network.end_of(name))
-        ends.append(now)
-    return max(0.0, ends[-1] - ends[-2] - compute_seconds(actions))
+    return max(0.0, now - begin - compute_seconds(actions))
 
 
 class _Network:

@@ -1,8 +1,4 @@
-"""What ends a rank, and the one channel by which others learn it: the ranks' common store.
-
-A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do if the launcher is
-somebody else's.
-"""
+"""What ends a rank, and the one channel by which the launcher, or other ranks, learn it: the ranks' common store."""
 
 import json
 import socket
@@ -27,8 +23,7 @@ MOST_CAUSES = 16
 class FailureKind(Enum):
     USER_ERROR = "user error"  # the input is wrong; a new start would not help
     RUN_ERROR = "run error"  # the run can't go on, though the input was right
-    DISK_ERROR = "disk error"
-    """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
+    DISK_ERROR = "disk error"  # a disk, or the network to it, failed on a rank: a new start may help, but not twice
     OUTPUT_CLOSED = "output closed"
     DEFECT = "defect"  # of torusgd, or of a user's own model or data source
     RANK_LOST = "rank lost"  # another rank, or the way to it, is gone: the reason lies there, and a new start may help
@@ -99,8 +94,7 @@ class FailureChannel:
 
     def reported(self) -> dict[int, Failure]:
         """The failures so far, by rank; for the launcher, since it looks for each rank's."""
-        ranks = filter(self.has_reported, range(self._size))
-        return {rank: self._read(keys.FAILURE.format(rank=rank)) for rank in ranks}
+        return {r: self._read(keys.FAILURE.format(rank=r)) for r in range(self._size) if self.has_reported(r)}
 
     def causes(self) -> list[Failure]:
         """The first failures that are no mere loss of others: a few, whatever the number of ranks."""
@@ -122,9 +116,9 @@ class FailureChannel:
 
 def cause_of(failures: Iterable[Failure]) -> Failure | None:
     """The failure that explains why all ranks end; None if ranks only say that they lost others."""
-    causes = [failure for failure in failures if not failure.is_loss]
+    causes = (failure for failure in failures if not failure.is_loss)
     # If all ranks find the same mistake at once, the longest report says most of it.
-    return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text))) if causes else None
+    return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text)), default=None)
 
 
 def _kind_of(error: BaseException) -> FailureKind:

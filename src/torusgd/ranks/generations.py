@@ -1,10 +1,9 @@
 """Generations: which ranks make up a run by now, announced by the launcher, and the group that they form.
 
-The launcher writes one record into the store of an attempt. When ranks are lost, join or shall leave, it writes the
-next one. Ranks that join say first that they are ready, and take part from the generation on that names them; one that
-a generation no longer names leaves. The others follow in their living processes: they end what is under way, meet and
-connect anew. A rank may be lost at any moment of that; then the launcher announces another generation, and whoever
-waits for ranks of an old one gives up waiting.
+The launcher writes one record into the store of an attempt, and the next one when ranks are lost, join or shall leave.
+Ranks that join say first that they are ready, and take part from the generation on that names them; one that is no
+longer named leaves. The others follow in their living processes: they end what is under way, meet and connect anew. If
+a rank is lost meanwhile the launcher announces another generation, and whoever waits for an old one gives up waiting.
 """
 
 import json
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -23,8 +22,6 @@ from ..comm import store_keys as keys
 from ..comm.base import CommError, CommTimeout, ConnectionLost, Liveness
 from ..comm.groups import Group
 from .gpus import check_shared_gpus, claim_gpu, device_of
-
-T = TypeVar("T")
 
 # Timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late.
 GROUP_SECONDS = 7 * 24 * 3600.0
@@ -45,6 +42,7 @@ class RanksChange:
     """What a rank's function returns in place of a result once ranks are to join or leave: it is called again."""
 
 
+Wait = Callable[[Store], object]  # returns once the key `ALL_HERE` is there
 Follow = Callable[[Group, Callable[[], object]], object]
 """takes the state from the first rank of a group, and calls its second argument once it has"""
 
@@ -88,8 +86,7 @@ class Generations:
         self.is_planned = False  # there is a next generation, to be joined after the step under way
         self.joiners: tuple[int, ...] = ()  # ranks that join and want the state from this one
         self._sending: list[Group] = []  # by which it sends them the state
-        self._rank = -1
-        self._looked = 0.0
+        self._rank, self._looked = -1, 0.0
 
     def announce(
         self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False, waits: bool = False
@@ -139,24 +136,17 @@ class Generations:
         return group
 
     def run(
-        self,
-        function: Callable[..., T | RanksChange],
-        arguments: tuple[Any, ...],
-        rank: int,
-        device: torch.device,
-        ranks_per_gpu: int,
-        liveness: Liveness,
-    ) -> T:
+        self, function: Callable[[Group], Any], rank: int, device: torch.device, ranks_per_gpu: int, liveness: Liveness
+    ) -> Any:
         """Calls a function with the group of each generation, one after the other, until it returns a result.
 
-        A planned change (`RanksChange`) and a loss go the same way: the group is aborted, and the ranks of the next
-        generation meet. UserError if ranks share a GPU without knowing, CommError if ranks were lost and the others
-        shall end, Released if the others go on without this rank.
+        After a planned change (`RanksChange`) or a loss the ranks of the next generation meet. UserError if ranks share
+        a GPU without knowing, CommError if ranks were lost and all shall end, Released if the others go on without it.
         """
         while True:
             world = self.join(rank, device, ranks_per_gpu, liveness)
             try:
-                result = function(world, *arguments)
+                result = function(world)
                 if not isinstance(result, RanksChange):
                     world.barrier()
                     return result
@@ -181,8 +171,8 @@ class Generations:
                 raise Released
             try:
                 own = PrefixStore(keys.MEETING.format(generation=self.number), self._store)
-                wait, is_over = partial(self._wait_for_all, liveness), self._is_over
-                return meet(own, newest.ranks, rank, device, ranks_per_gpu, wait, is_given_up=is_over)
+                wait = partial(self._wait_for_all, liveness)
+                return meet(own, newest.ranks, rank, device, ranks_per_gpu, wait, is_given_up=self._is_over)
             except ConnectionLost:
                 if not self._is_followed(liveness):
                     raise
@@ -242,16 +232,9 @@ class Generations:
 
 
 def meet(
-    store: Store,
-    ranks: Sequence[int],
-    rank: int,
-    device: torch.device,
-    ranks_per_gpu: int,
-    wait: Callable[[Store], object],
-    timeout: float = GROUP_SECONDS,
-    is_given_up: Callable[[], bool] | None = None,
+    store: Store, ranks: Sequence[int], rank: int, device: torch.device, ranks_per_gpu: int, wait: Wait, **how: Any
 ) -> Group:
-    """The group of these ranks; each calls it once, with a store's prefix; `wait` returns once `ALL_HERE` is there."""
+    """The group of these ranks; each calls it once, with a store's prefix; `how`: more arguments of `groups.build`."""
     is_gpu = device.type == "cuda"
     if is_gpu:
         claim_gpu(store, rank, device, ranks_per_gpu)
@@ -263,22 +246,13 @@ def meet(
     if is_gpu:
         check_shared_gpus(store, ranks, ranks_per_gpu)
     world, nccl = PrefixStore(keys.WORLD, store), is_gpu and ranks_per_gpu == 1
-    return groups.build(world, ranks, rank, device=device, timeout=timeout, nccl=nccl, is_given_up=is_given_up)
+    return groups.build(world, ranks, rank, device=device, nccl=nccl, **{"timeout": GROUP_SECONDS, **how})
 
 
 def meet_within(
-    store: Store,
-    rank: int,
-    size: int,
-    device: str,
-    *,
-    seconds: float,
-    timeout: float = GROUP_SECONDS,
-    ranks_per_gpu: int = 1,
+    store: Store, rank: int, size: int, device: str, ranks_per_gpu: int, seconds: float, timeout: float = GROUP_SECONDS
 ) -> Group:
     """The group of `size` ranks that come within so many seconds; UserError for shared GPUs, DistError if late."""
-
-    def wait(store: Store) -> None:
-        store.wait([keys.ALL_HERE], timedelta(seconds=seconds))
-
-    return meet(store, range(size), rank, device_of(device, ranks_per_gpu), ranks_per_gpu, wait, timeout)
+    target, limit = device_of(device, ranks_per_gpu), timedelta(seconds=seconds)
+    here: list[str] = [keys.ALL_HERE]
+    return meet(store, range(size), rank, target, ranks_per_gpu, lambda own: own.wait(here, limit), timeout=timeout)

@@ -1,11 +1,6 @@
-"""Which GPU of its machine a rank takes, and whether every rank has one of its own.
-
-A launcher sets a rank's number on its machine in a variable of its own making, or shows each rank one GPU only
-(`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end.
-"""
+"""Which GPU of its machine a rank takes, and whether every rank has one of its own, whatever its launcher did."""
 
 import os
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -36,13 +31,11 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> int:
     >>> local_rank({"SLURM_LOCALID": "3"})
     3
     """
-    for name in LOCAL_RANK:
-        if name in environment:
-            try:
-                return int(environment[name])
-            except ValueError:
-                raise UserError(f"{name} = {environment[name]}: must be a rank's number on its machine") from None
-    return 0
+    name = next((name for name in LOCAL_RANK if name in environment), "")
+    try:
+        return int(environment.get(name, 0))
+    except ValueError:
+        raise UserError(f"{name} = {environment[name]}: must be a rank's number on its machine") from None
 
 
 def own_gpu(ranks_per_gpu: int) -> torch.device:
@@ -62,20 +55,6 @@ def free_local_rank(taken: Collection[int]) -> int:
     2
     """
     return min({*range(len(taken) + 1)} - {*taken})
-
-
-def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
-    """UserError, the same line on every rank, if too many ranks have the same GPU, by its UUID (empty: a CPU)."""
-    # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
-    ranks_of = defaultdict(list)
-    for rank, gpu in gpus.items():
-        if gpu:
-            ranks_of[gpu].append(rank)
-    for gpu, ranks in ranks_of.items():
-        if len(ranks) > ranks_per_gpu:
-            own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
-            share = f"let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
-            raise UserError(f"{named('rank', ranks)} have the same GPU ({gpu}): {own}, or {share}")
 
 
 def device_of(device: str, ranks_per_gpu: int) -> torch.device:
@@ -98,7 +77,12 @@ def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int)
 
 
 def check_shared_gpus(store: Store, ranks: Sequence[int], ranks_per_gpu: int) -> None:
-    """Once all have met; UserError as `check_own_gpus`."""
+    """Once all have met: UserError, the same line on every rank, if too many have the same GPU, by its UUID."""
+    # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
     if store.check([keys.SHARED_GPU]):
-        gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])
-        check_own_gpus({rank: gpu.decode() for rank, gpu in zip(ranks, gpus, strict=True)}, ranks_per_gpu)
+        gpus = [its.decode() for its in store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])]
+        for gpu in dict.fromkeys(gpus):
+            if len(who := [rank for rank, its in zip(ranks, gpus, strict=True) if its == gpu]) > ranks_per_gpu:
+                own = "let the launcher set LOCAL_RANK or show each rank its own GPU"
+                share = f"let them share it by --set runtime.ranks_per_gpu={len(who)}"
+                raise UserError(f"{named('rank', who)} have the same GPU ({gpu}): {own}, or {share}")

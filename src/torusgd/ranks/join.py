@@ -1,13 +1,11 @@
 """Machines that join a run: how both sides know each other, what they say, and the launcher's listener.
 
 A machine's agent (`launch/node_agent.py`) makes one connection for messages and one for each connection of its ranks to
-the common store, all to the listener's port.
-
-Both sides prove that they know a token before anything else is said (challenge and response by HMAC-SHA256). What
-follows is neither encrypted nor signed: who can change packets on the way can change it. Messages are JSON on one line
-each, bounded in size and time. The agent says how many ranks it brings (`workers`), gets the job, says that it is
-`ready` and later how each of its ranks ended (`exit`); the launcher says which ranks to `start`, which to `kill`, and
-that it is over (`end`). Both beat by empty messages.
+the common store, all to the listener's port. Both sides prove that they know a token before anything else is said
+(challenge and response by HMAC-SHA256). What follows is neither encrypted nor signed: who can change packets on the way
+can change it. Messages are JSON on one line each, bounded in size and time. The agent says how many ranks it brings
+(`workers`), gets the job, says that it is `ready` and later how each of its ranks ended (`exit`); the launcher says
+which ranks to `start`, which to `kill`, and that it is over (`end`). Both beat by empty messages.
 """
 
 import fcntl
@@ -22,7 +20,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -34,7 +32,7 @@ from typing import Any
 from ..errors import UserError
 from ..signals import how_it_ended
 from ..untrusted import parse_json
-from .liveness import BEAT_SECONDS
+from .liveness import BEAT_SECONDS, Report
 from .rank import LOOPBACK
 
 # Seconds for both sides to prove that they know the token.
@@ -105,8 +103,7 @@ def read_token(path: Path) -> bytes:
 
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
     """The listening side: what the connection is for. Refused, having sent a nonce alone, without the token."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # The listener commits itself first: a proof that was recorded earlier is of another nonce. The client's own
         # nonce does the same for the listener's proof, so nothing that was overheard serves twice.
@@ -126,8 +123,7 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
 
 def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> None:
     """The connecting side of the handshake; `Refused` if the listener doesn't know the token, or hangs up."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    mine = secrets.token_hex(32)
+    deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(32)
     try:
         # A listener that doesn't know the token gets this proof, which is of its own nonce and serves nowhere else.
         theirs = _receive_line(connection, deadline)["nonce"]
@@ -146,8 +142,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, silent: float) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)
-        self._connection, self.silent = connection, silent
-        self._sending = threading.Lock()
+        self._connection, self.silent, self._sending = connection, silent, threading.Lock()
         self._read, self._heard = b"", time.monotonic()
 
     def fileno(self) -> int:
@@ -247,10 +242,6 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def as_text(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
 def printable(text: str) -> str:
     """What another machine sends for people, without what steers a terminal."""
     return "".join(c for c in text if c.isprintable())
@@ -347,8 +338,8 @@ class JoinedNode:
         self.attempt, started = attempt, []
         for rank in ranks:
             self._starts += 1
-            self.ranks[self._starts] = RemoteRank(self, self._starts)
-            started.append(self.ranks[self._starts])
+            started.append(RemoteRank(self, self._starts))
+            self.ranks[self._starts] = started[-1]
             self._send(start=self._starts, rank=rank, size=size, attempt=attempt)
         if self.gone:
             self.lose(self.gone)
@@ -365,7 +356,7 @@ class JoinedNode:
 
     def lose(self, why: str) -> None:
         """All its ranks count as lost."""
-        self.gone = why
+        self.gone = why  # before they are listed: `start` adds its ranks first, and then looks here
         ranks = [*self.ranks.values()]
         for rank in ranks:
             rank.note(-SIGKILL, f"was lost with its machine: {why}")
@@ -382,20 +373,14 @@ class Listener:
     """Accepts machines that know the token, gives them the job, and connects their ranks to the common store.
 
     The `address` is one of this machine's with a port (0: any that is free); UserError if it can't be had. The store is
-    at `store_port` on loopback; after `silent` seconds without a message a machine counts as lost.
+    at `port` on loopback; after `silent` seconds without a message a machine counts as lost.
     """
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        token: bytes,
-        store_port: int,
-        job: Mapping[str, Any],
-        silent: float,
-        report: Callable[[str], object],
+        self, address: tuple[str, int], token: bytes, port: int, job: dict[str, Any], silent: float, report: Report
     ) -> None:
         self.interface = interface_of(address[0])  # through which ranks reach each other
-        self._token, self._store_port, self._job, self._silent, self._report = token, store_port, job, silent, report
+        self._token, self._store_port, self._job, self._silent, self._report = token, port, job, silent, report
         self._nodes: list[JoinedNode] = []
         self._pending = threading.Semaphore(MOST_STRANGERS)
         self._reported, self._unreported = -STRANGER_SECONDS, 0
@@ -403,7 +388,7 @@ class Listener:
             self._socket = socket.create_server(address)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise UserError(f"--listen {as_text(address)}: {why}; choose another port") from None
+            raise UserError(f"--listen {address[0]}:{address[1]}: {why}; choose another port") from None
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 
@@ -435,7 +420,13 @@ class Listener:
             purpose = prove_to_client(connection, self._token)
         except Refused as error:
             hang_up(connection)
-            self._report_stranger(f"refused {host}, which wanted to join: {error}")
+            # At most a line each `STRANGER_SECONDS`, so that nobody can fill a log.
+            if time.monotonic() - self._reported < STRANGER_SECONDS:
+                self._unreported += 1
+            else:
+                others = f"; and {self._unreported} others before" if self._unreported else ""
+                self._report(f"refused {host}, which wanted to join: {error}{others}")
+                self._reported, self._unreported = time.monotonic(), 0
             return
         finally:
             self._pending.release()
@@ -448,13 +439,11 @@ class Listener:
             hang_up(connection)
 
     def _serve(self, channel: Channel, address: str) -> None:
-        """The messages of one machine until it is gone."""
         node: JoinedNode | None = None
         beaten = time.monotonic()
         try:
             while True:
-                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
-                for message in channel.receive() if readable else ():
+                for message in channel.receive() if wait([channel.fileno()], BEAT_SECONDS / 2) else ():
                     if node is None:
                         node = self._greet(channel, address, message)
                     elif "ready" in message:
@@ -491,14 +480,6 @@ class Listener:
         channel.send(job=self._job, silent=self._silent)
         return node
 
-    def _report_stranger(self, line: str) -> None:
-        """At most a line each `STRANGER_SECONDS`, so that nobody can fill a log."""
-        if time.monotonic() - self._reported < STRANGER_SECONDS:
-            self._unreported += 1
-            return
-        self._report(line + (f"; and {self._unreported} others before" if self._unreported else ""))
-        self._reported, self._unreported = time.monotonic(), 0
-
 
 def interface_of(address: str) -> str:
     """The name of the network interface that has an IPv4 address; UserError if none has.
@@ -506,13 +487,12 @@ def interface_of(address: str) -> str:
     >>> interface_of("127.0.0.1")
     'lo'
     """
-    for name, found in interface_addresses():
-        if found == address:
-            return name
-    if address.startswith("127."):
-        return "lo"  # which answers to all of them
-    remedy = "give one of this machine's IPv4 addresses, through which the others reach it"
-    raise UserError(f"{address}: no network interface of this machine has it; {remedy}")
+    names = [name for name, found in interface_addresses() if found == address]
+    names += ["lo"] if address.startswith("127.") else []  # which answers to all of them
+    if not names:
+        remedy = "give one of this machine's IPv4 addresses, through which the others reach it"
+        raise UserError(f"{address}: no network interface of this machine has it; {remedy}")
+    return names[0]
 
 
 def interface_addresses() -> list[tuple[str, str]]:

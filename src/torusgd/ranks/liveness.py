@@ -86,9 +86,8 @@ class Watch:
         self._store, self._limits = PrefixStore(keys.BEATS, store), limits
         self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)  # the last of each rank; None before the first
         self._silence = {rank: Unchanged() for rank in self.beats}
-        self._report_after = REPORTED
+        self._report_after, self._number = REPORTED, 0
         self._last: list[LateRank] = []
-        self._number = 0
 
     def look(self) -> list[LateRank]:
         """Reads all beats, and gives the ranks that are late by now; DistError if the store can't be reached."""
@@ -131,7 +130,8 @@ class Watch:
 
     def present(self, seconds: float) -> list[int]:
         """The ranks that have beaten within so many seconds, and have not ended."""
-        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and not _has_ended(self.beats[r])]
+        over = {r for r, beat in self.beats.items() if beat is not None and beat.ended}
+        return [r for r, quiet in self._silence.items() if quiet.last <= seconds and r not in over]
 
     def _silent(self) -> list[LateRank]:
         late = []
@@ -162,8 +162,7 @@ class Watch:
         return f"{who} waited for {beat.what} for {idle:.0f} s: {beat.where}"
 
     def _stuck(self) -> list[LateRank]:
-        known = self._working()
-        if not known:
+        if not (known := self._working()):
             return []
         # In synchronous training a hung rank stops all others within a step. So a rank that waits for others is a
         # victim. If all wait, for a message that nobody sends, nobody can be set apart, and all are named.
@@ -190,7 +189,7 @@ class Watch:
 
     def _working(self) -> dict[int, Beat]:
         """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
-        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
+        beats = {rank: beat for rank, beat in self.beats.items() if beat is None or not beat.ended}
         return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
 
 
@@ -225,8 +224,7 @@ class Unchanged:
 
     def __init__(self) -> None:
         self._value: object = None
-        self._looked = time.monotonic()
-        self.last = 0.0  # seconds at the last look
+        self._looked, self.last = time.monotonic(), 0.0  # `last`: seconds at the last look
 
     def seconds(self, value: object) -> float:
         now = time.monotonic()
@@ -241,33 +239,19 @@ def _late(rank: int, beat: Beat, why: str) -> LateRank:
     return LateRank(why, rank, beat.host, beat.phase, beat.step)
 
 
-def _has_ended(beat: Beat | None) -> bool:
-    return beat is not None and beat.ended
-
-
 class Heartbeat(Liveness):
-    """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it shows.
-
-    Args:
-        store: Common to all ranks of this attempt.
-        watched: The ranks to watch: all, this one among them, if this rank calls the roll; else none.
-        on_late: Called once, from the thread, if the main thread does not call `late` although ranks are late: it
-            is blocked in a wait that looks at nothing.
-        report: Called from the thread with a line for people, such as what all ranks wait for.
-        follows: The rank that calls the roll; None: this one, or the launcher.
-        generations: Followed by the main thread; None: the ranks never change.
-    """
+    """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it shows."""
 
     def __init__(
         self,
-        store: Store,
+        store: Store,  # common to all ranks of this attempt
         rank: int,
         limits: Limits,
-        watched: Iterable[int] = (),
-        on_late: Callable[[list[LateRank]], None] = lambda late: None,
-        report: Report = lambda line: None,
-        follows: int | None = None,
-        generations: Generations | None = None,
+        watched: Iterable[int] = (),  # if this rank calls the roll all, this one among them
+        on_late: Callable[[list[LateRank]], None] = lambda late: None,  # from the thread, once: the main one is blocked
+        report: Report = lambda line: None,  # called from the thread, such as with what all ranks wait for
+        follows: int | None = None,  # the rank that calls the roll; None: this one, or the launcher
+        generations: Generations | None = None,  # followed by the main thread; None: the ranks never change
     ) -> None:
         # A connection of its own, since a blocked call of another thread would hold up the beats.
         own: Store = store.clone()  # type: ignore[attr-defined]
@@ -278,18 +262,16 @@ class Heartbeat(Liveness):
         self.generations = generations or Generations(own)  # whose number stays -1, as long as none is announced
         self._report = report
         self._main, self._host = threading.get_ident(), socket.gethostname()
-        self._doing, self._failed, self._ended = ("start", 0, 0), "", False
-        self._outside = "", ""
+        self._doing, self._outside, self._failed, self._ended = ("start", 0, 0), ("", ""), "", False
         self._unit_began: float | None = None
         self._longest = 0.0
         # Counters in place of flags that somebody would have to reset: the thread compares them with those of its last
         # beat, and so needs no lock.
-        self._units = self._looks = 0
+        self._units = self._looks = self._rounds = 0
         self._late: list[LateRank] = []
         self._forsaken = -1  # the last generation of which ranks are known to be lost
         self._is_known = False  # to the main thread, that ranks are late
-        self._rounds, self._thread_silence = 0, Unchanged()
-        self._stop = threading.Event()
+        self._thread_silence, self._stop = Unchanged(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="torusgd-heartbeat")
         self._thread.start()
 
@@ -344,8 +326,7 @@ class Heartbeat(Liveness):
         idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
-                is_last = self._stop.is_set()
-                quiet = idle.seconds(self._units)
+                is_last, quiet = self._stop.is_set(), idle.seconds(self._units)
                 if not quiet:  # processor time counts from the last progress, as the seconds do
                     worked = time.process_time()
                 busy = (time.process_time() - worked) / quiet if quiet else 0.0
@@ -379,13 +360,11 @@ class Heartbeat(Liveness):
         # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         doing = number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack
-        beat = Beat(*doing, self._failed, self._ended)
-        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
+        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(Beat(*doing, self._failed, self._ended))))
 
     def _stack(self) -> str:
         """The innermost frames of the main thread, without those inside torch that lead to them."""
-        shown: list[str] = []
-        frame = sys._current_frames().get(self._main)
+        shown, frame = list[str](), sys._current_frames().get(self._main)
         while frame is not None and len(shown) < _FRAMES:
             code = frame.f_code
             if not shown or "/torch/" not in code.co_filename:

@@ -7,9 +7,8 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -28,8 +27,7 @@ RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value, or
 `RanksChange`, after which it is called again with those that are left or have come"""
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 
 @runtime_checkable
@@ -46,8 +44,7 @@ class LastingFunction(Protocol):
         """Called if the function is not called again after a loss, since the others do not go on."""
 
 
-@dataclass(frozen=True)
-class RankSpec:
+class RankSpec(NamedTuple):
     """What the process of a rank is started with."""
 
     rank: int
@@ -61,8 +58,7 @@ class RankSpec:
     joins: bool  # beside ranks that are at work already
     interface: str = LOOPBACK_INTERFACE
     local: int = 0  # its number among the ranks that run on its machine, which decides its GPU
-    stops_run: bool = True
-    """a stop signal that reaches it stops the whole run; else it is left to the agent, which ends its ranks"""
+    stops_run: bool = True  # a stop signal that reaches it does; else it is left to the agent, which ends its ranks
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:
@@ -95,8 +91,7 @@ def _be_rank(spec: RankSpec) -> None:
     # there is unpickled.
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(keys.ATTEMPT.format(attempt=spec.attempt), root)
-    generations = Generations(store)
-    is_requested = False
+    generations, is_requested = Generations(store), False
 
     def stop_is_requested() -> bool:
         nonlocal is_requested
@@ -119,8 +114,8 @@ def _be_rank(spec: RankSpec) -> None:
                 follow = spec.function.follow
             generations.wait_for_admission(spec.rank, follow)
             failures = store
-        arguments, own = (stop, spec.attempt, heartbeat), (spec.rank, device, spec.ranks_per_gpu)
-        result = generations.run(spec.function, arguments, *own, heartbeat)
+        own = spec.rank, device, spec.ranks_per_gpu, heartbeat
+        result = generations.run(lambda world: spec.function(world, stop, spec.attempt, heartbeat), *own)
         store.set(keys.RESULT.format(rank=spec.rank), json.dumps(result))
     except Released:
         heartbeat.close()

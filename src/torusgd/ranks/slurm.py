@@ -1,7 +1,6 @@
 """Slurm: `srun torusgd train` is a rank of a run, and a run that has to stop is queued again.
 
-Slurm says who a task is in variables of its own. They are turned into those by which ranks of any other launcher
-meet, so nothing further down knows of Slurm. Imports no torch: it runs before the first command.
+Its variables become those by which ranks of any launcher meet. Imports no torch: it runs before the first command.
 """
 
 import os
@@ -35,9 +34,8 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
     if size < 2:
         return
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
-    environment["RANK"] = str(_number(environment, "SLURM_PROCID"))
-    environment["WORLD_SIZE"] = str(size)
-    environment["LOCAL_RANK"] = str(_number(environment, "SLURM_LOCALID"))
+    rank, local = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
+    environment.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     if tasks := environment.get("SLURM_STEP_TASKS_PER_NODE"):
         environment["LOCAL_WORLD_SIZE"] = str(tasks_of_node(tasks, _number(environment, "SLURM_NODEID", "0")))
     environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "")))
@@ -87,8 +85,7 @@ def check_requeue() -> None:
 
 def requeue() -> None:
     """Has Slurm queue this job again, which ends it; RunError if Slurm won't."""
-    job = os.environ["SLURM_JOB_ID"]
-    command = ["scontrol", "requeue", job]
+    command = ["scontrol", "requeue", job := os.environ["SLURM_JOB_ID"]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         line = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""

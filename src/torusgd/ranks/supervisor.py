@@ -1,16 +1,11 @@
-"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
-
-Ranks that are lost leave the others to go on, in the same processes and as the next generation, if the function can;
-any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine joins, ranks are
-started beside those at work, or let go, which is a new generation as well.
-"""
+"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end."""
 
 import json
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -74,8 +69,7 @@ class RankEntry:
         return self.node is not None
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     rank: int
     code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
     how: str
@@ -101,8 +95,7 @@ class Supervisor:
         self._root = serve_store()  # of the launcher, so that it outlives every rank
         self.port: int = self._root.port  # of the store, on loopback
         self.listener: Listener | None = None  # where other machines join; None: nobody does
-        self._quorum = Quorum(size)
-        self._open_attempt(0)
+        self._table = dict[int, RankEntry]()
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +121,7 @@ class Supervisor:
         self._open_attempt(attempt)
         for _ in range(self.size):
             self._start(Part.MEMBER, function)
-        if len(self._members) < self._quorum.wanted:
+        if len(self._in(Part.MEMBER)) < self._quorum.wanted:
             self._report(self._next())
         ended: list[Exit] = []  # exits of members in this generation
         while any(rank.runs for rank in self._table.values()):
@@ -175,11 +168,10 @@ class Supervisor:
     def _open_attempt(self, attempt: int) -> None:
         # A prefix of its own, since addresses of dead ranks would be found under an old one.
         self._attempt, self._store = attempt, PrefixStore(keys.ATTEMPT.format(attempt=attempt), self._root)
-        self._table: dict[int, RankEntry] = {}
+        self._table = {}
         self._watch, self._over = Watch(self._store, range(self.size), self._limits), Unchanged()
-        self._joining_since = 0.0
         # Step of the last rank that was called in.
-        self._called_in_at = -1
+        self._joining_since, self._called_in_at = 0.0, -1
         self._generations = Generations(self._store)
         self._generations.announce(range(self.size), waits=self.size < self._quorum.wanted)
 
@@ -201,16 +193,11 @@ class Supervisor:
         # Ranks of this machine are first: the first of all writes the run's folder, which is here.
         return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
 
-    @property
-    def _members(self) -> list[int]:
-        return self._in(Part.MEMBER)
-
     def _turn(self, ranks: Iterable[int], part: Part) -> None:
         for rank in ranks:
             self._table[rank].part = part
 
     def _end(self, ranks: Iterable[int]) -> None:
-        """Kills processes, all at the same time, and waits for their end."""
         running = [self._table[rank] for rank in ranks if self._table[rank].runs]
         # First all of them, else one that is left would report the loss of another.
         for rank in running:
@@ -220,19 +207,18 @@ class Supervisor:
             rank.runs = False
 
     def _announce(self, lost: Iterable[int] = (), planned: bool = False) -> None:
-        members = self._members
+        members = self._in(Part.MEMBER)
         self._generations.announce(members, lost, planned, waits=len(members) < self._quorum.wanted)
 
     def _next(self) -> str:
-        members, wanted = self._members, self._quorum.wanted
-        if len(members) >= wanted:
+        members, wanted = self._in(Part.MEMBER), self._quorum.wanted
+        if (more := wanted - len(members)) <= 0:
             return f"{ranks_do(members, 'go')} on"
-        more = wanted - len(members)
         return f"{ranks_do(members, 'wait')} for {more} more, of {wanted} that the run wants at least"
 
     def _resize(self, function: RankFunction, requested: int | None) -> None:
         """Lets ranks go, or starts some here or elsewhere, which take part as soon as all of them are ready."""
-        members, joining = self._members, self._in(Part.JOINS)
+        members, joining = self._in(Part.MEMBER), self._in(Part.JOINS)
         self._generations.invite(joining)
         if requested is not None and requested != len(members):
             # The last ones leave, so that rank 0, which writes, stays.
@@ -240,7 +226,7 @@ class Supervisor:
                 self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
                 self._report(f"{ranks_do(leaving, 'leave')}; {self._next()}")
-            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._members))
+            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._in(Part.MEMBER)))
             for _ in range(requested - len(members)):
                 self._start(Part.JOINS, function)
             self._joining_since = time.monotonic()
@@ -260,7 +246,7 @@ class Supervisor:
 
     def _admit(self, node: JoinedNode) -> None:
         """Has a machine that wants to join start as many of its ranks as there is room for."""
-        members, most = len(self._members), self._quorum.most or self.size
+        members, most = len(self._in(Part.MEMBER)), self._quorum.most or self.size
         if members >= most:
             node.end(1, f"has {members} ranks, and takes no more")
             return
@@ -276,8 +262,7 @@ class Supervisor:
         for exit in exits:
             if self._table[exit.rank].part is Part.JOINS:  # unless it has gone with another one of its machine
                 self._lose_joiner(exit)
-        if left := [rank for rank, part in parts.items() if part is Part.LEAVES]:
-            self._watch.forget(left)
+        self._watch.forget(rank for rank, part in parts.items() if part is Part.LEAVES)
         return [exit for exit in exits if parts[exit.rank] is Part.MEMBER]
 
     def _lose_joiner(self, exit: Exit) -> None:
@@ -298,22 +283,23 @@ class Supervisor:
         # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are killed now.
         failure = self._explain(failed, late)
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
-        members = self._members
+        members = self._in(Part.MEMBER)
         left = [rank for rank in members if self._table[rank].runs and rank not in lost]
         lost_members = [rank for rank in members if rank not in left]
         is_elsewhere = all(self._table[rank].is_remote for rank in left)
         if len(left) + is_elsewhere < self._quorum.fewest or failure.kind is not FailureKind.RANK_LOST:
             return None
         self._turn([*lost, *lost_members], Part.GONE)
+        text = failure.text
         if is_elsewhere:
             if (first := self._call_in(function, needs_state=not left)) is None:
                 return None
-            failure = replace(failure, text=f"{failure.text}; rank {first} takes its place on this machine")
+            text += f"; rank {first} takes its place on this machine"
         self._end(lost)
         self._watch.forget(lost)
         if lost_members:  # and not only some that have not taken part yet
             self._announce(lost_members)
-        return failure.text
+        return text
 
     def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
         """A rank of this machine, about to join or new, if none is left here; it `needs_state` if nobody has one."""
@@ -321,7 +307,6 @@ class Supervisor:
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
         if here and (self._generations.are_ready(here[:1]) or not needs_state):
             rank = here[0]
-            self._turn([rank], Part.MEMBER)
         elif needs_state:
             return None
         else:
@@ -330,9 +315,8 @@ class Supervisor:
             step = max((beat.step for beat in self._watch.beats.values() if beat is not None), default=0)
             if step <= self._called_in_at:
                 return None
-            self._called_in_at = step
-            rank = self._start(Part.JOINS, function)
-            self._turn([rank], Part.MEMBER)
+            self._called_in_at, rank = step, self._start(Part.JOINS, function)
+        self._turn([rank], Part.MEMBER)
         self._watch.follow([rank])
         return rank
 
@@ -371,33 +355,27 @@ class Supervisor:
         """Ranks whose processes still run, though all ranks have ended for so long that one without a beat was lost."""
         # After its last beat a process may still wait for a thread or a child of its own, and nobody would notice.
         is_over = all(beat is not None and beat.ended for beat in self._watch.beats.values())
-        if self._over.seconds(is_over) <= self._limits.beat or not is_over:
-            return []
-        return [rank.number for rank in self._table.values() if rank.runs]
+        is_late = self._over.seconds(is_over) > self._limits.beat and is_over
+        return [rank.number for rank in self._table.values() if rank.runs and is_late]
 
     def _is_lost(self, exit: Exit) -> bool:
-        """Whether a rank was ended from outside, without a word."""
         # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
         # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
-        if exit.code < 0:
-            return True
         is_remote = self._table[exit.rank].node is not None
-        return is_remote and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
+        has_reported = FailureChannel(self._store, len(self._table)).has_reported
+        return exit.code < 0 or (is_remote and not has_reported(exit.rank))
 
     def _has_result(self, rank: int) -> bool:
         return self._store.check([keys.RESULT.format(rank=rank)])
 
     def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
-        """Why the ranks end: what one of them reported, or what became of its process."""
         count, joining = len(self._table), PrefixStore(keys.JOINING, self._store)
         early = FailureChannel(joining, count).reported()  # ranks that were called in are not among those that join
         reported = {exit.rank: early[exit.rank] for exit in failed if exit.rank in early}
         reported |= FailureChannel(self._store, count).reported()
-        cause = cause_of(reported.values())
-        if cause is not None:
+        if cause := cause_of(reported.values()):
             return cause
-        silent = [exit for exit in failed if exit.rank not in reported]
-        kind = FailureKind.RANK_LOST
+        silent, kind = [exit for exit in failed if exit.rank not in reported], FailureKind.RANK_LOST
         if late:
             rank, text = late[0].rank or 0, "; ".join(map(str, late))
         elif silent and self._is_lost(silent[0]):
@@ -405,8 +383,8 @@ class Supervisor:
             text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in silent if self._is_lost(exit))
         elif silent:
             # It ended itself, in code that is not ours, and would do so again.
-            kind = FailureKind.RUN_ERROR
-            rank, text = silent[0].rank, f"rank {silent[0].rank} ended with exit code {silent[0].code} and no result"
+            kind, rank = FailureKind.RUN_ERROR, silent[0].rank
+            text = f"rank {rank} ended with exit code {silent[0].code} and no result"
         else:
             rank = min(reported)
             text = f"the ranks lost each other ({reported[rank].text})"

@@ -4,8 +4,10 @@
 yet be added, such as more ranks. The rules of `RECIPE_RULES` are checked when a recipe is read.
 """
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from .schema import Recipe
 
 _DEFAULTS = RuntimeOptions()
-_SOURCES_OF_PIXELS = ("digits", "synthetic", "frames", "mnist", "numpy")
-"""that are bytes of pixels as they lie in files, or are made of integers"""
+_SOURCES_OF_PIXELS = ("digits", "synthetic", "frames", "mnist", "numpy")  # bytes as in files, or made of integers
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Setup:
         if key == "workers" or key.startswith("--"):
             found: Any = {"workers": self.ranks, "--delays": self.delays}.get(key)
         else:
-            found = self.options if key in RuntimeOptions.model_fields else self.recipe
-            for name in key.split("."):
-                found = getattr(found, name)
+            found = attrgetter(key)(self.options if key in RuntimeOptions.model_fields else self.recipe)
         if found is None or isinstance(found, BaseModel):
             return ""
         if isinstance(found, bool):
@@ -184,9 +183,8 @@ NO_GRID = Part("", "`allreduce` other than torus or hierarchical",
 STREAMS = Part("streams", "`streams` above 1", lambda s: s.options.streams > 1)
 NATIVE = Part("", "`allreduce: native`", lambda s: s.options.allreduce == "native")
 SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sharded")
-MODEL_PARALLEL = Part(
-    "model_parallel", "`model_parallel` above 1", lambda s: s.options.model_parallel not in (1, "auto")
-)
+MODEL_PARALLEL = Part("model_parallel", "`model_parallel` above 1",
+                      lambda s: s.options.model_parallel not in (1, "auto"))  # fmt: skip
 DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
                   lambda s: s.ranks is not None and s.options.model_parallel not in allowed_parallel(
                       s.ranks, s.recipe.column_blocks))  # fmt: skip
@@ -306,10 +304,5 @@ def fixed_ranks(setup: Setup) -> str:
 
 def table() -> list[tuple[str, str, str, str]]:
     """The rows of the docs' table: what does not go with what, why, and how to mend it."""
-
-    def plain(text: str) -> str:
-        for name in ("recipe", "options"):
-            text = text.replace(f"{{0.{name}.", "{0.")
-        return text.replace("{0.", "`").replace("}", "`")
-
-    return [(r.part.words, r.other.words, plain(r.why), plain(r.remedy)) for r in (*RECIPE_RULES, *RUN_RULES)]
+    plain, rules = re.compile(r"\{0\.(?:recipe\.|options\.)?(\w+)\}").sub, (*RECIPE_RULES, *RUN_RULES)
+    return [(r.part.words, r.other.words, plain(r"`\1`", r.why), plain(r"`\1`", r.remedy)) for r in rules]

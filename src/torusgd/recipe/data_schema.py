@@ -152,7 +152,6 @@ class Polish(Section):
     steps: Count | None = None
     """null: exact statistics; else the running averages go on for so many steps of forward passes, each virtual worker
     with a batch of its own, as a switch of Fujitsu's MLPerf v0.6 code does between updates"""
-
     images: Count | None = None
     """number of images, the first ones; null: all"""
     images_per_batch: Count | None = None

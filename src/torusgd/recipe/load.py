@@ -148,10 +148,10 @@ def validate(model: type[M], tree: object, where: str) -> M:
     try:
         # By way of JSON: strict models take its lists for tuples, and still no text for a number.
         return model.model_validate_json(json.dumps(tree))
-    except (TypeError, ValueError) as error:
-        if not isinstance(error, ValidationError):
-            raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
+    except ValidationError as error:
         raise UserError(f"{where}: {_first_line(error, model)}") from None
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -178,13 +178,14 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Changes the plain values of a recipe in place by items `key.path=value`, in their order; values are YAML."""
     for item in overrides:
-        replaced, where = _at(tree, "model", "name"), f"--set {item}"
+        where, model = f"--set {item}", tree.get("model")
+        replaced = model.get("name") if isinstance(model, dict) else None
         path, separator, value = item.partition("=")
         if not separator or not path:
             raise UserError(f"{where}: write it as key.path=value, such as rate.lr=0.1")
         _put(tree, path, parse_yaml(value, where), where)
         # Options are those of the replaced network; items after this one set those of the new one.
-        if item.startswith("model.name=") and _at(tree, "model", "name") != replaced:
+        if path == "model.name" and tree["model"]["name"] != replaced:
             options = tree["model"].pop("options", None)
             if options:
                 _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, listed(options))
@@ -230,12 +231,6 @@ def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> li
         for path, value in rows[batch].items():
             _put(tree, str(path), value, f"batches.{batch}.{path}")
     return [item for item in overrides if not item.startswith("batch=")]
-
-
-def _at(tree: Any, *keys: str) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:

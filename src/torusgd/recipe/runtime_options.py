@@ -14,8 +14,7 @@ from pydantic import Field
 from .section import Count, Duration, Ranks, Section
 
 RUNTIME, NETWORK, OUTPUT = "Runtime", "Network", "Output"  # panels of --help
-STEPS = ("train", "replay", "plan", "rehearse", "bench scaling")
-"""commands that compute, or plan, the steps of a recipe"""
+STEPS = ("train", "replay", "plan", "rehearse", "bench scaling")  # commands that compute or plan a recipe's steps
 BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
 
 

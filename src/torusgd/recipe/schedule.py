@@ -70,12 +70,10 @@ class Schedule:
     """
 
     def __init__(self, recipe: Recipe, train_images: int) -> None:
-        self.recipe = recipe
-        self.train_images = train_images
+        self.recipe, self.train_images = recipe, train_images
         self.spans = self._lay_stages()
         self._first_steps = [span.first_step for span in self.spans]
-        self.stop = self.spans[-1].stop
-        """samples consumed by the whole run"""
+        self.stop = self.spans[-1].stop  # samples consumed by the whole run
         warmup, decay = recipe.rate.warmup, recipe.rate.decay
         self._warmup_end = self.position(warmup.length) if warmup else 0.0
         self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
@@ -99,19 +97,11 @@ class Schedule:
         start = span.start + (index - span.first_step) * span.batch
         factor, offset = self._shape(start)  # by samples: an epoch decays as much with any batch
         return Step(
-            index=index,
-            stage=number,
-            epoch=start / self.train_images,
-            start=start,
-            images_per_worker=span.stage.images_per_worker,
-            batch=span.batch,
-            lr=offset + (span.lr - offset) * factor,
-            momentum=span.momentum,
+            index, number, start / self.train_images, start, span.stage.images_per_worker, span.batch,
+            lr=offset + (span.lr - offset) * factor, momentum=span.momentum,
             weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
-            augment=span.stage.augment,
-            extra_pass=span.stage.extra_pass,
-            sizes=span.sizes,
-        )
+            augment=span.stage.augment, extra_pass=span.stage.extra_pass, sizes=span.sizes,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Step]:
         return (self[index] for index in range(len(self)))
@@ -156,11 +146,9 @@ class Schedule:
         recipe = self.recipe
         spans: list[Span] = []
         for number, stage in enumerate(recipe.stages):
-            before = spans[-1] if spans else None
-            first_step, start = (before.stop_step, before.stop) if before else (0, 0)
+            first_step, start = (spans[-1].stop_step, spans[-1].stop) if spans else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
-            first_batch = spans[0].batch if spans else batch
-            lr = recipe.rate.lr
+            first_batch, lr = spans[0].batch if spans else batch, recipe.rate.lr
             if isinstance(stage.lr, float | int):
                 lr = float(stage.lr)
             elif stage.lr is not None:  # scaled by the batch relative to the first stage's
@@ -170,15 +158,13 @@ class Schedule:
                 stop_step = int(stage.until.value)
             else:
                 # The stage ends at the first step boundary at or after its end.
-                end = stage.until.value * (self.train_images if stage.until.unit == "ep" else 1)
-                stop_step = first_step + math.ceil((end - start) / batch)
+                stop_step = first_step + math.ceil((self.position(stage.until) - start) / batch)
             if stop_step <= first_step:
                 raise UserError(
                     f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
                     f"step {first_step} ({start} samples)"
                 )
-            sizes = recipe.training_sizes(stage)
-            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, sizes))
+            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, recipe.training_sizes(stage)))
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:

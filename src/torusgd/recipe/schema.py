@@ -32,23 +32,13 @@ class Outer(Section):
         return self
 
 
-SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
-"""forms in which workers hold weights of different ages: in virtual time only"""
+SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")  # of weights of many ages, in virtual time
 _MEANT_FOR_FORMS = {
-    "backups": ("backup",),
-    "count": ("cutoff",),
-    "threshold": ("cutoff",),
-    "warmup": ("backup", "cutoff"),
-    "delays": ("backup", "cutoff", *SIMULATED),
-    "local_steps": ("local",),
-    "outer": ("local",),
-    "sample": ("sampled",),
-    "staleness": ("sampled", "stale"),
-    "probability": ("gossip",),
-    "pull_every": ("elastic",),
-}
-"""form that gives a key a meaning"""
-_NEEDED = {
+    "backups": ("backup",), "count": ("cutoff",), "threshold": ("cutoff",), "warmup": ("backup", "cutoff"),
+    "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
+    "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
+}  # fmt: skip
+_NEEDED = {  # key that a form needs, and its meaning
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
     "sampled": ("sample", "the workers that each of them looks at"),
@@ -56,8 +46,6 @@ _NEEDED = {
     "gossip": ("probability", "that of a mean with another worker after a step"),
     "elastic": ("pull_every", "the steps from one pull towards the centre to the next"),
 }
-"""key that a form needs, and its meaning"""
-
 
 # Steps of a warm-up from which a model of workers' times can be fitted: two of its windows.
 LEAST_LEARNED = 32
@@ -127,7 +115,7 @@ class Synchrony(Section):
         """True if a run writes down whose gradients, or changes, entered each update."""
         return self.leaves_out or self.form == "local"
 
-    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+    def check_counts(self, virtual_workers: int, images_per_worker: list[int]) -> None:
         """ValueError if there are too few virtual workers, or a stage's images of each can't be divided."""
         # A step takes one virtual worker at least.
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
@@ -228,14 +216,9 @@ class NoiseScale(Section):
 
 
 _MEANT_FOR_RULES = {
-    "beta2": ("adamw", "lamb"),
-    "eps": ("lars", "adamw", "lamb"),
-    "nesterov": ("sgd",),
-    "no_trust": ("lars", "lamb"),
-    "trust": ("lars",),
-    "variant": ("lars",),
-}
-"""keys of the optimizer that some update rules don't read"""
+    "beta2": ("adamw", "lamb"), "eps": ("lars", "adamw", "lamb"), "nesterov": ("sgd",), "no_trust": ("lars", "lamb"),
+    "trust": ("lars",), "variant": ("lars",),
+}  # fmt: skip
 
 
 class Optimizer(Section):
@@ -397,8 +380,7 @@ class Recipe(Section):
             if resize is not None and resize < max(size):
                 raise ValueError(f"{key}.resize: must be at least its image_size, {max(size)}")
         check_recipe(self)
-        images = tuple(stage.images_per_worker for stage in self.stages)
-        self.synchrony.check_counts(self.virtual_workers, images)
+        self.synchrony.check_counts(self.virtual_workers, [stage.images_per_worker for stage in self.stages])
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ..errors import RunError
 from .wire import INTERFACE, die_with_parent, enter, why_not
 
-__all__ = ["MTU", "USUAL_WINDOWS", "Host", "Lab", "LabRanks", "interface_bytes", "why_not"]
-
 _PREFIX = 16  # bits of an address that all hosts have in common
 _PORT = 29_500
 _START = 60.0  # seconds in which a helper starts
@@ -46,19 +44,10 @@ class Host(NamedTuple):
     rate: float = 10e9
 
 
-class InterfaceBytes(NamedTuple):
-    received: int
-    sent: int
-
-
-def interface_bytes() -> dict[str, InterfaceBytes]:
-    """The kernel's counts at each interface of this process' host: `lo` within the host, `tun0` to the others."""
-    found = {}
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, numbers = line.split(":")
-        fields = numbers.split()
-        found[name.strip()] = InterfaceBytes(int(fields[0]), int(fields[8]))
-    return found
+def interface_bytes() -> dict[str, int]:
+    """The bytes that have left by each interface of this process' host: `lo` within the host, `tun0` to the others."""
+    rows = (line.replace(":", " ").split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+    return {name: int(numbers[8]) for name, *numbers in rows}
 
 
 class _Helper:
@@ -66,13 +55,10 @@ class _Helper:
 
     def __init__(self, module: str, *message: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.{module}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", f"{__package__}.{module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True,  # Ctrl-C is for the lab's owner alone, which then ends this
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -138,8 +124,7 @@ class Lab:
         self._runs: list[LabRanks] = []
 
     def __enter__(self) -> "Lab":
-        reason = why_not()
-        if reason is not None:
+        if reason := why_not():
             raise RunError(reason)
         self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
         links = [(host.latency, host.rate / 8) for host in self.hosts]
@@ -182,8 +167,7 @@ class Lab:
             raise RunError(f"{error}; rank 0 said: {ranks.outputs()[0][-2000:]}") from None
         finally:
             ranks.end()
-        bad = [rank for rank, code in enumerate(codes) if code]
-        if bad:
+        if bad := [rank for rank, code in enumerate(codes) if code]:
             text = ranks.outputs()[bad[0]][-4000:]
             raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
         return ranks.outputs()

@@ -30,14 +30,13 @@ def elements(send: Send, shrink: float, dtype: torch.dtype) -> int:
     return max(1, round(send.bytes / shrink / dtype.itemsize))
 
 
-Reducers = Callable[[int | None, int], AnyAllReduce]
-"""from the members of a group and their distance, None and 1 for all ranks, to what sums over them"""
+_Reducers = Callable[[int | None, int], AnyAllReduce]  # by the members of a group and their distance; None: all ranks
 
 
 class Player:
     """The messages of a step's script, their bytes divided by `shrink`, ready to leave as often as it is played."""
 
-    def __init__(self, actions: list[Action], shrink: float, dtype: torch.dtype, reducers: Reducers) -> None:
+    def __init__(self, actions: list[Action], shrink: float, dtype: torch.dtype, reducers: _Reducers) -> None:
         self._actions = actions
         self._begin: dict[str, Callable[[], Work]] = {}
         self._on_the_way: dict[str, Work] = {}

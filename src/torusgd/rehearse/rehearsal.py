@@ -184,8 +184,7 @@ def choose_scale(
     if alpha > 0:
         stretch = min(stretch, max(1.0, ceiling.round / alpha))
     shrink = max(1.0, bandwidth / (stretch * SHARE * ceiling.rate), size * ranks / _MEMORY)
-    scaled = stretch * alpha
-    late = ceiling.round - scaled
+    late = ceiling.round - stretch * alpha
     return Scale(stretch, shrink, max(0.0, -late), bandwidth / (stretch * shrink), max(0.0, late) / stretch)
 
 
@@ -204,8 +203,7 @@ def measure_ceiling(hosts: int, ranks: int) -> Ceiling:
     """The ceiling of `hosts` hosts of `ranks` ranks each, all of which send to the next host at once."""
     with Lab([Host(ranks=ranks, latency=0.0, rate=1e12)] * hosts) as lab:
         output = lab.run(["-m", __name__, str(ranks)], timeout=120)[0]
-    found = json.loads(result_line(output))
-    return Ceiling(found["round"], found["rate"])
+    return Ceiling(**json.loads(result_line(output)))
 
 
 def result_line(output: str) -> str:

@@ -17,15 +17,13 @@ import subprocess
 import sys
 import time
 from ipaddress import ip_interface
+from itertools import count
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
-_TUNSETIFF = 0x400454CA
-_IFF_TUN, _IFF_NO_PI = 0x1, 0x1000
-_DEVICE = "/dev/net/tun"
-INTERFACE = "tun0"
+_CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+_DEVICE, INTERFACE = "/dev/net/tun", "tun0"
 
 
 def _checked(result: int, what: str) -> None:
@@ -59,9 +57,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def open_tun(address: str, prefix: int, mtu: int, burst: int, rate: float) -> int:
-    """A TUN device in this namespace, up, with an address; a read gives an IP packet that leaves.
-
-    The kernel lets out `rate` bytes a second, and after a pause up to `burst` bytes at once.
+    """A TUN device in this namespace, up, with an address; a read gives an IP packet that leaves. The kernel lets out
+    `rate` bytes a second, and after a pause up to `burst` bytes at once.
     """
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     # struct ifreq: a name of 16 bytes, then the flags.
@@ -107,10 +104,9 @@ class Wire:
         self._by_address = {bytes(map(int, address.split("."))): host for host, address in enumerate(addresses)}
         self._latency = [latency / 2 for latency, _ in hosts]
         self._seconds_a_byte = [1 / rate for _, rate in hosts]
-        self._sends_until = [0.0] * len(hosts)
-        self._receives_until = [0.0] * len(hosts)
+        self._sends_until, self._receives_until = [0.0] * len(hosts), [0.0] * len(hosts)
         self._travelling: list[tuple[float, int, int, bytes, bool]] = []
-        self._order = 0  # of packets that arrive at the same time, the first one sent comes first
+        self._order = count()  # of packets that arrive at the same time, the first one sent comes first
         self._cut: set[int] = set()
 
     def carry(self, orders: int) -> None:
@@ -145,11 +141,8 @@ class Wire:
             # rate, too (`open_tun`).
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
-            self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
-
-    def _push(self, when: float, target: int, packet: bytes, received: bool) -> None:
-        self._order += 1
-        heapq.heappush(self._travelling, (when, self._order, target, packet, received))
+            arrives = sent + self._latency[source] + self._latency[target]
+            heapq.heappush(self._travelling, (arrives, next(self._order), target, packet, False))
 
     def _deliver(self, now: float) -> None:
         """Writes the packets that have arrived to their hosts, once the receiver's link has taken them in."""
@@ -160,7 +153,7 @@ class Wire:
                 end = max(when, self._receives_until[target] + len(packet) * self._seconds_a_byte[target])
                 self._receives_until[target] = end
                 if end > when:
-                    self._push(end, target, packet, received=True)
+                    heapq.heappush(self._travelling, (end, next(self._order), target, packet, True))
                     continue
             os.write(self._devices[target], packet)
 

@@ -4,7 +4,7 @@ Coordinates are those of the SVG's view box, y downwards.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def line_chart(
     """A chart of one or more series, whose x does not fall; None if no series has a point.
 
     The title says what the y axis shows. Values that can't be shown are left out. With `percent` values are fractions;
-    with `floor` the y axis begins at 0.
+    with it or `floor` the y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
     found = ((s, [(x, y * scale) for x, y in s.points if _is_shown(x, log_x) and _is_shown(y, log_y)]) for s in series)
@@ -97,10 +97,9 @@ def line_chart(
     if not shown:
         return None
     # Axes span what is shown of all series, so that their lines can be compared.
-    xs = [x for _, points in shown for x, _ in points]
-    ys = [y for _, points in shown for _, y in points]
+    xs, ys = zip(*(point for _, points in shown for point in points), strict=True)
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
-    low, high = _span(min([0.0, *ys] if floor and not log_y else ys), max(ys), log_y)
+    low, high = _span(min([0.0, *ys] if (floor or percent) and not log_y else ys), max(ys), log_y)
     up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
     lines = [replace(each, points=[(across.at(x), up.at(y)) for x, y in _thinned(points)]) for each, points in shown]
     ends = ", ".join(f"{each.name} ends at {short(points[-1][1])}" for each, points in shown)
@@ -163,18 +162,13 @@ _SMOOTH = 25  # steps over which images a second are averaged
 
 
 def run_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    epochs = "epochs"
     charts = [
-        line_chart("loss (log scale)", epochs, [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
-        line_chart(
-            "top-1 in %", epochs, [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True, floor=True
-        ),
-        line_chart("learning rate", epochs, _lines(runs, "lr"), floor=True),
-        line_chart("images a step", epochs, _lines(runs, "batch"), floor=True),
-        line_chart("images a second", epochs, _a_second(runs, "batch"), floor=True),
-        line_chart(
-            "time waiting for messages, % of a step", epochs, _a_second(runs, "sync_seconds"), percent=True, floor=True
-        ),
+        line_chart("loss (log scale)", "epochs", [*_lines(runs, "loss"), *_dots(runs, "loss")], log_y=True),
+        line_chart("top-1 in %", "epochs", [*_dots(runs, "top1", joined=True), *_dots(runs, "top1")], percent=True),
+        line_chart("learning rate", "epochs", _lines(runs, "lr"), floor=True),
+        line_chart("images a step", "epochs", _lines(runs, "batch"), floor=True),
+        line_chart("images a second", "epochs", _a_second(runs, "batch"), floor=True),
+        line_chart("time waiting for messages, % of a step", "epochs", _a_second(runs, "sync_seconds"), percent=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -208,8 +202,7 @@ def sweep_charts(forecasts: Sequence[Mapping[str, Any]], knee: object) -> list[C
         ),
         line_chart(
             "efficiency in %", "devices",
-            [Series("predicted", shares, 2), Series("knee", at_knee, 1, dashed=True)],
-            log_x=True, percent=True, floor=True,
+            [Series("predicted", shares, 2), Series("knee", at_knee, 1, dashed=True)], log_x=True, percent=True,
         ),
         line_chart(
             "minutes", "devices",
@@ -227,40 +220,39 @@ def log_charts(logs: Sequence[Log]) -> list[Chart]:
     for name in names:
         found = [log.columns.get(name, []) for log in logs]
         log_y = "loss" in name and all(y > 0 for points in found for _, y in points)
-        lines = [
-            Series(log.name, points, at % COLOURS) for at, (log, points) in enumerate(zip(logs, found, strict=True))
-        ]
+        pairs = enumerate(zip(logs, found, strict=True))
+        lines = [Series(log.name, points, at % COLOURS) for at, (log, points) in pairs]
         charts.append(line_chart(f"{name} (log scale)" if log_y else name, "steps", lines, log_y=log_y))
     return [chart for chart in charts if chart is not None]
 
 
-def _series(runs: Sequence[RunRecord], points: Sequence[Sequence[tuple[float, float]]], dots: bool) -> list[Series]:
+def _series(runs: Sequence[RunRecord], points: Callable[[RunRecord], list[Point]], dots: bool = False) -> list[Series]:
     return [
-        Series(run.name, each, place % COLOURS, dots=dots, dashed=place >= COLOURS)
-        for place, (run, each) in enumerate(zip(runs, points, strict=True))
+        Series(run.name, points(run), place % COLOURS, dots=dots, dashed=place >= COLOURS)
+        for place, run in enumerate(runs)
     ]
 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Series]:
-    points = [[(s["epoch"], s[key]) for s in run.steps if is_number(s.get(key))] for run in runs]
-    return _series(runs, points, dots=False)
+    return _series(runs, lambda run: [(s["epoch"], s[key]) for s in run.steps if is_number(s.get(key))])
 
 
 def _dots(runs: Sequence[RunRecord], key: str, joined: bool = False) -> list[Series]:
     """Evaluations of the weights in training, without the polished ones: the table of results has those."""
-    points = []
-    for run in runs:
+
+    def points(run: RunRecord) -> list[Point]:
         events = [e for e in run.evaluations if e["event"] == "evaluation" and is_number(e.get(key))]
-        points.append([(run.epochs[event["step"]], event[key]) for event in events if event["step"] in run.epochs])
+        return [(run.epochs[event["step"]], event[key]) for event in events if event["step"] in run.epochs]
+
     return _series(runs, points, dots=not joined)
 
 
 def _a_second(runs: Sequence[RunRecord], key: str) -> list[Series]:
-    points = []
-    for run in runs:
+    def points(run: RunRecord) -> list[Point]:
         # Of some steps together: single steps jump by what else the machine does.
         size = max(1, min(_SMOOTH, len(run.steps) // 10))
         groups = [run.steps[start : start + size] for start in range(0, len(run.steps) - size + 1, size)]
         sums = [(g[-1]["epoch"], sum(s[key] for s in g), sum(s["step_seconds"] for s in g)) for g in groups]
-        points.append([(epoch, above / seconds) for epoch, above, seconds in sums if seconds > 0])
-    return _series(runs, points, dots=False)
+        return [(epoch, above / seconds) for epoch, above, seconds in sums if seconds > 0]
+
+    return _series(runs, points)

@@ -48,10 +48,7 @@ class Mistakes(NamedTuple):
 
 
 def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: Sequence[str]) -> Mistakes:
-    """What is wrong of all that `classify` observes, such as `step.evaluate.evaluate`.
-
-    `names` are those of the classes; further outputs of the network are called by their number.
-    """
+    """What is wrong of all that `classify` observes; outputs beyond the classes' `names` are called by their number."""
     classes = recipe.data.classes or len(names)
     names = [*names, *map(str, range(len(names), classes))]
     confusion = Confusion(classes, torch.device("cpu"))
@@ -81,8 +78,8 @@ def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: 
             others = confusion.counts[row].clone()
             count, others[row] = int(others.sum()), 0
             found.append(WorstClass(name, count, top1, names[int(others.argmax())]))
-    worst_classes = sorted(found, key=lambda each: each.top1)[:MOST_CLASSES]
-    return Mistakes(tuple(worst_classes), tuple(images), seen - right, seen)
+    found.sort(key=lambda each: each.top1)
+    return Mistakes(tuple(found[:MOST_CLASSES]), tuple(images), seen - right, seen)
 
 
 def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> str:

@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plan.timeline import PARTS
-from ..recipe.schema import Recipe
 from ..text import NONE, count, duration, is_number, listed, milliseconds, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, log_charts, run_charts, stacked_bar, sweep_charts
 from .read_run import Log, RunRecord
@@ -26,10 +25,6 @@ _FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets",
 class Row(NamedTuple):
     label: str
     cells: tuple[str, ...]
-
-    @property
-    def differs(self) -> bool:
-        return len(set(self.cells)) > 1
 
 
 class Table(NamedTuple):
@@ -49,7 +44,7 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
         ("training images", lambda run: count(run.summary.get("train_images"))),
         ("image size", lambda run: str(run.recipe.data.image_size)),
         ("virtual workers", lambda run: count(run.recipe.virtual_workers)),
-        ("batch by stage", lambda run: batches(run.recipe)),
+        ("batch by stage", _batches),
         ("stages end at", lambda run: " > ".join(str(stage.until) for stage in run.recipe.stages)),
         ("batch up to which more images would pay", _noise_scales),
         ("optimiser", lambda run: f"{run.recipe.optimizer.name}, rate {run.recipe.rate.lr:g}"),
@@ -57,10 +52,9 @@ def training_table(runs: Sequence[RunRecord]) -> Table:
         ("precision", lambda run: run.recipe.precision),
         ("seed", lambda run: str(run.recipe.seed)),
     ]
-    note = ""
-    if any(_noise_scales(run) != NONE for run in runs):
-        note = "The batch up to which more images would pay is the gradient noise scale at each stage's end."
-    return _table("What was trained", runs, rows, note)
+    note = "The batch up to which more images would pay is the gradient noise scale at each stage's end."
+    is_measured = any(_noise_scales(run) != NONE for run in runs)
+    return _table("What was trained", runs, rows, note * is_measured)
 
 
 def result_table(runs: Sequence[RunRecord]) -> Table:
@@ -136,7 +130,7 @@ def plan_table(runs: Sequence[RunRecord]) -> Table | None:
 
 
 def conditions_table(runs: Sequence[RunRecord]) -> Table:
-    names = dict.fromkeys(name for run in runs for name in _conditions(run))
+    names = dict.fromkeys(name for run in runs for name in run.summary.get("conditions", {}))
     rows: list[Fact] = [
         ("weights (SHA-256)", lambda run: str(run.summary.get("weights_sha256") or NONE)),
         ("recipe (SHA-256)", lambda run: run.recipe.sha256()),
@@ -145,7 +139,7 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
         ("last record (SHA-256)", lambda run: records_sha256(run) or NONE),
         ("records", lambda run: run.records or NONE),
         ("computed anew by torusgd verify", _verified),
-        *((name, lambda run, name=name: str(_conditions(run).get(name) or NONE)) for name in names),
+        *((name, lambda run, name=name: str(run.summary.get("conditions", {}).get(name) or NONE)) for name in names),
         ("changes of conditions on resuming", lambda run: str(len(run.summary.get("other_conditions") or []))),
         ("ranks under other conditions", lambda run: str(len(run.summary.get("mixed_conditions") or []))),
     ]
@@ -160,17 +154,14 @@ def conditions_table(runs: Sequence[RunRecord]) -> Table:
 def command_of(run: RunRecord) -> str:
     """The command that does the same again, in a shell in which the paths that the run was given still exist."""
     words = ["torusgd", "train", str(run.folder / "recipe.yaml")]
-    for key in ("data", "init", "max_steps"):
-        if run.status.get(key):
-            words += [f"--{key.replace('_', '-')}", str(run.status[key])]
-    ranks = run.summary.get("world_size", len(_shares(run)) or None)
-    words += ["--workers", str(ranks)] if ranks else []
+    given: dict[str, Any] = {key: run.status.get(key) for key in ("data", "init", "max_steps")}
+    given["workers"] = run.summary.get("world_size", len(_shares(run)))
     options = run.status.get("runtime", {})
-    for key in _FLAGS:
-        if key in options:
-            value = options[key]
-            text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
-            words += [f"--{key.replace('_', '-')}", text]
+    flags = {key: value for key, value in given.items() if value}
+    flags |= {key: options[key] for key in _FLAGS if key in options}
+    for key, value in flags.items():
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        words += [f"--{key.replace('_', '-')}", text]
     return shlex.join([*words, "--out", f"{run.folder}-again"])
 
 
@@ -203,15 +194,13 @@ def images_per_second(run: RunRecord) -> float | None:
     return sum(run.numbers("batch")) / seconds if seconds else None
 
 
-def final(run: RunRecord) -> dict[str, Any]:
+def final(run: RunRecord) -> Mapping[str, Any]:
     """The accuracy of a finished run's weights, else its last evaluation; empty if there is none."""
-    if "top1" in run.summary:
-        return dict(run.summary)
-    return dict(run.evaluations[-1]) if run.evaluations else {}
+    return run.summary if "top1" in run.summary else next(reversed(run.evaluations), {})
 
 
-def batches(recipe: Recipe) -> str:
-    return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
+def _batches(run: RunRecord) -> str:
+    return " > ".join(f"{run.recipe.virtual_workers * stage.images_per_worker:,}" for stage in run.recipe.stages)
 
 
 def records_sha256(run: RunRecord) -> str:
@@ -284,31 +273,18 @@ def _stragglers(run: RunRecord) -> str:
     return "; ".join(lines) or "none"
 
 
-def _conditions(run: RunRecord) -> dict[str, Any]:
-    return run.summary.get("conditions", {})
-
-
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
-    """One or more runs as a page of HTML, with the mistakes of those whose weights were looked at.
-
-    The same runs give the same bytes.
-    """
+    """Runs as a page of HTML, with the mistakes of those whose weights were looked at; equal runs give equal bytes."""
     sections = (result_table, training_table, plan_table, ranks_table)
     shares = [{part: share for part, (_, share) in time_shares(run).items()} for run in runs]
     return _rendered(
-        "run.html",
-        title=" beside ".join(run.name for run in runs),
-        runs=runs,
-        notes=_notes(runs),
-        tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        charts=run_charts(runs),
+        "run.html", title=" beside ".join(run.name for run in runs), runs=runs, notes=_notes(runs),
+        tiles=_tiles(runs[0]) if len(runs) == 1 else [], charts=run_charts(runs), times=time_table(runs),
         bars=[stacked_bar(run.name, each) for run, each in zip(runs, shares, strict=True)],
-        times=time_table(runs),
         tables=[table for section in sections if (table := section(runs)) is not None],
         mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],
-        conditions=conditions_table(runs),
-        commands=[(run.name, command_of(run)) for run in runs],
-    )
+        conditions=conditions_table(runs), commands=[(run.name, command_of(run)) for run in runs],
+    )  # fmt: skip
 
 
 def log_page(logs: Sequence[Log]) -> str:
@@ -323,25 +299,18 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
     parts = {name: [float(stage.get(key) or 0) for stage in stages] for key, name in PARTS.items()}
     parts = {name: seconds for name, seconds in parts.items() if any(seconds)}
     whole = [stage["seconds"] for stage in stages]
+    timed = {"a step": whole, **parts}
     shares = [{name: seconds[at] / step for name, seconds in parts.items()} for at, step in enumerate(whole)]
-    rows = [
-        Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds))
-        for name, seconds in {"a step": whole, **parts}.items()
-    ]
+    rows = [Row(name, tuple(f"{1e3 * each:.2f} ms" for each in seconds)) for name, seconds in timed.items()]
     return _rendered(
-        "plan.html",
-        title=plan["title"],
-        plan=plan,
-        tiles=_plan_tiles(plan),
-        charts=sweep_charts(curve, plan.get("knee")),
+        "plan.html", title=plan["title"], plan=plan, tiles=_plan_tiles(plan),
+        charts=sweep_charts(curve, plan.get("knee")), steps=Table("Where a step's time goes", tuple(rows)),
         bars=[stacked_bar(f"batch {stage['batch']:,}", each) for stage, each in zip(stages, shares, strict=True)],
-        steps=Table("Where a step's time goes", tuple(rows)),
         heads=[head for _, head, _ in columns],
         sweep=[(each["devices"] == plan.get("knee"), [show(each) for _, _, show in columns]) for each in curve],
         choices=[(c["setting"], c["value"], duration(c["saves"])) for c in best.get("choices", [])],
-        best=duration(best.get("seconds")),
-        command=command,
-    )
+        best=duration(best.get("seconds")), command=command,
+    )  # fmt: skip
 
 
 _BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
@@ -372,13 +341,10 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     result = final(run)
     return _known(
-        ("top-1", percent(result.get("top1"))),
-        ("top-5", percent(result.get("top5"))),
-        ("loss", plain(result.get("loss"))),
-        ("training time", duration(run_seconds(run))),
-        ("images a second", count(images_per_second(run))),
-        ("ranks", count(run.summary.get("world_size"))),
-    )
+        ("top-1", percent(result.get("top1"))), ("top-5", percent(result.get("top5"))),
+        ("loss", plain(result.get("loss"))), ("training time", duration(run_seconds(run))),
+        ("images a second", count(images_per_second(run))), ("ranks", count(run.summary.get("world_size"))),
+    )  # fmt: skip
 
 
 def _known(*tiles: tuple[str, str]) -> list[tuple[str, str]]:
@@ -388,16 +354,12 @@ def _known(*tiles: tuple[str, str]) -> list[tuple[str, str]]:
 def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     band = f"{duration(plan['low'])} to {duration(plan['high'])}" if "low" in plan else NONE
     return _known(
-        ("devices", count(plan.get("devices"))),
-        ("time to train", duration(plan.get("seconds"))),
-        ("90 % band", band),
-        ("images a second", count(plan.get("images_per_second"))),
-        ("efficiency", percent(plan.get("efficiency"))),
-        ("top-1 to reach", percent(plan.get("target"))),
-        ("devices at the knee", count(plan.get("knee"))),
+        ("devices", count(plan.get("devices"))), ("time to train", duration(plan.get("seconds"))), ("90 % band", band),
+        ("images a second", count(plan.get("images_per_second"))), ("efficiency", percent(plan.get("efficiency"))),
+        ("top-1 to reach", percent(plan.get("target"))), ("devices at the knee", count(plan.get("knee"))),
         ("devices of the quickest run", count(plan.get("useful"))),
         ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
-    )
+    )  # fmt: skip
 
 
 Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]

@@ -29,7 +29,7 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("shares", "conditions", "predicted", "runtime", "records"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
-_STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
+_STEP_KEYS = ("step", "epoch", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
 _STEPS = ("step", "global_step", "steps")  # of other trainers
 
 
@@ -72,30 +72,22 @@ def read_verified(path: Path) -> Mapping[str, Any]:
 
 def read_run(folder: Path, checks: Sequence[Mapping[str, Any]] = ()) -> RunRecord:
     """Reads a run's folder; `checks` are of `read_verified`, those of other runs among them."""
-    status = read_status(folder)
-    recipe = read_run_recipe(folder / "recipe.yaml")
+    status, recipe = read_status(folder), read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
-    why = ""
+    why = "" if status.state == "finished" else f"This run is not finished: {gone(status)}."
     if status.state == "running":
         why = "The run is still at work; this page shows it as far as it has come."
-    elif status.state != "finished":
-        why = f"This run is not finished: {gone(status)}."
     summary = _expected(status.reported) if status.state == "finished" else {}
     last = summary.get("records", {}).get("sha256")
-    found = [each for check in checks if last and check["records_sha256"] == last for each in check["found"]]
+    found = (each for check in checks if last and check["records_sha256"] == last for each in check["found"])
     return RunRecord(
-        folder=folder,
-        recipe=recipe,
-        state=status.state,
-        why=why,
+        folder, recipe, status.state, why,
         steps=tuple(event for event in events if "event" not in event),
         evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
-        summary=summary,
-        status=_expected(_read_tree(folder / STATUS)),
-        unread=unread,
+        summary=summary, status=_expected(_read_tree(folder / STATUS)), unread=unread,
         records=_chain(folder / RECORDS, last),
         verified=tuple((str(each.get("name")), str(each.get("state"))) for each in found if isinstance(each, dict)),
-    )
+    )  # fmt: skip
 
 
 def _chain(path: Path, last: str | None) -> str:
@@ -143,10 +135,8 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _is_whole(event: Mapping[str, Any]) -> bool:
     if event.get("event") in ("evaluation", "polished"):
         needed: tuple[str, ...] = ("step", "top1", "top5")
-    elif "event" in event:
-        needed = ("step",)
     else:
-        needed = tuple(key for key in _STEP_KEYS if key != "loss")  # a diverged run writes null
+        needed = ("step",) if "event" in event else _STEP_KEYS  # the loss of a diverged run is null
     return all(is_number(event.get(key)) for key in needed)
 
 

@@ -1,4 +1,1 @@
-"""A training run on one rank: built from a job, taken from its first step to its result.
-
-It runs on ranks that exist already; starting them is `launch`.
-"""
+"""A training run on one rank that exists: built from a job, taken from its first step to its result."""

@@ -49,12 +49,10 @@ class Trainer:
     drift: DriftWatch
     bucket_rebuild: BucketRebuild
     fingerprint: Fingerprint
-    mixed_conditions: list[Conditions]
-    """of ranks that have others than rank 0; empty unless the options allow them"""
+    mixed_conditions: list[Conditions]  # of ranks that have others than rank 0; empty unless the options allow them
     trace: StepTrace | None
     explanation: str
-    ahead: "RunAhead | None"
-    """takes the steps in the place of `step`, with the runtime option `cuda_graphs`"""
+    ahead: "RunAhead | None"  # takes the steps in the place of `step`, with the runtime option `cuda_graphs`
     sums: Sums
     hooks: Sequence[RemovableHandle]
 
@@ -67,16 +65,10 @@ class Trainer:
 
 
 def build(
-    job: Job,
-    data: Data,
-    world: Group,
-    liveness: Liveness,
-    requests: Requests | None = None,
-    watchers: Sequence[StepWatch] = (),
-    generation: int = 0,
-    fingerprint: Fingerprint | None = None,
-    network: Network | None = None,
-) -> Trainer:
+    job: Job, data: Data, world: Group, liveness: Liveness, requests: Requests | None = None,
+    watchers: Sequence[StepWatch] = (), generation: int = 0,
+    fingerprint: Fingerprint | None = None, network: Network | None = None,
+) -> Trainer:  # fmt: skip
     """A run's parts on this rank; every rank calls it, since groups are made. UserError if the job can't be run.
 
     `watchers` look at each step besides those of the options; `generation` counts the times that the ranks of `world`
@@ -101,46 +93,30 @@ def build(
     if form is not None:
         control = form.control(state, monitor, room=sum(watch.words for watch in watched))
     step = TrainStep(
-        recipe=recipe,
-        schedule=schedule,
         images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
         forward_backward=form.passes(state, control) if form else passes_of(job, network, state, sums, world),
-        reducer=state.reducer,
-        update=state.update,
-        state=state,
-        allreduce=sums.watched,
-        control=control,
-        requests=requests,
-        watchers=watched,
-        clock=clock,
-        world=world,
-        liveness=liveness,
-        stealing=work_stealing(options, world),
+        recipe=recipe, schedule=schedule, reducer=state.reducer, update=state.update, state=state,
+        allreduce=sums.watched, control=control, requests=requests, watchers=watched, clock=clock,
+        world=world, liveness=liveness, stealing=work_stealing(options, world),
         pass_thread=thread_of(job, network, state, world),
-    )
+    )  # fmt: skip
     profile = sums.allreduce.profile if options.buckets == "auto" and form is None else None
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
-        data=data,
-        network=network,
-        step=step,
-        drift=drift,
+        data=data, network=network, step=step, drift=drift, sums=sums,
         bucket_rebuild=BucketRebuild(sums.reducer, profile, world),
-        fingerprint=fingerprint,
-        mixed_conditions=mixed_conditions,
+        fingerprint=fingerprint, mixed_conditions=mixed_conditions,
         trace=None if job.trace is None else StepTrace(job.trace, world, job.out),
         explanation="\n".join(explanations(recipe, options, sums.allreduce, sums.tail, world)),
         ahead=form.run_ahead(step, monitor) if form is not None else None,
-        sums=sums,
         # The last, since nobody takes the hooks off the network if ranks are lost before.
         hooks=hook_parameters(sums.reducer) if form is None else (),
-    )
+    )  # fmt: skip
 
 
 def _drift_of(job: Job, world: Group, state: StepState) -> DriftWatch:
-    every = job.options.drift_every
+    every, fewest = job.options.drift_every, min(stage.images_per_worker for stage in job.recipe.stages)
     if every is None:
-        fewest = min(stage.images_per_worker for stage in job.recipe.stages)
         every = steps_between(job.recipe.virtual_workers * fewest // world.size)
     others = [state.batch_norm.running, *([state.average.values] if state.average else [])]
     return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)

@@ -67,15 +67,12 @@ class Claims:
         if last != self.head:
             found.append(f"records.jsonl: the last record is {self.head}, of summary.json it is {last}")
         if self.result is None:
-            found.append("records.jsonl: the run is finished, and they have no result")
-            return found
+            return [*found, "records.jsonl: the run is finished, and they have no result"]
         figures = self.result.figures
         begin = self.begin.model_dump(include={"recipe_sha256", "train_images", "data_sha256", "init_sha256"})
         known = {**begin, "steps": self.result.step, "weights_sha256": self.result.weights_sha256, **figures}
-        for key, value in known.items():
-            if key in self.summary and self.summary[key] != value:
-                found.append(f"summary.json: {key} is {self.summary[key]}, in the records {value}")
-        return found
+        differing = [key for key in known if key in self.summary and self.summary[key] != known[key]]
+        return found + [f"summary.json: {key} is {self.summary[key]}, in the records {known[key]}" for key in differing]
 
     def _repeated(self) -> list[str]:
         """Records that say two things of one step: the last alone would be compared."""
@@ -91,10 +88,9 @@ class Claims:
         model = RunDir(self.folder).model
         if self.result is None or not model.exists():
             return []
-        weights = weights_sha256(load_weights(model)[0])
-        if weights == self.result.weights_sha256:
-            return []
-        return [f"model.safetensors: weights_sha256 is {weights}, in the records {self.result.weights_sha256}"]
+        weights, recorded = weights_sha256(load_weights(model)[0]), self.result.weights_sha256
+        differ = [f"model.safetensors: weights_sha256 is {weights}, in the records {recorded}"]
+        return differ if weights != recorded else []
 
 
 def read_claims(run: Path, overrides: list[str]) -> Claims:

@@ -1,7 +1,7 @@
 """The parts of one rank that depend on the network: how gradients are summed, what a step changes, and its passes."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.allreduce import AnyAllReduce, ShardCollectives, create
-from ..comm.base import AllReduce, Work
+from ..comm.base import AllReduce
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
@@ -32,6 +32,9 @@ from ..step.weights_first import order_of_gradients
 from ..tensor_parallel.tail import ParallelTail, choose_parallel, column_tail
 from .job import Job, setup_of
 from .open_data import Data
+
+if TYPE_CHECKING:
+    from ..cuda.form import GpuForm
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,11 @@ def sums_of(
     """The all-reduce of a run and the reducer that hands it full buckets; every rank calls it, and makes groups."""
     allreduce = all_reduce_of(options, world, options.grid_size)
     watched = monitor.over(allreduce)
-    tail = shared_tail(model, recipe, options, world, monitor.watch)
+    blocks, workers, tail = recipe.column_blocks, recipe.virtual_workers, None
+    if blocks > 1:
+        columns, batch = column_tail(model, blocks), workers * recipe.stages[0].images_per_worker
+        parallel = choose_parallel(options.model_parallel, columns.layers, blocks, workers, batch, world.size)
+        tail = ParallelTail(model, columns, parallel, world, monitor.watch)
     own = parameter_slots(model, wide_norms=recipe.has_wide_norms)
     # Shards and column blocks have channels of their own, by how many ranks share a layer; sorted, since all ranks make
     # these groups in one order.
@@ -81,14 +88,9 @@ def sums_of(
 
     reducer = Reducer(
         [*(tail.slots if tail is not None else ()), *own],  # column blocks first
-        reduction=recipe.reduction,
-        addends=recipe.virtual_workers,
-        channels=channels,
-        maximum_over_ranks=maximum_over_ranks,
-        rule=options.buckets,
-        to_host=monitor.to_host,
-        make_sum=make_sum,
-    )
+        reduction=recipe.reduction, addends=workers, channels=channels, maximum_over_ranks=maximum_over_ranks,
+        rule=options.buckets, to_host=monitor.to_host, make_sum=make_sum,
+    )  # fmt: skip
     return Sums(allreduce, watched, tail, reducer, [*over_columns.values()])
 
 
@@ -96,17 +98,6 @@ def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] |
     """The all-reduce that the options name, over a group; every rank calls it."""
     profile, streams = Path(options.profile) if options.profile else None, options.streams
     return create(options.allreduce, grid=grid, profile=profile, group=group, device=group.device, streams=streams)
-
-
-def shared_tail(
-    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
-) -> ParallelTail | None:
-    blocks, workers = recipe.column_blocks, recipe.virtual_workers
-    if blocks == 1:
-        return None
-    tail, batch = column_tail(model, blocks), workers * recipe.stages[0].images_per_worker
-    parallel = choose_parallel(options.model_parallel, tail.layers, blocks, workers, batch, world.size)
-    return ParallelTail(model, tail, parallel, world, watch)
 
 
 def explanations(
@@ -118,10 +109,6 @@ def explanations(
     if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
         lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return lines
-
-
-if TYPE_CHECKING:
-    from ..cuda.form import GpuForm
 
 
 @dataclass(frozen=True)
@@ -157,15 +144,11 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
         head = head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else ()
         optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail else None, head=head)
     update = Update(
-        model,
-        optimizer,
-        sums.reducer,
-        sum_over_ranks=lambda table: sums.watched.start(table).wait(),
-        columns=tail,
+        model, optimizer, sums.reducer, sum_over_ranks=lambda table: sums.watched.start(table).wait(), columns=tail,
         take_step=form.flat_update(optimizer, sums.reducer).step if form is not None else None,
         # An inner step has the schedule's rate already; the outer one has its own.
         follows_schedule=recipe.synchrony.local_steps is None,
-    )
+    )  # fmt: skip
     batch_norm, settings = network.batch_norm, recipe.average
     average = MovingAverage(settings, len(train), model, batch_norm.running) if settings is not None else None
     return StepState(model, sums.reducer, update, batch_norm, Precision(recipe, world.device), average)

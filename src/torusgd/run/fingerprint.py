@@ -4,9 +4,8 @@ The recipe, the data and the initial weights decide the result: ranks or checkpo
 run. The conditions (processor, GPU, builds of libraries, their environment) decide the bits: ranks of one run must have
 the same unless the run allows mixed ones, and a run that goes on under others says so.
 
-With portable arithmetic the operators of the network's passes decide the bits in place of the conditions. Those of the
-built-in networks, and of families of torchvision and timm, are stored with the torch that gave them
-(`tools/operator_sequences.py`), so that another torch which takes a network apart otherwise is found.
+With portable arithmetic the operators of the network's passes decide the bits. Those of the built-in networks, and of
+some of torchvision and timm, are stored (`tools/operator_sequences.py`), so that a torch with others is found.
 """
 
 import copy
@@ -58,6 +57,8 @@ _LIBRARY_VARIABLE = re.compile(
 )
 # A recipe says how many threads there are, whatever the environment says.
 _HARMLESS = re.compile(r"_(VERBOSE|NUM_THREADS|VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_CUDA|CUDA_VERSION)")
+# Lines of /proc/cpuinfo, on x86 and on ARM.
+_DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping", "CPU revision"))
 _DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
@@ -69,7 +70,11 @@ def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     if recipe.precision == "portable":
         decoders = {"decoder_set": SET_VERSION} if recipe.data.pixels == "portable" else {}
         return {"arithmetic": recipe.arithmetic, **decoders}
-    return {**machine(device), **_decoders(recipe), "threads": recipe.threads}
+    found = machine(device)
+    if recipe.data.source in PICTURES or ":" in recipe.data.source:  # it reads pictures, or may
+        names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
+        found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in names if _version(name))
+    return {**found, "threads": recipe.threads}
 
 
 def machine(device: torch.device) -> Conditions:
@@ -78,9 +83,18 @@ def machine(device: torch.device) -> Conditions:
     # environment. Equal conditions are to mean equal bits, so all of these are in them. What has no part in the
     # arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
     names = [name for name in os.environ if _LIBRARY_VARIABLE.match(name) and not _HARMLESS.search(name)]
+    # Family, model and stepping name a design; flags and caches are what a virtual machine shows of it.
+    design, caches = [cpu_info(f"{x86}\t") or cpu_info(arm) for x86, arm in _DESIGN], ""
+    with suppress(OSError):  # of the first core: libraries cut the blocks of a matrix product by them
+        found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        caches = " ".join(path.read_text().strip() for path in found)
     return {
         "device": device.type,
-        **_cpu(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
+        "cpu_design": "-".join(filter(None, design)),
+        "cpu_flags": " ".join(sorted(flag for flag in cpu_flags() if _ARITHMETIC_FLAG.match(flag))),
+        "cpu_caches": caches,
+        "isa": torch.backends.cpu.get_cpu_capability(),
         **(_gpu(device) if device.type == "cuda" else {}),
         "torusgd": _version("torusgd"),
         "torch": torch.__version__,
@@ -91,30 +105,10 @@ def machine(device: torch.device) -> Conditions:
     }
 
 
-def _cpu() -> Conditions:
-    # Family, model and stepping name a design; flags and caches are what a virtual machine shows of it.
-    design, caches = [cpu_info(f"{x86}\t") or cpu_info(arm) for x86, arm in _DESIGN], ""
-    with suppress(OSError):  # of the first core: libraries cut the blocks of a matrix product by them
-        found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-        caches = " ".join(path.read_text().strip() for path in found)
-    return {
-        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
-        "cpu_design": "-".join(filter(None, design)),
-        "cpu_flags": " ".join(sorted(flag for flag in cpu_flags() if _ARITHMETIC_FLAG.match(flag))),
-        "cpu_caches": caches,
-        "isa": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-# Lines of /proc/cpuinfo, on x86 and on ARM.
-_DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping", "CPU revision"))
-
-
 def _gpu(device: torch.device) -> Conditions:
-    driver = ""
+    number = None
     with suppress(OSError):
-        driver = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    number = re.search(r"\d+\.\d+[.\d]*", driver)
+        number = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text().partition("\n")[0])
     return {
         "gpu": torch.cuda.get_device_name(device),
         "gpu_capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
@@ -123,14 +117,6 @@ def _gpu(device: torch.device) -> Conditions:
         "driver": number[0] if number else "",
         "triton": _version("triton"),
     }
-
-
-def _decoders(recipe: Recipe) -> Conditions:
-    """Versions of the decoders if a recipe reads pictures, or may."""
-    if recipe.data.source not in PICTURES and ":" not in recipe.data.source:
-        return {}
-    names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
-    return {"decoders": " ".join(f"{name}-{_version(name)}" for name in names if _version(name))}
 
 
 def _version(package: str) -> str:
@@ -164,17 +150,14 @@ class Fingerprint:
     conditions: Conditions
     replayed_sha256: str = ""
     data_revision: str = ""  # the commit of a data set of the hub; empty: it is none of the hub's
-    operators: str = ""
-    """of a virtual worker's passes by portable arithmetic, see `operators_of_passes`; empty for other precisions"""
+    operators: str = ""  # by portable arithmetic, of `operators_of_passes`; empty for other precisions
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
         """UserError if `other`, a checkpoint's, is of another recipe, data set or initial weights."""
-        for key, what in _WHAT.items():
-            then, now = getattr(other, key), getattr(self, key)
-            if then != now:
-                was, is_now = _shown(then, now)
-                both = f"{key} {was}, now {is_now}"
-                raise UserError(f"{whose} was trained with {what} ({both}); choose another --out, or give --fresh")
+        differing = _differing(other.as_dict(), self.as_dict())
+        for key in filter(differing.get, _WHAT):
+            both = "{} {}, now {}".format(key, *differing[key])
+            raise UserError(f"{whose} was trained with {_WHAT[key]} ({both}); choose another --out, or give --fresh")
 
     def check_joins(self, run: "Fingerprint", mixed: bool) -> None:
         """UserError if this rank doesn't belong to a `run` at work, which may allow `mixed` conditions."""
@@ -197,22 +180,16 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Of a job with its data, and on a rank with what its network is: the weights as drawn, and the operators."""
     return Fingerprint(
-        recipe_sha256=job.recipe.sha256(),
-        train_images=len(train),
-        data_sha256=data_sha256(train, held),
+        recipe_sha256=job.recipe.sha256(), train_images=len(train), data_sha256=data_sha256(train, held),
         init_sha256=weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else "",
-        drawn_sha256=drawn,
-        conditions=conditions or {},
+        drawn_sha256=drawn, conditions=conditions or {}, data_revision=commit_of(job.data), operators=operators,
         replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
-        data_revision=commit_of(job.data),
-        operators=operators,
-    )
+    )  # fmt: skip
 
 
 def fingerprint_on_rank(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
     """Of a job on this rank, with the hash of the weights as they were drawn, and the operators of its passes."""
-    recipe, drawn = job.recipe, weights_sha256(model.state_dict())
-    operators = ""
+    recipe, drawn, operators = job.recipe, weights_sha256(model.state_dict()), ""
     if recipe.precision == "portable":
         check_stored(recipe.model.name)
         operators = " ".join(sorted(operators_of_passes(model, recipe)))
@@ -255,9 +232,7 @@ def changes(then: Conditions, now: Conditions) -> str:
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], mixed: bool) -> tuple[Differences, bool]:
     """How two fingerprints differ, and whether they do in their conditions alone."""
     result = _differing(*({key: value for key, value in each.items() if key != "conditions"} for each in (one, two)))
-    if result or mixed:
-        return result, False
-    return _differing(one["conditions"], two["conditions"]), True
+    return (result, False) if result or mixed else (_differing(one["conditions"], two["conditions"]), True)
 
 
 def _differing(one: Mapping[str, object], two: Mapping[str, object]) -> Differences:
@@ -292,8 +267,7 @@ def operators_of_passes(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
 
 def words_of(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     """The words of a network by name, with the options, channels and image size of its stored entry."""
-    images = torch.zeros(_IMAGES, entry["channels"], *sides(entry["size"]))
-    labels = torch.zeros(_IMAGES, dtype=torch.int64)
+    images, labels = torch.zeros(_IMAGES, entry["channels"], *sides(entry["size"])), torch.zeros(_IMAGES).long()
     with torch.random.fork_rng(devices=[]):
         model = Model(name=name, options=entry["options"])
         trial = construct(model, classes=_CLASSES, channels=entry["channels"]).train()
@@ -308,8 +282,7 @@ def code_of(words: tuple[str, ...]) -> str:
 def library_of(name: str) -> str:
     """Name and version of the library that a network is of; empty: torusgd."""
     library, colon, _ = name.partition(":")
-    found = _version(library) if colon else ""
-    return f"{library} {found}" if found else ""
+    return f"{library} {found}" if colon and (found := _version(library)) else ""
 
 
 def check_stored(name: str) -> None:
@@ -323,8 +296,7 @@ def check_stored(name: str) -> None:
     if sorted(code := code_of(words)) != sorted(entry["code"]):
         pairs = zip(code, entry["code"], strict=False)
         place = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(words) - 1)
-        raise UserError(
-            f"portable arithmetic: torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}, "
-            f"from operator {place} of {len(words)} on, {words[place].partition('.')[0]}: weights would have other "
-            f"bits; use torch {entry['torch']}, or precision: float32"
-        )
+        both = f"torch {torch.__version__} computes {name} otherwise than torch {entry['torch']}"
+        what = f"{both}, from operator {place} of {len(words)} on, {words[place].partition('.')[0]}"
+        remedy = f"use torch {entry['torch']}, or precision: float32"
+        raise UserError(f"portable arithmetic: {what}: weights would have other bits; {remedy}")

@@ -40,21 +40,19 @@ class Job:
     init: str | None = None  # weights to start from, see `trained_weights.read_initial`
     max_steps: int | None = None
     plan: PlanComparison | None = None
-    replay: Journaled | None = None
-    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    replay: Journaled | None = None  # whose updates are taken again; None: the recipe and the clocks decide them
     expected: Expected | None = None  # the states that steps computed anew must reach; None: this is a run of its own
     delays: str = ""
-    lists: tuple[str, ...] | None = None
-    """what our launcher has found of the images (`open_data.LauncherArrays`); None: the ranks find it together"""
+    lists: tuple[str, ...] | None = None  # of images, found by our launcher (`LauncherArrays`); None: by the ranks
     trace: TracedSteps | None = None
     bucket: str | None = None  # the URL to which what stands in `out` is copied
 
     def as_dict(self) -> dict[str, Any]:
         """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""
         # Ranks that join get weights and write nothing, so neither `init` nor `bucket` is in it.
-        trace = None if self.trace is None else [self.trace.first, self.trace.last]
         plain = {"device": self.device, "out": str(self.out), "max_steps": self.max_steps, "delays": self.delays}
         options = self.options.model_dump(mode="json", exclude_unset=True)
+        trace = None if self.trace is None else [self.trace.first, self.trace.last]
         return {"recipe": self.recipe.as_dict(), "runtime": options, **plain, "trace": trace}
 
     @classmethod

@@ -61,8 +61,7 @@ class Retained:
     tensors: Tensors = field(default_factory=dict)  # as `StepState.state_dict` gives them
     last_event: Callable[[], dict[str, Any]] | None = None
     """line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
-    network: Network | None = None
-    """with these tensors, or of a rank that joins with any; None: not drawn yet"""
+    network: Network | None = None  # with these tensors, or of a rank that joins with any; None: not drawn yet
     saved: LastSaved | None = None
     news: str = ""  # line for people: what the change of ranks has changed
 
@@ -89,8 +88,7 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
 class Offer(NamedTuple):
     """What a rank could give to the others."""
 
-    progress: int = -1
-    """twice the steps that it has done, and 1 for an evaluation after them; below 0: it has not begun"""
+    progress: int = -1  # twice the steps that it has done, and 1 for an evaluation after them; below 0: not begun
     copy: int = -1  # step of the copy in its node's memory; below 0: none
     digest: int = 0
     disk: int = 0  # step of the newest checkpoint, as the first rank has found it
@@ -100,8 +98,7 @@ class Choice(NamedTuple):
     """From what all ranks go on; ranks are group indices."""
 
     source: int  # rank that sends it
-    holders: frozenset[int] = frozenset()
-    """ranks that hold the state themselves; none: no rank has begun"""
+    holders: frozenset[int] = frozenset()  # ranks that hold the state themselves; none: no rank has begun
     is_copy: bool = False  # a copy in the memory of the source's node
 
 
@@ -141,9 +138,7 @@ def choose(offers: Sequence[Offer]) -> Choice | None:
         return Choice(source=0)
     # All nodes save a copy after the same steps, rank 0's clock says which. So copies of one step must be equal.
     copies = [index for index, offer in enumerate(offers) if offer.copy == newest]
-    if len({offers[index].digest for index in copies}) > 1:
-        return None
-    return Choice(copies[0], is_copy=True)
+    return Choice(copies[0], is_copy=True) if len({offers[index].digest for index in copies}) == 1 else None
 
 
 def holders_of(steps: Sequence[int]) -> frozenset[int]:
@@ -152,13 +147,10 @@ def holders_of(steps: Sequence[int]) -> frozenset[int]:
     >>> holders_of([4, 5, 5]), holders_of([4, 5, 4]), holders_of([4, 5]), holders_of([7, -1])
     (frozenset({1, 2}), frozenset({0, 2}), frozenset({1}), frozenset({0}))
     """
-    by_step: dict[int, list[int]] = {}
-    for index, step in enumerate(steps):
-        if step >= 0:
-            by_step.setdefault(step, []).append(index)
     # A step that two hold comes before a newer one that nobody else can confirm: of a state that a single rank holds,
     # nobody could tell whether its memory has failed. At most one step is redone for that.
-    return frozenset(max(by_step.items(), key=lambda each: (len(each[1]) > 1, each[0]))[1])
+    newest = max(steps, key=lambda step: (step >= 0, steps.count(step) > 1, step))
+    return frozenset(index for index, step in enumerate(steps) if step == newest)
 
 
 class Beginning:
@@ -174,18 +166,16 @@ class Beginning:
         if self._memory is None:  # then the disk has no rival, and the others need not know its step
             return Offer()
         self.wait()
-        disk = step_on_disk(self._checkpoints) if is_first else 0
-        copy = self._memory.read()
+        offer = Offer(disk=step_on_disk(self._checkpoints) if is_first else 0)
+        if (copy := self._memory.read()) is None:
+            return offer
         try:
-            if copy is not None:
-                self._fitting(copy)
+            self._fitting(copy)
         except UserError as error:
             warn(f"in this node's memory: {error}")
-            copy = None
+            return offer
         self._copy = copy
-        if copy is None:
-            return Offer(disk=disk)
-        return Offer(copy=copy.step, digest=int(weights_sha256(copy.tensors)[:15], 16), disk=disk)
+        return offer._replace(copy=copy.step, digest=int(weights_sha256(copy.tensors)[:15], 16))
 
     def wait(self) -> None:
         self._liveness.outside("the checkpoint", str(self._checkpoints))
@@ -231,10 +221,9 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
     offers = [Offer(*row.tolist()) for row in world.all_gather(torch.tensor(offer, device=world.small_device))]
     # SIGKILL 11: the newest state that two ranks confirm; every rank finds the same one in the same offers.
     choice = choose(offers)
-    if choice is None:
-        if world.rank == 0:
-            warn(f"the nodes' copies of step {max(offers, key=lambda each: each.copy).copy} are not alike; ignored")
-        choice = Choice(source=0)
+    if choice is None and world.rank == 0:
+        warn(f"the nodes' copies of step {max(each.copy for each in offers)} are not alike; ignored")
+    choice = choice or Choice(source=0)
     if not choice.holders and beginning is not None:
         beginning.wait()
     message: dict[str, Any] = {}
@@ -267,10 +256,9 @@ def _found(
         origin = f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint"
         return *beginning.read(choice.is_copy), origin
     assert retained.state is not None, "it holds it"
-    if len(choice.holders) < len(world.ranks):
-        return retained.state, retained.tensors, ""
-    # All have the weights; scales of gradients may differ if one rank has measured again.
-    return retained.state, {name: each for name, each in retained.tensors.items() if not name.startswith(_LARGE)}, ""
+    # If all have the weights, scales of gradients may differ even so, of a rank that has measured again.
+    left_out = _LARGE if len(choice.holders) == len(world.ranks) else ()
+    return retained.state, {name: each for name, each in retained.tensors.items() if not name.startswith(left_out)}, ""
 
 
 def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, origin: str) -> None:

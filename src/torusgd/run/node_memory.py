@@ -1,9 +1,8 @@
 """The newest state of a run in the memory of its nodes, for ranks that torchrun starts again.
 
 torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. So the first rank
-of each node saves copies of the state in a folder of the node's shared memory, which lies on no disk and belongs to
-torchrun's agent there. When ranks begin, they take the newest copy that any node holds, or the newest checkpoint if
-that is newer (`newest_state`).
+of each node saves copies of the state in a folder of the node's shared memory, which belongs to torchrun's agent there.
+When ranks begin, they take the newest copy that any node holds, or the newest checkpoint if that is newer.
 """
 
 import os
@@ -35,11 +34,8 @@ class NodeMemory:
     """This rank's view of the copies in a folder of its node, of which one rank `saves` them."""
 
     def __init__(self, folder: Path, saves: bool) -> None:
-        self._folder, self._saves = folder, saves
-        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if saves else None
-        """None: this rank saves no copies"""
-        self._began = -inf
-        self._copying = 0.0
+        self._folder, self._began, self._copying = folder, -inf, 0.0
+        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if saves else None  # None: saves none
 
     def is_due(self) -> bool:
         if self.writer is None or self.writer.is_writing:
@@ -63,13 +59,12 @@ class NodeMemory:
         except (OSError, RunError) as error:
             warn(f"the state is no longer saved in this node's memory: {error}")
             self.forget()
-            return
         self._copying = time.monotonic() - self._began
 
     def read(self) -> Checkpoint | None:
         """The newest whole copy on this node, on the rank that saves them; a line reports a damaged one."""
         with suppress(OSError):
-            for path in list_checkpoints(self._folder) if self._saves else ():
+            for path in list_checkpoints(self._folder) if self.writer is not None else ():
                 try:
                     return read_checkpoint(path)
                 except UserError as error:
@@ -87,14 +82,18 @@ class NodeMemory:
 def node_memory(job: Job) -> NodeMemory | None:
     """The memory of this rank's node; None if nobody starts ranks again, or copies of a state are not enough."""
     agent = torchrun_agent()
-    if not agent or not job.options.node_memory or fixed_ranks(setup_of(job)):
-        return None
-    if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
+    # A journal is on the disk alone, and may end before a copy.
+    if not agent or not job.options.node_memory or fixed_ranks(setup_of(job)) or job.recipe.synchrony.keeps_journal:
         return None
     folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
     saves = os.environ.get("LOCAL_RANK") == "0"
     if saves:
-        _sweep()  # shared memory outlives an agent that was killed, and counts as used until it is removed
+        # What agents of this user that have ended left behind: shared memory counts as used until it is removed.
+        # Containers that share the node's memory number their processes apart, so each leaves the others' folders.
+        for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
+            ended = _NAME.fullmatch(path.name)
+            if ended is not None and ended[1] == _namespace() and start_of(int(ended[2])) != int(ended[3]):
+                shutil.rmtree(path, ignore_errors=True)
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
@@ -108,18 +107,8 @@ def node_memory(job: Job) -> NodeMemory | None:
 
 def torchrun_agent() -> str:
     """The agent that has started this rank: NAMESPACE-PROCESS-BEGIN, which no other on its machine has; empty: none."""
-    agent = os.getppid()
-    began = start_of(agent)
+    began = start_of(agent := os.getppid())
     return "" if "TORCHELASTIC_RUN_ID" not in os.environ or began is None else f"{_namespace()}-{agent}-{began}"
-
-
-def _sweep() -> None:
-    """Removes what agents of this user that have ended left behind."""
-    # Containers that share the node's memory number their processes apart, so each leaves the others' folders alone.
-    for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
-        found = _NAME.fullmatch(path.name)
-        if found is not None and found[1] == _namespace() and start_of(int(found[2])) != int(found[3]):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _namespace() -> str:

@@ -81,9 +81,8 @@ class HostShare:
                     file = _write(arrays)
         process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
         path = f"/proc/{process}/fd/{number}"
-        if number >= 0:
-            with suppress(OSError):
-                arrays = read_arrays(Path(path))
+        with suppress(OSError):
+            arrays = read_arrays(Path(path)) if number >= 0 else arrays
         if arrays is None:
             arrays = make(self._progress)
         if self._keeps:
@@ -137,13 +136,11 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     allocate = allocate_pinned if is_gpu else allocate_by_torch
-    training = make(train, recipe.data, recipe.seed, allocate)
-    processes, threads = None, loader_threads(device)
+    training, processes, threads = make(train, recipe.data, recipe.seed, allocate), None, loader_threads(device)
     if job.options.loader_processes:
         threads = job.options.loader_processes  # each of which waits for a process
         opened = partial(open_pipeline, make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))
         processes = LoaderProcesses(training, opened, threads)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
-    loader = Loader(processes or training, order, threads=threads, ahead=threads + 3)
     evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed, allocate)
-    return Data(training, evaluated, loader, processes)
+    return Data(training, evaluated, Loader(processes or training, order, threads, ahead=threads + 3), processes)

@@ -1,9 +1,8 @@
 """What a run leaves so that others can check it: records of its state (`step.records`), and checkpoints to begin from.
 
-With `verify_every` the steps are given, and a light checkpoint goes with each record, which has the tensors that the
-record has hashes of, and nothing else. Otherwise rank 0's clock decides, so that all records together cost at most
-FRACTION of the time, unless it is so short that the first and the last, which are always written, are more; there are
-at most MOST of them.
+With `verify_every` the steps are given, and a light checkpoint goes with each record, of the tensors that the record
+has hashes of. Otherwise rank 0's clock decides: at most MOST records, which together cost at most FRACTION of the time,
+unless the first and the last, which are always written, cost more.
 """
 
 import time
@@ -31,13 +30,12 @@ class Recorder:
 
     def __init__(self, job: Job, world: Group, every: Collection[int], steps: int) -> None:
         self._job, self._world, self._is_first = job, world, world.rank == 0
-        self._every = frozenset(every) if job.options.verify_every is not None else frozenset()
-        self._steps = steps
+        self._every, self._steps = frozenset(every if job.options.verify_every is not None else ()), steps
         self._file: records.RecordFile | None = None
         self._writer: LightWriter | None = None
         self._began, self._cost, self._spent, self._last_step = time.monotonic(), 0.0, 0.0, 0
+        # Whether the last state is not what was expected, and a checkpoint is to be compared with it.
         self.is_refuted = self.wants_checkpoint = False
-        """whether the last state is not what was expected, and a checkpoint is to be compared with it"""
         # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
         is_paced = not self._every and job.expected is None and not job.options.cuda_graphs
         self.watch = records.RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
@@ -51,7 +49,9 @@ class Recorder:
             self._record(state, tensors, records.StateLine(step=0))
         if not self._every or not self._is_first:
             return ""
-        size, left = checkpoint_bytes(tensors), sum(step > state.step for step in self._every)
+        model = {f"{MODEL}{name}": each for name, each in tensors.model.state_dict().items()}
+        size = light_bytes(model | records.recorded_tensors(tensors.expected_state(True)))
+        left = sum(step > state.step for step in self._every)
         sizes = f"{byte_size(size)}, {byte_size(left * size)} in all"
         return f"verify_every {self._job.options.verify_every}: {plural(left, 'light checkpoint')} of about {sizes}"
 
@@ -62,8 +62,12 @@ class Recorder:
         rates = (stats.step.lr, stats.step.momentum, stats.step.weight_decay_factor)
         line = records.StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
         line = self._record(state, tensors, line)
-        if self._job.expected is not None:
-            self._compare(line, self._job.expected)
+        if (expected := self._job.expected) is not None:
+            recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
+            is_refuted = recorded is not None and bool(records.first_differences(recorded, line))
+            # Rank 0 has all of the digests, whoever made them.
+            found = is_refuted, checkpoint is not None and checkpoint != line.tensors
+            self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
         elif state.step in self._every:
             saved = tensors.state_dict(state.step, keep=self._is_first)
             if self._writer is not None:
@@ -110,15 +114,6 @@ class Recorder:
             copy = Mirror(self._job.bucket).put_light if self._job.bucket is not None else None
             self._writer = LightWriter(folder.verify, copy)
 
-    def _compare(self, line: records.StateLine, expected: records.Expected) -> None:
-        recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
-        found = [
-            recorded is not None and bool(records.first_differences(recorded, line)),
-            checkpoint is not None and checkpoint != line.tensors,
-        ]
-        # Rank 0 has all of the digests, whoever made them.
-        self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
-
     def _is_fixed(self, steps: int) -> bool:
         if self._job.expected is not None:
             return steps in self._job.expected.states or steps in self._job.expected.checkpoints
@@ -140,9 +135,3 @@ class Recorder:
         cost = time.monotonic() - began + self.watch.seconds
         self._last_step, self._cost, self._spent = state.step, max(self._cost, cost), self._spent + cost
         return line
-
-
-def checkpoint_bytes(tensors: StepState) -> int:
-    """About the bytes of a light checkpoint."""
-    model = {f"{MODEL}{name}": each for name, each in tensors.model.state_dict().items()}
-    return light_bytes(model | records.recorded_tensors(tensors.expected_state(True)))

@@ -62,35 +62,25 @@ class Run:
     """
 
     def __init__(
-        self,
-        job: Job,
-        world: Group,
-        stop: StopFlag,
-        restarts: int,
-        liveness: Liveness | None = None,
-        retained: Retained | None = None,
-        generations: Generations | None = None,
-        memory: NodeMemory | None = None,
-    ) -> None:
+        self, job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness | None = None,
+        retained: Retained | None = None, generations: Generations | None = None, memory: NodeMemory | None = None,
+    ) -> None:  # fmt: skip
         self.liveness = liveness or Liveness()
         self.retained = retained = retained or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self._generations, self.memory, self.schedule = generations, memory, retained.schedule
+        self._is_first = world.rank == 0  # rank 0 alone prints and writes
         self._metadata = weights_metadata(job.recipe, retained.data.training.source.classes)
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
-        self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
-        if job.expected is not None:
-            self._evaluations = {*job.expected.evaluations}
+        own = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
+        self._evaluations = own if job.expected is None else {*job.expected.evaluations}
         saves, last = self._boundaries(job.options.checkpoint_every), retained.saved.at if retained.saved else None
         self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
         requests = Requests(
-            self._must_stop,
-            self.liveness,
-            self._evaluations | saves | {self.steps},
-            save_due=self._saver.is_due,
+            self._must_stop, self.liveness, self._evaluations | saves | {self.steps}, save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
-        )
+        )  # fmt: skip
         limit, images = job.recipe.data.max_replaced, self.schedule.train_images
         replaced = ReplacedImages(limit, images, lambda: self.state.totals.replaced)
         # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
@@ -110,9 +100,8 @@ class Run:
     def run(self) -> RunResult:
         """Trains from the last good checkpoint, from what the ranks have retained, or from the start, to the end.
 
-        Raises:
-            RunError: Training can't go on; a checkpoint of the last good step stands if the disk allows it.
-            CommError: Other ranks are lost; those that are left may go on with what they `keep`.
+        RunError if it can't go on, with a checkpoint of the last good step if the disk allows it; CommError if other
+        ranks are lost: those that are left may go on with what they `keep`.
         """
         try:
             agreed = self._take_newest()
@@ -143,9 +132,6 @@ class Run:
         except BaseException:
             self.close()
             raise
-        return self._ended(result)
-
-    def _ended(self, result: RunResult) -> RunResult:
         # What may have no end is named by what it is: threads and loaders, then what takes the last files.
         self.liveness.progress("close", self.state.step, 0)
         self.trainer.close()  # not if a rank is lost: threads and groups still wait for it
@@ -159,16 +145,13 @@ class Run:
         """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
         self.close_files()
         self.trainer.close()
-        trainer = self.trainer
-        known: dict[str, Any] = {"fingerprint": trainer.fingerprint, "network": trainer.network}
-        known["generation"] = trainer.membership.generation
+        trainer, saved = self.trainer, self._saver.last() or self.retained.saved
+        generation, network = trainer.membership.generation, trainer.network
+        known = replace(self.retained, fingerprint=trainer.fingerprint, network=network, generation=generation)
         if not self._is_ready:
-            return replace(self.retained, **known)
-        return replace(
-            self.retained, **known, state=self.state, counted=self._counted, last_event=self._last_event,
-            tensors=trainer.step.state.state_dict(self.state.step, keep=True),
-            saved=self._saver.last() or self.retained.saved,
-        )  # fmt: skip
+            return known
+        tensors, event = trainer.step.state.state_dict(self.state.step, keep=True), self._last_event
+        return replace(known, state=self.state, counted=self._counted, last_event=event, tensors=tensors, saved=saved)
 
     def close(self) -> None:
         """Ends this rank's part in the run, whatever has become of the others."""
@@ -184,10 +167,7 @@ class Run:
                 each.close()
 
     def _train(self, saved: int, is_due: bool) -> RunResult | None:
-        """Steps, evaluations and checkpoints (at once with `is_due`) from the one of step `saved` on.
-
-        How this rank's part ends before the last step; None: all steps are taken.
-        """
+        """How this rank's part ends before the last step; None: it does not. `is_due`: a checkpoint, at once."""
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.saved = saved
         deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
@@ -241,7 +221,6 @@ class Run:
             raise
 
     def _note(self, stats: StepStats, news: str) -> None:
-        """Counts a step that was taken, and writes what is to be written of it."""
         state = self.state
         state.count(stats)
         if stats.balance is not None and stats.balance.move is not None:
@@ -323,22 +302,15 @@ class Run:
         self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
-            "recipe": self.job.recipe.name,
-            **evaluation.as_summary(),
-            **top1,
-            "world_size": self.world.size,
-            "restarts": self.restarts,
-            "shares": {str(rank): count for rank, count in self.membership.by_rank.items()},
-            "lost_ranks": sorted(self.liveness.lost),
-            **state.as_summary(),
-            "weights_sha256": weights_sha256(tensors),
-        }
+            "recipe": self.job.recipe.name, **evaluation.as_summary(), **top1, "world_size": self.world.size,
+            "restarts": self.restarts, "shares": {str(rank): n for rank, n in self.membership.by_rank.items()},
+            "lost_ranks": sorted(self.liveness.lost), **state.as_summary(), "weights_sha256": weights_sha256(tensors),
+        }  # fmt: skip
         if self._is_first:
             if self.job.plan is not None:
                 summary["predicted"] = self.job.plan.beside(run_dir.events)
             summary["records"] = self._recorder.result(summary, {**figures_of(evaluation), **top1})
-            records = {"records_sha256": summary["records"]["sha256"]}
-            write_result(run_dir, tensors, summary, self._metadata | records)
+            write_result(run_dir, tensors, summary, self._metadata | {"records_sha256": summary["records"]["sha256"]})
         return summary
 
     def _take_newest(self) -> Agreed:
@@ -400,11 +372,6 @@ class Run:
         saved = int(self.world.broadcast_json(saved))
         return saved, saved < step
 
-    @property
-    def _is_first(self) -> bool:
-        """Rank 0 alone prints and writes."""
-        return self.world.rank == 0
-
     def _must_stop(self) -> bool:
         return self.stop() or (self._is_first and self.retained.requests.to_stop())
 
@@ -413,8 +380,7 @@ class Run:
 
 
 def _wait_for_ranks(world: Group, liveness: Liveness, step: int, stop_is_requested: Callable[[], bool]) -> bool:
-    """Waits, on all ranks of a run that has fewer than it wants, for others: whether they have come, or some are to
-    leave, so that the ranks meet anew; False once a stop was requested. CommError if some more are lost."""
+    """Waits, on all ranks of a run that has too few, until they meet anew; False once a stop was requested."""
     for number in count():
         liveness.progress("wait for ranks", step, number)
         # By a vote, since ranks that left this loop after another number of turns would wait for each other.

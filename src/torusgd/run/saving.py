@@ -45,10 +45,8 @@ class RunState:
     totals: StepTotals = field(default_factory=StepTotals)
     evaluated: _Steps = 0
     seconds_to_target: float | None = None
-    other_conditions: list[Conditions] = field(default_factory=list)
-    """conditions of earlier parts of the run, where they were not today's"""
-    mixed_conditions: list[Conditions] = field(default_factory=list)
-    """of ranks, in any part of the run, whose conditions were not rank 0's"""
+    other_conditions: list[Conditions] = field(default_factory=list)  # of earlier parts, where they were not today's
+    mixed_conditions: list[Conditions] = field(default_factory=list)  # of ranks, in any part, that were not rank 0's
     initial: Fit | None = None
     journal: JournalHead | None = None  # up to where the run has come; None: its journal follows from the recipe
 
@@ -58,16 +56,12 @@ class RunState:
 
     def as_summary(self) -> dict[str, Any]:
         summary = {
-            "steps": self.step,
-            **self.totals.as_summary(),
-            "seconds": round(self.seconds, 3),
-            "resumed_from": self.resumed_from,
-            "seconds_to_target": self.seconds_to_target,
+            "steps": self.step, **self.totals.as_summary(), "seconds": round(self.seconds, 3),
+            "resumed_from": self.resumed_from, "seconds_to_target": self.seconds_to_target,
             **{key: value for key, value in self.fingerprint.as_dict().items() if key not in _OF_A_NETWORK},
             "init": None if self.initial is None else asdict(self.initial),
-            "other_conditions": self.other_conditions,
-            "mixed_conditions": self.mixed_conditions,
-        }
+            "other_conditions": self.other_conditions, "mixed_conditions": self.mixed_conditions,
+        }  # fmt: skip
         return summary if self.journal is None else {**summary, "journal": self.journal.as_summary(self.step)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,9 +80,9 @@ class RunState:
 
 def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
     """The state of a run that goes on from a checkpoint's progress; UserError if it is not of this run."""
-    whose = f"the checkpoint of step {tree.get('step')}"
-    if tree.get("format") != FORMAT:
-        both = f"format {tree.get('format')}, this torusgd reads {FORMAT}"
+    whose, its = f"the checkpoint of step {tree.get('step')}", tree.get("format")
+    if its != FORMAT:
+        both = f"format {its}, this torusgd reads {FORMAT}"
         raise UserError(f"{whose} has {both}; choose another --out, or give --fresh")
     try:
         state = RunState.from_dict(tree)
@@ -104,8 +98,7 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
 def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
     """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
     model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    rest = {name: t for name, t in tensors.items() if not name.startswith(MODEL)}
-    return Checkpoint(model, rest, state.as_dict())
+    return Checkpoint(model, {name: t for name, t in tensors.items() if not name.startswith(MODEL)}, state.as_dict())
 
 
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -140,9 +133,8 @@ class Saver:
         self, job: Job, world: Group, liveness: Liveness, metadata: dict[str, str], steps: set[int], last: float | None
     ) -> None:
         self._world, self._liveness, self._is_first = world, liveness, world.rank == 0
-        keep, copy = job.options.keep_checkpoints, None
-        if job.bucket is not None and self._is_first:
-            copy = partial(Mirror(job.bucket).put_checkpoint, keep=keep)
+        keep, bucket = job.options.keep_checkpoints, job.bucket if self._is_first else None
+        copy = None if bucket is None else partial(Mirror(bucket).put_checkpoint, keep=keep)
         self._writer = CheckpointWriter(RunDir(job.out).checkpoints, keep, metadata, copy)
         self._times = CheckpointTimes(steps, 60.0 * job.options.checkpoint_minutes, self._writer, last)
         self.saved = -1  # step of the last checkpoint, which the run sets before its first step; below 0: not known yet

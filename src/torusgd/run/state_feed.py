@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
@@ -19,7 +20,6 @@ from ..comm.base import CommError, Liveness
 from ..comm.groups import Group, alone
 from ..ranks.generations import Generations
 from ..step.model_state import StepState
-from ..step.watch import Requests
 from ..weights import Tensors
 from .build import build
 from .job import Job
@@ -116,9 +116,8 @@ class StateFollower:
         job, world = replace(job, options=options, trace=None), alone(job.device)
         self._retained, self._state = retained, retained.state
         self._event: Event = {}
-        requests = Requests(lambda: False, liveness)
         known: dict[str, Any] = {"fingerprint": retained.fingerprint, "network": retained.network}
-        self._trainer = build(job, retained.data, world, liveness, requests, **known)
+        self._trainer = build(job, retained.data, world, liveness, **known)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
         """Takes what a `StateFeeds` sends, until it ends or is lost; see `LastingFunction.follow`."""
@@ -144,8 +143,7 @@ class StateFollower:
 
     def keep(self) -> Retained:
         self._trainer.close()
-        state, event = self._state, self._event
-        if state is None:
+        if self._state is None:
             return self._retained
-        tensors = self._trainer.step.state.state_dict(state.step, keep=True)
-        return replace(self._retained, state=state, tensors=tensors, last_event=lambda: dict(event))
+        tensors = self._trainer.step.state.state_dict(self._state.step, keep=True)
+        return replace(self._retained, state=self._state, tensors=tensors, last_event=partial(dict, self._event))

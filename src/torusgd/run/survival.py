@@ -7,6 +7,7 @@ all that is built on them are made anew.
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -94,14 +95,9 @@ def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
     if name == "auto":
         line = f"allreduce auto gives way to native: it was measured with other ranks than these {ranks}"
         return options.model_copy(update=native), line
-    for grid in dict.fromkeys((options.grid_size, None)):
-        try:
-            parse_algorithm(name, ranks, grid)
-        except UserError:
-            continue
-        if grid == options.grid_size:
-            return options, ""
-        line = f"grid {options.grid} does not fit {ranks} ranks: allreduce {name} goes on without it"
-        return options.model_copy(update={"grid": None}), line
-    line = f"allreduce {name} gives way to native: it does not fit {ranks} ranks"
-    return options.model_copy(update=native), line
+    without = f"grid {options.grid} does not fit {ranks} ranks: allreduce {name} goes on without it"
+    for changed, line in ((options, ""), (options.model_copy(update={"grid": None}), without)):
+        with suppress(UserError):
+            parse_algorithm(name, ranks, changed.grid_size)
+            return changed, line
+    return options.model_copy(update=native), f"allreduce {name} gives way to native: it does not fit {ranks} ranks"

@@ -1,7 +1,4 @@
-"""Trained weights: opened for use, with their network and data, or taken by a run that starts from them.
-
-They are those of a run's folder, of a checkpoint's, or of a weight file trained elsewhere.
-"""
+"""Trained weights, of a run's folder, a checkpoint's, or a file trained elsewhere: opened for use, or to start from."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -128,23 +125,17 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
     tensors, metadata = load_weights(file)
     recipe = _recipe(file, metadata, None, overrides)
     classes = tuple(_class_names(file, metadata))
-    network = _with_weights(file, tensors, model_of(recipe, len(classes)))
-    return TrainedModel(file, network.eval(), recipe, classes)
+    return TrainedModel(file, _with_weights(file, tensors, model_of(recipe, len(classes))).eval(), recipe, classes)
 
 
 def open_trained(
     path: Path, data: Path | None, model: str | None, classes: str | None, overrides: Sequence[str] = ()
 ) -> Trained:
-    """Builds the model of a weight file and loads the weights.
+    """Builds the model of a weight file (see `find_weights`), loads the weights, and opens the recipe's data.
 
-    Args:
-        path: A run's folder, a checkpoint's folder, or a weight file (.safetensors, or a .pth of tensors).
-        data: The data set, if the recipe's source needs a path.
-        model: The network, for weights trained elsewhere; with it the data is read as the recipe `folder` says, at
-            224 pixels from a shorter side of 256.
-        classes: File in `data` that lists the class folders in the order of the weights' outputs.
-        overrides: `key.path=value` on the recipe.
-
+    `data` is the data set, if the source needs a path; `model` the network of weights trained elsewhere, with which the
+    data is read as the recipe `folder` says, at 224 pixels from a shorter side of 256; `classes` a file in `data` that
+    lists the class folders in the order of the weights' outputs; `overrides` are `key.path=value` on the recipe.
     UserError if no weights are there, or they are of an unknown network, don't fit it, or name code of their own.
     """
     file = find_weights(path)
@@ -152,7 +143,12 @@ def open_trained(
     listed = [] if classes is None else [f"data.options.classes={json.dumps(classes)}"]
     recipe = _recipe(file, metadata, model, [*listed, *overrides])
     train, held_out = open_sources(recipe.data, data, recipe.seed)
-    _check_classes(file, metadata, train)
+    # Weights know their classes by name; other names in the data would give a wrong result without a word.
+    names = _class_names(file, metadata)
+    if names and names != list(train.classes):
+        pairs = [f"{one!r} there, {two!r} here" for one, two in zip(names, train.classes, strict=False) if one != two]
+        what = next(iter(pairs), f"{len(names)}, {len(train.classes)} here")
+        raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")
     network = _with_weights(file, tensors, model_of(recipe, len(train.classes)))
     return Trained(file, network, recipe, tuple(train.classes), metadata, train, held_out)
 
@@ -161,18 +157,15 @@ def find_weights(path: Path) -> Path:
     """The weight file of a run's folder (finished, else its newest checkpoint), of a checkpoint's, or itself."""
     if path.is_file():
         return path
-    newest = list_checkpoints(path / "checkpoints") if path.is_dir() else []
-    for candidate in (path / FILES[0], *(checkpoint / FILES[0] for checkpoint in newest)):
-        if candidate.is_file():
-            return candidate
+    for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
+        if (folder / FILES[0]).is_file():
+            return folder / FILES[0]
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
 
 
 def _with_weights(file: Path, tensors: Tensors, network: nn.Module) -> nn.Module:
     expected = network.state_dict()
-    for name in expected.keys() - tensors.keys():
-        if name.endswith(_COUNTS):
-            tensors[name] = expected[name]
+    tensors = {name: each for name, each in expected.items() if name.endswith(_COUNTS)} | tensors
     match_weights(tensors, expected, str(file))
     network.load_state_dict(tensors)
     return network
@@ -198,11 +191,8 @@ def check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
     """UserError if the recipe that stands in a stranger's file names code that is not among the keys `given`."""
     # The recipe in a file's metadata is data and never code: whoever opens weights did not choose what it names. So
     # `package.module:factory` counts only if the key is among those that the user has given.
-    known = {
-        "model.name": (recipe.model.name, is_built_in(recipe.model.name)),
-        "data.source": (recipe.data.source, recipe.data.source in SOURCES),
-    }
-    for key, (name, is_known) in known.items():
+    model, source = recipe.model.name, recipe.data.source
+    for key, name, is_known in (("model.name", model, is_built_in(model)), ("data.source", source, source in SOURCES)):
         if not is_known and given.isdisjoint({key, key.partition(".")[0]}):
             why = "which is not torusgd's own, and a file may not choose what code runs"
             remedy = f"if you trust that code, give --set {key}=package.module:factory yourself"
@@ -217,14 +207,3 @@ def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:
     if not isinstance(names, list):
         raise UserError(f"{file}: its metadata holds no list of classes; it is damaged")
     return [str(name) for name in names]
-
-
-def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
-    # Weights know their classes by name; other names in the data would give a wrong result without a word.
-    names = _class_names(file, metadata)
-    if names and names != list(train.classes):
-        differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
-        what = f"{len(names)}, {len(train.classes)} here"
-        if differing:
-            what = f"{differing[0]!r} there, {differing[1]!r} here"
-        raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")

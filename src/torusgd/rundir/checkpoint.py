@@ -13,8 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -128,9 +127,9 @@ def list_checkpoints(folder: Path, end: str = "") -> list[Path]:
 
 def light_bytes(tensors: Mapping[str, Tensor]) -> int:
     """About the bytes of a light checkpoint of these tensors."""
-    total, heads = sum(each.nbytes for each in tensors.values()), {}
-    for name, each in tensors.items():
-        heads[name] = {"dtype": "F32", "shape": [*each.shape], "data_offsets": [total, total]}
+    total = sum(each.nbytes for each in tensors.values())
+    places: dict[str, Any] = {"dtype": "F32", "data_offsets": [total, total]}
+    heads = {name: places | {"shape": [*each.shape]} for name, each in tensors.items()}
     return total + len(json.dumps(heads, separators=(",", ":")))
 
 
@@ -141,37 +140,35 @@ class LightWriter:
         self.folder, self._copy = folder, copy
         self._pool = ThreadPoolExecutor(1, "light-checkpoint")
         self._pending: Future[None] | None = None
-        self._missing: list[int] = []
+        self._missing = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Takes a snapshot now and writes it later; RunError if another machine has taken the run over."""
-        if not self._is_settled(WRITE_PATIENCE):
+        if self._is_settled(WRITE_PATIENCE):
+            self._pending = self._pool.submit(self._write, step, _copies(tensors))
+        else:
             self._miss(step, f"the one before has been written for {WRITE_PATIENCE:g} s")
-            return
-        self._pending = self._pool.submit(self._write, step, _copies(tensors))
 
     def close(self) -> None:
         try:
             self._is_settled(None)
         finally:
             self._pool.shutdown()
-            if len(self._missing) > 1:
-                warn(f"{self.folder}: lacks {len(self._missing)} checkpoints that could not be written")
+            if self._missing > 1:
+                warn(f"{self.folder}: lacks {self._missing} checkpoints that could not be written")
 
     def _is_settled(self, seconds: float | None) -> bool:
-        if self._pending is None:
-            return True
-        if not wait_for([self._pending], timeout=seconds).done:
-            return False
-        pending, self._pending = self._pending, None
-        pending.result()
+        if self._pending is not None:
+            if not wait([self._pending], timeout=seconds).done:
+                return False
+            pending, self._pending = self._pending, None
+            pending.result()
         return True
 
     def _write(self, step: int, tensors: Tensors) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-            size = sum(each.nbytes for each in tensors.values())
-            if shutil.disk_usage(self.folder).free < ROOM * size:
+            if shutil.disk_usage(self.folder).free < ROOM * sum(each.nbytes for each in tensors.values()):
                 raise OSError(errno.ENOSPC, f"the disk has no room for {ROOM} more checkpoints")
             path = self.folder / f"step-{step:08d}{LIGHT}"
             save_weights(path, tensors, {})
@@ -181,8 +178,8 @@ class LightWriter:
             self._miss(step, error.strerror or in_one_line(error))
 
     def _miss(self, step: int, why: str) -> None:
-        self._missing.append(step)
-        if len(self._missing) == 1:  # what is wrong with a disk is wrong with the next ones too
+        self._missing += 1
+        if self._missing == 1:  # what is wrong with a disk is wrong with the next ones too
             warn(f"{self.folder}: the checkpoint of step {step} is left out: {why}; the run goes on")
 
 
@@ -194,9 +191,9 @@ def step_on_disk(folder: Path, unread: int = 0) -> int:
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint, or None if there has never been one; damaged ones are set aside, with a warning.
+    """The newest good checkpoint; None: there has never been one. Damaged ones are set aside, with a warning.
 
-    RunError if the disk can't be read, or all checkpoints are damaged: nothing may begin anew.
+    RunError if the disk can't be read, or all are damaged: nothing may begin anew.
     """
     for path in _patiently(list_checkpoints, folder):
         try:
@@ -227,8 +224,7 @@ class CheckpointWriter:
         self.folder, self._copy, self._keep, self._metadata = folder, copy, keep, metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        # `seconds`: that the last one took to be written.
-        self._began = self.seconds = 0.0
+        self._began = self.seconds = 0.0  # `seconds`: that the last one took to be written
 
     def save(self, checkpoint: Checkpoint, progress: Callable[[float], object] = lambda seconds: None) -> None:
         """Takes a snapshot now and writes it later; first it waits for the one before, as `wait` does."""
@@ -252,7 +248,7 @@ class CheckpointWriter:
         if pending is None:
             return
         began = time.monotonic()
-        while not wait_for([pending], timeout=1.0).done:
+        while not wait([pending], timeout=1.0).done:
             progress(time.monotonic() - began)
         try:
             pending.result()
@@ -268,11 +264,10 @@ class CheckpointWriter:
         self._pool.shutdown()
 
     def _last_good(self) -> str:
-        try:
+        with suppress(OSError):
             last = next(iter(list_checkpoints(self.folder)), None)
-        except OSError:
-            return "what stands there can't be listed"
-        return f"the last good one is {last}" if last else "there is none yet"
+            return f"the last good one is {last}" if last else "there is none yet"
+        return "what stands there can't be listed"
 
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self.folder, checkpoint, self._metadata)
@@ -285,17 +280,13 @@ class CheckpointWriter:
 
 
 class CheckpointTimes:
-    """When a checkpoint is due, by rank 0's clock: after certain steps, and when the `last` (monotonic) is too old.
-
-    While the writer is slow, a checkpoint that is due is put off.
-    """
+    """When one is due, by rank 0's clock: after certain steps, or if the `last` is old; put off while one is slow."""
 
     def __init__(
         self, steps: Collection[int], seconds: float, writer: CheckpointWriter, last: float | None = None
     ) -> None:
-        self._steps, self._seconds, self._writer = steps, seconds, writer
+        self._steps, self._seconds, self._writer, self._is_due = steps, seconds, writer, False
         self.last = time.monotonic() if last is None else last
-        self._is_due = False
 
     def is_due(self, step: int) -> bool:
         """Whether to take one after so many steps; called before the last of them is done."""

@@ -42,19 +42,19 @@ class Mirror:
     @classmethod
     def at(cls, out: Path, warn: Callable[[str], None] = lambda line: None) -> "Mirror | None":
         """That of a run's `--out`; None: it is a folder."""
-        url = url_of(out)
-        return None if url is None else cls(url, warn)
+        return None if (url := url_of(out)) is None else cls(url, warn)
 
     @contextmanager
     def held(self, fresh: bool) -> Iterator[None]:
         """Takes the run's lock and makes the working folder one of the run in the bucket, or with `fresh` of a new one.
 
-        UserError if the bucket can't be used, or another machine is at work; RunError if none of its checkpoints is
-        good.
+        UserError if the bucket can't be used, or another machine is at work; RunError if no checkpoint is good.
         """
         try:
             with RunDir(self.folder).lock():
-                self._refuse_strangers(fresh)
+                there, is_run = self._there()
+                if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
+                    raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
                 self._lease.acquire(self._warn)
                 self._begin(fresh)
         except OSError as error:
@@ -104,15 +104,14 @@ class Mirror:
         there = {name: size for name, size in self._store.sizes().items() if not is_lease(name)}
         return there, _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
 
-    def _refuse_strangers(self, fresh: bool) -> None:
-        there, is_run = self._there()
-        if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
-            raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
-
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
         if fresh and is_run:
-            self._clear(list(there))
+            for checkpoint in self._checkpoints():
+                self._delete(checkpoint)
+            small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in there]
+            for name in (*filter(_LIGHT.fullmatch, there), *small):
+                self._store.delete(name)
         # Another name: what lies here is of an earlier run of this URL, and would be taken for a newer checkpoint.
         if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
             self._forget()
@@ -158,20 +157,12 @@ class Mirror:
 
     def _checkpoints(self) -> list[str]:
         """The names of the whole ones, newest first."""
-        named = [name.split("/") for name in self._store.sizes()]
-        found = [words[1] for words in named if len(words) == 3 and (words[0], words[2]) == ("checkpoints", MANIFEST)]
-        return sorted((name for name in found if name.startswith("step-")), reverse=True)
+        found = map(re.compile(rf"checkpoints/(step-[^/]*)/{re.escape(MANIFEST)}").fullmatch, self._store.sizes())
+        return sorted((each[1] for each in found if each), reverse=True)
 
     def _delete(self, checkpoint: str) -> None:
         for name in (MANIFEST, *CHECKPOINT_FILES):
             self._store.delete(f"checkpoints/{checkpoint}/{name}")
-
-    def _clear(self, names: list[str]) -> None:
-        for checkpoint in self._checkpoints():
-            self._delete(checkpoint)
-        small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in names]
-        for name in (*filter(_LIGHT.fullmatch, names), *small):
-            self._store.delete(name)
 
     def _name_here(self) -> str:
         with suppress(OSError, ValueError):
@@ -211,16 +202,15 @@ class RunCheckpoints:
         name = self.steps().get(step)
         if name is None:
             raise UserError(f"the checkpoint of step {step} is not there any more")
-        path, files = self._folder / name, [name]
-        if not name.endswith(LIGHT):
-            files = [f"{name}/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
+        path, is_light = self._folder / name, name.endswith(LIGHT)
+        files = [name] if is_light else [f"{name}/{file}" for file in (MANIFEST, *CHECKPOINT_FILES)]
         with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)):
             if self._store is not None:
                 path = self._copy / name
                 for file in files:
                     (self._copy / file).parent.mkdir(parents=True, exist_ok=True)
                     self._store.get(file, self._copy / file)
-            if name.endswith(LIGHT):
-                check_regular(path)
-                return load_weights(path)[0]
-            return read_checkpoint(path).tensors
+            if not is_light:
+                return read_checkpoint(path).tensors
+            check_regular(path)
+            return load_weights(path)[0]

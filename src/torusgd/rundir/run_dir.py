@@ -25,10 +25,9 @@ TRACKING_ID = "tracking-id.txt"
 RECORDS = "records.jsonl"
 FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", RECORDS, TRACKING_ID, TRACE)
 STEP = "step-" + 8 * "[0-9]"
-_CHECKPOINTS = (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial")
 # Sub-folders, and what a run writes into them.
 PARTS = {
-    "checkpoints": _CHECKPOINTS,
+    "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
     "verify": (f"{STEP}{LIGHT}", f".{STEP}{LIGHT}.*"),
     "tensorboard": ("events.out.tfevents.*",),
     "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
@@ -71,7 +70,11 @@ class RunDir:
                 yield
             except UserError:
                 if not self._has_begun():
-                    self._remove(traces, is_new)
+                    with suppress(OSError):
+                        for name in (HOLDER, *traces):
+                            (self.path / name).unlink(missing_ok=True)
+                        if is_new:
+                            self.path.rmdir()
                 raise
 
     def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
@@ -99,10 +102,8 @@ class RunDir:
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
         summary = self.read_summary()
-        if summary is None:
-            return None
-        done = summary.get("steps")
-        if isinstance(done, int) and done >= steps:
+        done = None if summary is None else summary.get("steps")
+        if summary is None or (isinstance(done, int) and done >= steps):
             return summary
         with self._telling():
             self.summary.unlink()
@@ -169,20 +170,12 @@ class RunDir:
     def _has_begun(self) -> bool:
         return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))
 
-    def _remove(self, traces: Iterable[str], is_new: bool) -> None:
-        """Removes files under `lock`, and the folder if it `is_new` and holds nothing else."""
-        with suppress(OSError):
-            for name in (HOLDER, *traces):
-                (self.path / name).unlink(missing_ok=True)
-            if is_new:
-                self.path.rmdir()
-
     def _delete_run(self) -> None:
         # Only what a run wrote, by its names, and only since `recipe.yaml` shows that a run wrote here.
         for part, patterns in PARTS.items():
-            for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             folder = self.path / part
+            for path in [found for pattern in patterns for found in folder.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()
         for name in FILES:
@@ -218,11 +211,9 @@ def local_locks(path: Path, mounts: Iterable[str]) -> str:
     """
     # Linux passes locks of NFS and Lustre to their server, unless the file system was mounted so that they stay local.
     # If a file system knows no locks at all, `filelock` makes a lock of the file's existence, which binds all hosts.
-    fields = [line.split() for line in mounts]
+    fields = [line.split()[:4] for line in mounts]
     above = [each for each in fields if len(each) > 3 and path.is_relative_to(each[1])]
-    if not above:
-        return ""
-    _, point, kind, options = max(above, key=lambda each: len(each[1]))[:4]
+    _, point, kind, options = max(above, key=lambda each: len(each[1]), default=("", "", "", ""))
     found = _LOCAL_LOCKS.get(kind.rstrip("4"), set()).intersection(options.split(","))
     return f"{point} ({kind}) is mounted with {min(found)}, so locks bind this host only" if found else ""
 
@@ -234,12 +225,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _first_difference(one: Any, other: Any, path: str = "") -> str:
-    pairs: list[tuple[Any, Any, Any]] = []
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
     if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(key, one.get(key), other.get(key)) for key in {**one, **other}]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [*zip(range(len(one)), one, other, strict=True)]
-    for key, mine, its in pairs:
-        if mine != its:
-            return _first_difference(mine, its, f"{path}.{key}" if path else str(key))
+        for key in {**one, **other}:
+            if one.get(key) != other.get(key):
+                return _first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
     return path

@@ -1,9 +1,8 @@
 """What others see of a run and request of it, through its folder or its bucket alone: no run listens for anybody.
 
 Rank 0 writes `status.json` about once a second. Who may write into the folder may have the run stop, or go on with
-another number of ranks, by a small file; rank 0 or the launcher looks for it once a second. So both work from another
-terminal, and from another node that has the folder. Of a run in a bucket the files are copied here, to a folder of
-their own. This module imports no torch, since whoever runs `status` should not wait for it.
+another number of ranks, by a small file, for which rank 0 or the launcher looks once a second. Of a run in a bucket the
+files are copied here. This module imports no torch, since whoever runs `status` should not wait for it.
 """
 
 import hashlib
@@ -128,7 +127,6 @@ def write_request(path: Path, text: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, by a rename."""
     temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}")
     try:
         temporary.write_text(text)
@@ -163,8 +161,7 @@ class RunView:
     def __init__(self, path: Path) -> None:
         url = url_of(path)
         self.name = url or str(path)
-        self.poll = 0.2 if url is None else 3.0
-        """seconds after which another look may tell something new"""
+        self.poll = 0.2 if url is None else 3.0  # seconds after which another look may tell something new
         self._store = Store(url) if url is not None and not is_locked(working_folder(url)) else None
         self._folder = path if url is None else working_folder(url) if self._store is None else _copy_of(url)
 
@@ -232,16 +229,12 @@ def local_run(path: Path) -> Path:
 
 def working_folder(url: str) -> Path:
     """Where a run of that URL works on this machine."""
-    return cache_folder() / "runs" / _digest(url)
-
-
-def _digest(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:32]
+    return cache_folder() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _copy_of(url: str) -> Path:
     """Where what is there is copied to; its last part is the run's name, as pages show it."""
-    folder = cache_folder() / "seen" / _digest(url) / url.rpartition("/")[2]
+    folder = cache_folder() / "seen" / working_folder(url).name / url.rpartition("/")[2]
     with as_user_error(f"{folder}: can't be made", f"set {CACHE} to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -264,8 +257,8 @@ def _fetch(store: Store, folder: Path, names: tuple[str, ...]) -> None:
 
 def _get(store: Store, name: str, file: Path) -> Path:
     """Copies an object unless it is here already, of the same time and size."""
-    written, size = store.modified(name), store.size(name)
-    if not file.exists() or (file.stat().st_mtime, file.stat().st_size) != (written, size):
+    written = store.modified(name)
+    if not file.exists() or (file.stat().st_mtime, file.stat().st_size) != (written, store.size(name)):
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         store.get(name, temporary)

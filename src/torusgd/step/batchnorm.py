@@ -13,6 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import UserError
 from ..models.registry import is_frozen
 
+_RUNNING = ("running_mean", "running_var")
+
+
+def learning_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The batch-norm layers, by name, whose running statistics follow those of their batches."""
+    named = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm))
+    return {name: layer for name, layer in named if not is_frozen(layer) and isinstance(layer.running_mean, Tensor)}
+
 
 class BatchNormStatistics:
     """The running statistics of a model's batch-norm layers, which are changed in place, stored apart from its passes.
@@ -21,17 +29,15 @@ class BatchNormStatistics:
     and `batch` the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer. After
     `write_to_model` the model's buffers hold the running ones, until `begin_pass`. UserError for a momentum of null.
 
-    With `each_of` so many virtual workers each has a moving average of its own. In training nobody reads them, and a
-    file holds one: so only the first worker's is computed. (Fujitsu's processes evaluated a part of the held-out images
-    each, by averages of their own; the expected accuracy is the same.) With `has_extra` steps may have extra passes.
+    With `each_of` so many virtual workers have moving averages of their own, as Fujitsu's processes evaluated a part of
+    the held-out images each. A file holds one, and training reads none: only the first worker's is computed; the
+    expected accuracy is the same. With `has_extra` steps may have extra passes.
     """
 
     def __init__(self, model: nn.Module, each_of: int | None = None, has_extra: bool = False) -> None:
         self._model, self._each_of = model, each_of
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
-        self._frozen = [layer for layer in layers.values() if is_frozen(layer)]
-        learning = {name: layer for name, layer in layers.items() if not is_frozen(layer)}
-        self.layers = {name: layer for name, layer in learning.items() if isinstance(layer.running_mean, Tensor)}
+        self._frozen = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and is_frozen(layer)]
+        self.layers = learning_layers(model)
         if not self.layers and (each_of is not None or has_extra):
             raise UserError("model: has no batch norm; leave out model.batch_norm_workers and stages.N.extra_pass")
         device = next(model.parameters()).device
@@ -39,18 +45,16 @@ class BatchNormStatistics:
         for name, layer in self.layers.items():
             if layer.momentum is None:
                 raise UserError(f"model: batch norm {name!r} has momentum null; give it a number such as 0.1")
-            assert isinstance(layer.running_mean, Tensor)
-            assert isinstance(layer.running_var, Tensor)
-            running += [layer.running_mean.float(), layer.running_var.float()]
-            momenta += [torch.full_like(layer.running_mean, layer.momentum)] * 2
-        self.running = torch.cat(running)
-        self.momenta = torch.cat(momenta)
-        # The layers' buffers are views of one flat scratch tensor: with momentum 1 a pass leaves its statistics there.
-        for layer in self.layers.values():
+            for key in _RUNNING:
+                running.append(layer.get_buffer(key).float())
+                momenta.append(torch.full_like(layer.get_buffer(key), layer.momentum))
+        for layer in self.layers.values():  # once all are known to be usable
             layer.momentum = 1.0
-        self.batch = self._scratch = self.running.clone()
+        self.running, self.momenta = torch.cat(running), torch.cat(momenta)
+        # The layers' buffers are views of one flat scratch tensor: with momentum 1 a pass leaves its statistics there.
+        self.batch = self.running.clone()
         self._extra = torch.zeros_like(self.running) if has_extra else self.running.new_zeros(0)
-        self._use(self._scratch)
+        self._use(self.batch)
 
     @contextmanager
     def aside(self, scratch: Tensor) -> Iterator[None]:
@@ -69,7 +73,7 @@ class BatchNormStatistics:
     def _use(self, scratch: Tensor) -> None:
         self._scratch, offset = scratch, 0
         for layer in self.layers.values():
-            for key in ("running_mean", "running_var"):
+            for key in _RUNNING:
                 # `data`, for a version counter of its own: what is compiled keeps a buffer, and must not take a change
                 # of another layer's for one of its own.
                 layer._buffers[key] = scratch[offset : offset + layer.num_features].data
@@ -126,9 +130,5 @@ class BatchNormStatistics:
 
     def name_of(self, index: int) -> str:
         """The layer of an element of the flat tensors."""
-        index %= len(self.running)
-        for name, layer in self.layers.items():
-            index -= 2 * layer.num_features
-            if index < 0:
-                return name
-        raise IndexError(index)
+        names = [name for name, layer in self.layers.items() for _ in range(2 * layer.num_features)]
+        return names[index % len(names)]

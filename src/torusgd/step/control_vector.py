@@ -40,8 +40,7 @@ class ControlVector:
     loss: float
     batch_norm: Tensor  # float64: the mean of the batch statistics, as BatchNormStatistics.update takes it
     is_finite: bool
-    sections: Mapping[str, Tensor]
-    """int64, summed over ranks, by name: of each watcher (`watch`) what it sent in this step"""
+    sections: Mapping[str, Tensor]  # int64, summed over ranks, by name: what each watcher (`watch`) sent in this step
 
     def section(self, name: str) -> Tensor:
         """A section; empty if nobody sent it in this step."""
@@ -55,12 +54,10 @@ class ControlMessage:
     """Collects one rank's part of a step's control vector, of `width` statistics, and sums it over ranks."""
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
-        self._to_host = to_host
-        self._rows = (NARROW.rows, width + 1)
-        self._length = NARROW.rows * (width + 1)
+        self._to_host, self._rows, self._length = to_host, (NARROW.rows, width + 1), NARROW.rows * (width + 1)
         # The sums of the passes, then what `send` puts behind them.
         self._memory = torch.zeros(self._length + len(fields(Counts)), dtype=torch.int64, device=device)
-        self._message = self._memory
+        self.message = self._memory  # int64, what was sent, then summed: limbs (statistics, loss), counts, sections
         # Of the message that was sent last, the length of each section.
         self._words: dict[str, int] = {}
         self.counts = Counts()
@@ -79,19 +76,19 @@ class ControlMessage:
         device, length = self._memory.device, self._length
         if not self.counts.contributions:
             self._values.zero_()
-        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
         # What is on the host goes over in one copy; what a GPU has computed is never brought to the host for it.
         here = {name: section for name, section in sections.items() if section.device.type == "cpu"}
         there = {name: section for name, section in sections.items() if name not in here}
+        counts = torch.tensor([*vars(self.counts).values()])
         parts = [pinned(torch.cat([counts, *here.values()]), device), *there.values()]
         self._words = {name: section.numel() for name, section in (here | there).items()}
         total = length + sum(part.numel() for part in parts)
         if total > len(self._memory):
             self._memory = torch.cat([self._memory[:length], self._memory.new_zeros(total - length)])
-        self._message = self._memory[:total]
-        for target, part in zip(self._message[length:].split([part.numel() for part in parts]), parts, strict=True):
+        self.message = self._memory[:total]
+        for target, part in zip(self.message[length:].split([part.numel() for part in parts]), parts, strict=True):
             target.copy_(part, non_blocking=True)
-        return allreduce.start(self._message)
+        return allreduce.start(self.message)
 
     @property
     def _values(self) -> Tensor:
@@ -100,10 +97,9 @@ class ControlMessage:
 
     def read(self) -> ControlVector:
         """The summed record, after `send`'s work; one transfer to the host. RunError if the ranks' programs differ."""
-        length = self._length
-        sums = decode(self._message[:length].view(self._rows), NARROW)
+        sums = decode(self.message[: self._length].view(self._rows), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
-        small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
+        small = self._to_host(torch.cat([floats.view(torch.int64), self.message[self._length :]]))
         loss, is_finite = struct.unpack("2d", struct.pack("2q", *small[:2].tolist()))
         behind = 2 + len(fields(Counts))
         counts = Counts(*small[2:behind].tolist())

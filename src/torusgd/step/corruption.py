@@ -5,11 +5,10 @@ again on another rank, and 64-bit hashes of the integers (`gradients.integer_has
 accepted (`Audit`). Where they differ a third rank computes too, and the one that stands alone is named. Ours; that
 processors compute wrongly in silence is reported by Hochschild et al., "Cores that don't count" (HotOS 2021).
 
-All ranks compute the same update from the same sums, so what they hold in common has the same bits. A flipped bit ends
-that in silence. So every few steps each rank makes a 64-bit fingerprint of what it holds, which travels in the step's
-first message, and they are compared once more before each checkpoint (`DriftWatch`). What that can't see: in a sharded
-update the gather overwrites a rank's copy of the others' shards after every step, so a flip there is found in steps
-that are compared only, and one in a rank's own shard reaches all ranks alike.
+All ranks compute the same update from the same sums, until a bit flips. So every few steps each rank's 64-bit
+fingerprint of what it holds travels in the step's first message, and once more before each checkpoint (`DriftWatch`).
+In a sharded update the gather overwrites a rank's copy of the others' shards after every step: a flip there is found in
+steps that are compared only, and one in a rank's own shard, which reaches all ranks alike, never.
 """
 
 import socket
@@ -36,6 +35,8 @@ _MOST_NAMED = 8
 # After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.
 _IMAGES = 15_000
 _OF_UPDATE = 100
+_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
+_SHIFT, _TURN, _KEY = range(3)
 
 
 class DriftWatch(StepWatch):
@@ -81,11 +82,10 @@ class DriftWatch(StepWatch):
     def _compare(self, message: Tensor, step: int, members: Collection[int] | None) -> None:
         columns = message.view(self._world.size, -1).T.tolist()
         suspects, is_clear = set[int](), True
-        compared = set(range(self._world.size) if members is None else members)
+        compared = range(self._world.size) if members is None else members
         for parallel, found in zip(self._held, columns, strict=True):
             for first in range(parallel):
-                group = compared.intersection(range(first, self._world.size, parallel))
-                odd, by_majority = differing({index: found[index] for index in sorted(group)})
+                odd, by_majority = differing({n: found[n] for n in sorted(compared) if n % parallel == first})
                 suspects |= odd
                 is_clear &= by_majority
         if suspects:
@@ -114,9 +114,8 @@ class DriftWatch(StepWatch):
         return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
 
     def _blamed(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
-        named = [named_with_host(self._world, index) for index in suspects[:_MOST_NAMED]]
-        more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
-        who = ", ".join(named) + more
+        who = ", ".join(named_with_host(self._world, index) for index in suspects[:_MOST_NAMED])
+        who += f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
         what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
             "different weights, and no majority says which are right: a memory or processor has failed"
         )  # fmt: skip
@@ -147,19 +146,11 @@ def steps_between(images: int) -> int:
 
 
 def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
-    """Who differs from the majority, and whether there is one; without one, all that could be wrong.
-
-    >>> differing({0: 7, 1: 7, 2: 8}), differing({0: 7, 1: 8})
-    (({2}, True), ({0, 1}, False))
-    """
+    """Who differs from the majority, and whether there is one; without one, all that could be wrong."""
     ((usual, count),) = Counter(fingerprints.values()).most_common(1)
     if 2 * count > len(fingerprints):
         return {index for index, value in fingerprints.items() if value != usual}, True
     return set(fingerprints), False
-
-
-_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
-_SHIFT, _TURN, _KEY = range(3)
 
 
 class Audit(StepWatch):
@@ -240,8 +231,7 @@ class Audit(StepWatch):
         return _draw(self._share, self._seed, step, max(membership.counts), len(membership.ranks))
 
     def _first_difference(self, step: int, membership: Membership) -> tuple[int, dict[int, int]]:
-        """The first virtual worker of which two ranks found different hashes, and these by the ranks' indices, its
-        owner's first; all hashes are sent for it."""
+        """The first virtual worker of which two ranks found different hashes, and these by rank index, owner first."""
         (turns, distance), size = self._turns(step, membership), self._world.size
         checks = [(owner, worker) for owner, mine in enumerate(membership.shares) for worker in _at(turns, mine)]
         hashes = torch.zeros(2, len(checks), dtype=torch.int64)
@@ -271,14 +261,13 @@ class Audit(StepWatch):
             one, two = (named_with_host(self._world, index) for index in pair)
             who = f"one of them computes wrongly, and it takes a third rank to say which{_REMEDY}"
             raise CorruptionError(f"{what.format(f'{one} found', two)}: {who}")
-        answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
-        if third == self._world.rank:
-            answer.copy_(torch.tensor(_value(recompute, worker)))
+        found = _value(recompute, worker) if third == self._world.rank else (0, 0)
+        answer = torch.tensor(found, device=self._world.device)
         two = " and ".join(f"rank {self._world.ranks[index]}" for index in pair)
         both = f"step {step}: {two} found other integers for the same virtual worker ({worker})"
         self._sum(answer, both, "a third could say which is right")
         value, unread = answer.tolist()
-        alone = [index for index, found in pair.items() if found != value or unread]
+        alone = [index for index, own in pair.items() if own != value or unread]
         others = [index for index in (*pair, third) if index not in alone]
         names = [named_with_host(self._world, index) for index in [*alone, *others]]
         if len(alone) > 1:
@@ -309,6 +298,6 @@ def _at(turns: Sequence[int], workers: Sequence[int]) -> list[int]:
 
 
 def _keyed_sum(seed: int, step: int, hashes: Mapping[int, int]) -> int:
-    """The sum of hashes, each times an odd key of its virtual worker and the step."""
+    # Each hash times an odd key of its virtual worker and the step.
     keys = keyed_hash(AUDIT, seed, step, _KEY, np.array([*hashes], dtype=np.int64)) | np.uint64(1)
     return sum(key * value for key, value in zip(keys.tolist(), hashes.values(), strict=True))

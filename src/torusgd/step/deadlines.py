@@ -1,16 +1,12 @@
 """Steps that leave out late work: whose gradients they take, their deadlines, and passes in a thread of their own.
 
-A step takes the gradients of all, of a journal, or of whoever meets its deadline:
-
-    count        the first so many virtual workers to finish, on whichever ranks
-    seconds      what each rank has finished so long after its own beginning of the step
-
-With a model of delays in the recipe no clock is read: each virtual worker takes a second of virtual time and the delay
-that the model gives it.
+A step takes the gradients of all, of a journal, or of whoever meets its deadline: the first so many virtual workers to
+finish, on whichever ranks, or what each rank has finished so many seconds after its own beginning of the step. With a
+model of delays in the recipe no clock is read: a virtual worker takes a second of virtual time and its delay.
 
 So that a rank whose passes are late still takes part in every step, they run in a thread (`PassThread`). The step's own
-thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages at the deadline,
-whatever the thread is doing: computing, waiting for images, or asleep. What the thread brings later is dropped.
+thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages at the deadline.
+What the thread brings later is dropped.
 """
 
 import queue
@@ -47,6 +43,14 @@ from .work_stealing import GroupStore
 # Virtual seconds of a virtual worker without its delay.
 PASS = 1.0
 _MICRO = 1_000_000
+# Seconds that `close` waits for a pass that is under way.
+END_SECONDS = 10.0
+# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
+DELAY_UNIT = 0.05
+# Seconds after which a rank queries the store again.
+POLL = 2e-3
+# Steps whose counters stay in the store: ranks are at most one step apart.
+_STEPS_IN_STORE = 2
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,12 @@ class Deadlines:
 
     def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
         form, workers = recipe.synchrony, recipe.virtual_workers
-        if form.delays is not None:
+        delays = None if form.delays is None else delay_model(form.delays, recipe.seed)
+        if delays is not None:
             shares, first_step = each_alone(workers), 0  # the same steps in a run that is resumed
         count, warm = form.count_of(workers), first_step + form.warmup
         self._limits = Limits(shares, recipe.seed, count=count, threshold=form.threshold, warmup=form.warmup, warm=warm)
-        self._virtual: VirtualSteps | None = None
-        if form.delays is not None:
-            self._virtual = VirtualSteps(self._limits, workers, delay_model(form.delays, recipe.seed), PASS)
+        self._virtual = None if delays is None else VirtualSteps(self._limits, workers, delays, PASS)
 
     def next(self, step: int) -> JournalEntry | StepDeadline:
         if self._virtual is not None:
@@ -122,60 +125,28 @@ def as_seconds(microseconds: Sequence[int]) -> F64:
     return np.where(times > 0, times / _MICRO, np.nan)
 
 
-# Seconds that `close` waits for a pass that is under way.
-END_SECONDS = 10.0
-# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
-DELAY_UNIT = 0.05
-# Seconds after which a rank queries the store again.
-POLL = 2e-3
-# Steps whose counters stay in the store: ranks are at most one step apart.
-_STEPS_IN_STORE = 2
-
-
-class Arrivals:
-    """Counts the arrivals of a step over the ranks of a group; all ranks make one at the same time.
-
-    >>> from torusgd.comm.groups import alone
-    >>> arrivals = Arrivals(alone())
-    >>> arrivals.begin(step=7)
-    >>> arrivals.add(), arrivals.add(), arrivals.add(0)
-    (1, 2, 2)
-    """
+class StepWindow:
+    """Whether a step takes what is finished, by all ranks' order of arrival or this rank's seconds; all make one."""
 
     # The ranks' common store adds to a counter and answers with its new value, one rank after the other. So the order
     # of the answers is an order of arrivals that nobody disputes, whatever the ranks' clocks say, and no rank waits for
     # another: a rank that sleeps adds nothing. An answer takes one round trip to the store.
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, virtual_workers: int) -> None:
         self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF)
-        self._deletes = group.rank == 0
-        self._step = 0
+        self._deletes, self._workers = group.rank == 0, virtual_workers
 
-    def begin(self, step: int) -> None:
-        """Counts from 0 for a step; every rank calls it with the same steps."""
-        self._step = step
-        if self._deletes and step >= _STEPS_IN_STORE:
-            old = keys.ARRIVED.format(step=step - _STEPS_IN_STORE)
-            self._store.query(lambda store: store.delete_key(old))
-
-    def add(self, count: int = 1) -> int:
-        """Adds so many arrivals, and returns how many have arrived by then over all ranks."""
-        return self._store.query(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
-
-
-class StepWindow:
-    """Whether a step still takes what is finished: by the order of `Arrivals`, or by this rank's own seconds."""
-
-    def __init__(self, step: int, limit: Limit, virtual_workers: int, arrivals: Arrivals) -> None:
-        self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
-        self._is_counted = limit.count < virtual_workers
+    # Counts from 0; every rank calls it for the same steps.
+    def begin(self, step: int, limit: Limit) -> None:
+        self._step, self._limit, self._is_counted = step, limit, limit.count < self._workers
         self._began, self._is_closed = time.perf_counter(), False
-        arrivals.begin(step)
+        if self._deletes and step >= _STEPS_IN_STORE:
+            self._store.query(lambda store: store.delete_key(keys.ARRIVED.format(step=step - _STEPS_IN_STORE)))
 
     def takes_one(self) -> bool:
         """One more virtual worker has finished here: whether it is among those that the step takes."""
         if self._is_counted and not self._is_closed:
-            number = self._arrivals.add()
+            number = self._add(1)
             if number >= self._limit.count:
                 self.close()
             return number <= self._limit.count
@@ -183,14 +154,14 @@ class StepWindow:
 
     def is_closed(self) -> bool:
         if not self._is_closed:
-            is_full = self._is_counted and self._arrivals.add(0) >= self._workers
+            is_full = self._is_counted and self._add(0) >= self._workers
             self._is_closed = is_full or self.seconds() >= self._limit.seconds
         return self._is_closed
 
     def close(self) -> None:
         """Closes it, if it counts on all ranks."""
         if self._is_counted:
-            self._arrivals.add(self._workers)
+            self._add(self._workers)
         self._is_closed = True
 
     def seconds(self) -> float:
@@ -198,8 +169,11 @@ class StepWindow:
 
     def pause(self, longest: float) -> float:
         """Seconds that this rank may wait before it looks again, at most `longest`."""
-        until = max(0.0, self._limit.seconds - self.seconds())
-        return min(longest, until, POLL if self._is_counted else inf)
+        return min(longest, max(0.0, self._limit.seconds - self.seconds()), POLL if self._is_counted else inf)
+
+    def _add(self, count: int) -> int:
+        """Adds so many arrivals, and returns how many have arrived by then over all ranks."""
+        return self._store.query(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
 
 
 @dataclass(frozen=True)
@@ -209,7 +183,7 @@ class Passed:
     loss: Tensor
     statistics: Tensor  # as `BatchNormStatistics.batch` has them
     gradients: list[tuple[int, Tensor]]  # by slot; slots without one are missing
-    replaced: int
+    batch: Batch
 
 
 class _Unwanted(Exception):
@@ -220,13 +194,12 @@ class PassThread:
     """Runs passes on `copy`, whose parameters are this thread's; it sleeps by a model of `delays` before them."""
 
     def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState, world: Group, delays: str) -> None:
-        self._parameters: list[Tensor] = list(copy.parameters())
-        self._sources: list[Tensor] = list(state.model.parameters())
+        self._copy, self._model = copy, state.model
         named = dict(copy.named_parameters())
         self._slots = [named[name] for name in state.reducer.names]
         self._batch_norm = BatchNormStatistics(copy)
         self._passes = WholeNetwork(copy, recipe, state.precision, self._batch_norm, world.device)
-        self._arrivals, self._arithmetic = Arrivals(world), arithmetic_of(recipe)
+        self._window, self._arithmetic = StepWindow(world, recipe.virtual_workers), arithmetic_of(recipe)
         self._delays = delay_model(delays, recipe.seed, DELAY_UNIT) if delays else None
         self._work: queue.SimpleQueue[Callable[[], Passed] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Passed | Exception] = queue.SimpleQueue()
@@ -246,7 +219,7 @@ class PassThread:
         # gets the new weights before a step's first virtual worker.
         if self._version != step.index:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._sources)
+                torch._foreach_copy_(tuple(self._copy.parameters()), tuple(self._model.parameters()))
             self._version = step.index
         self.is_idle = False
         self._unwanted.clear()
@@ -269,8 +242,8 @@ class PassThread:
         self, view: StepView, limit: Limit, take: Callable[[int], Batch], is_stopped: Callable[[int], bool]
     ) -> Iterator[tuple[Passed, float]]:
         """This rank's virtual workers that finish before the step is closed, with the seconds; a stop closes it."""
-        step, membership = view.step, view.membership
-        window = StepWindow(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
+        step, membership, window = view.step, view.membership, self._window
+        window.begin(step.index, limit)
         left = list(reversed(membership.mine))
         is_mine = False
         while (left or is_mine) and not window.is_closed():
@@ -292,7 +265,6 @@ class PassThread:
         self._unwanted.set()  # the thread ends what is under way as soon as it can
 
     def wait_idle(self) -> None:
-        """Returns when nothing is under way any more."""
         self._unwanted.set()
         while not self.is_idle:
             with suppress(OSError, RunError):  # of a step that is over
@@ -313,21 +285,18 @@ class PassThread:
                     self._done.put(error)
 
     def _pass(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> Passed:
-        delay = self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0
-        if self._unwanted.wait(delay):
+        if self._unwanted.wait(self._delays.seconds(worker, step.index, 0) if self._delays is not None else 0.0):
             raise _Unwanted
         batch = take()
         self._check()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._copy.zero_grad()
         loss = self._passes.forward(step, worker, batch, membership)
         statistics = self._batch_norm.batch.clone()
         self._check()
         self._passes.backward()
         gradients = [(slot, each.grad) for slot, each in enumerate(self._slots) if each.grad is not None]
-        for parameter in self._slots:
-            parameter.grad = None
-        return Passed(step.index, worker, loss.detach(), statistics, gradients, batch.replaced)
+        self._copy.zero_grad()
+        return Passed(step.index, worker, loss.detach(), statistics, gradients, batch)
 
     def _check(self) -> None:
         if self._unwanted.is_set():

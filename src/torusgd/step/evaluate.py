@@ -65,8 +65,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
-    The model is left in evaluation mode. `progress` is called with the index of each of this rank's chunks, `observe`
-    with their results.
+    The model is left in evaluation mode. `progress` and `observe` are called for each of this rank's chunks.
     """
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
@@ -112,8 +111,7 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
     """int64 [2]: images in top-1 and top-5. One whose logits hold a nan is wrong; of equal logits the lower wins."""
     of_target = logits.gather(1, targets[:, None])
     classes = torch.arange(logits.shape[1], device=logits.device)
-    before = (logits > of_target) | ((logits == of_target) & (classes < targets[:, None])) | logits.isnan()
-    rank = before.sum(dim=1)
+    rank = ((logits > of_target) | ((logits == of_target) & (classes < targets[:, None])) | logits.isnan()).sum(dim=1)
     wrong = logits.isnan().any(dim=1)
     return torch.stack([((rank < k) & ~wrong).sum() for k in (1, 5)])
 

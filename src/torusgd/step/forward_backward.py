@@ -1,6 +1,7 @@
 """The forward and backward pass of a virtual worker: of a whole network, with a shared tail, or in local steps."""
 
 import time
+import timeit
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -39,15 +40,9 @@ _PASSES = 3
 class ForwardBackward(Protocol):
     """How a virtual worker goes through a network and back."""
 
-    in_step: bool = False
-    """whether the ranks of a group work in step, so that one that has no images goes on with blank ones"""
-    control_follows: bool = False
-    """whether the gradients may leave in `forward`, so that the control vector leaves after them; alike on all ranks"""
-
-    @property
-    def is_added(self) -> bool:
-        """Whether the last `forward` has added its statistics and its loss to the control vector itself."""
-        return False
+    in_step: bool = False  # whether the ranks of a group work in step: one without images goes on with blank ones
+    control_follows: bool = False  # whether gradients may leave in `forward`, before the control vector; on all ranks
+    is_added: bool = False  # whether the last `forward` has added its statistics and loss to the control vector itself
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
@@ -153,8 +148,7 @@ class LocalSteps(ForwardBackward):
         assert recipe.synchrony.local_steps is not None
         self._state, self._local_steps = state, recipe.synchrony.local_steps
         self._copied = BatchNormStatistics(copy)
-        device = state.batch_norm.running.device
-        self._passes = WholeNetwork(copy, recipe, state.precision, self._copied, device)
+        self._passes = WholeNetwork(copy, recipe, state.precision, self._copied, state.batch_norm.running.device)
         self._optimizer = build_optimizer(recipe.optimizer, copy, recipe.rate.lr)
         own, common = dict(copy.named_parameters()), dict(state.model.named_parameters())
         self._own: list[Tensor] = [own[name] for name in state.reducer.names]
@@ -203,9 +197,8 @@ def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Te
     if batch.partners is None or batch.shares is None:
         return _loss(recipe, logits, targets, "mean")
     # If images are mixed, so is each target.
-    partners, shares = (
-        pinned(each, logits.device).to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares)
-    )
+    device, mixed = logits.device, (batch.partners, batch.shares)
+    partners, shares = (pinned(each, device).to(device, non_blocking=True) for each in mixed)
     # Both losses are linear in the target, so that mixed targets need no table of all classes.
     own, other = (_loss(recipe, logits, each, "none") for each in (targets, partners))
     return (shares * own + (1 - shares) * other).mean()
@@ -245,6 +238,8 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
 
     def one() -> None:
         loss_of(recipe, trial(images), labels, batch).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     with torch.random.fork_rng(devices=[]), _disable_current_modes():
         theirs = _seconds(one, device)
@@ -256,13 +251,6 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
     """The shortest of a few times; the first one, which tries methods, is not among them."""
-    found = []
     # Processor time, so that other work on the machine counts less; a GPU's own time is that of the clock.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    for _ in range(1 + _PASSES):
-        start = clock()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(clock() - start)
-    return min(found[1:])
+    return min(timeit.repeat(work, timer=clock, repeat=1 + _PASSES, number=1)[1:])

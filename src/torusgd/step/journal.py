@@ -1,25 +1,24 @@
 """Which virtual workers' gradients, of which version of the weights, enter an update: data that a step takes.
 
-A synchronous run takes every virtual worker's gradient of the present weights in every step, so its journal follows
-from the recipe and is not written. A run that leaves out late work depends on time; its journal makes it repeatable:
-recipe and journal decide the result. A run of local steps keeps one as well, whose lines name every virtual worker's
-change, so that all relaxed forms are replayed, and checked, in one way.
+The journal of a synchronous run follows from the recipe and is not written. A run that leaves out late work depends on
+time; recipe and journal decide the result. A run of local steps keeps one as well, so that all relaxed forms are
+replayed, and checked, in one way.
 
 The file is text. Its first line names the format, the recipe's hash and V; then comes a line for each update:
 
     17 - 5f0c9a31          step 17 took all gradients
     18 2,8-11 77d04be2     step 18 left out the virtual workers 2, 8, 9, 10 and 11
 
-All gradients of a line are of the weights that its step began with, so the step's number is their version too. The
-last word is the beginning of a SHA-256 over the line and over the whole digest of the line before: a line that was
-changed, removed or moved no longer fits to what stands around it. What was cut off at the end is found by the head
-(the last digest), which stands in each checkpoint and in the summary.
+All gradients of a line are of the weights that its step began with. The last word begins a SHA-256 over the line and
+the whole digest of the line before: a line that was changed, removed or moved no longer fits there. What was cut off at
+the end is found by the head (the last digest), which stands in each checkpoint and in the summary.
 """
 
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ _MOST_BYTES = 1 << 30
 # Hexadecimal digits of each digest that are written; the chain goes on from the whole one.
 _CHECK = 8
 _LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*) (?P<check>[0-9a-f]{8})")
+Head = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,7 @@ class JournalEntry:
 
 
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:
-    """Every virtual worker once.
-
-    >>> synchronous(step=7, virtual_workers=2)
-    JournalEntry(step=7, workers=range(0, 2))
-    """
+    """Every virtual worker once."""
     return JournalEntry(step, range(virtual_workers))
 
 
@@ -66,18 +62,11 @@ class JournalHead:
     last: str
 
     def as_summary(self, updates: int) -> dict[str, Any]:
-        each = round(self.size / max(updates, 1), 1)
-        return {"sha256": self.sha256, "bytes": self.size, "bytes_per_update": each}
+        return {"sha256": self.sha256, "bytes": self.size, "bytes_per_update": round(self.size / max(updates, 1), 1)}
 
 
 class Journal:
-    """A journal as it grows: every rank has its head, up to where the run has come, and rank 0 writes the file.
-
-    >>> journal = Journal("ab" * 32, virtual_workers=4)
-    >>> journal.add(entry_of(0, [0, 3]))
-    >>> journal.head.last[:6]
-    '0 1-2 '
-    """
+    """A journal as it grows: every rank has its head, up to where the run has come, and rank 0 writes the file."""
 
     def __init__(self, recipe_sha256: str, virtual_workers: int, head: JournalHead | None = None) -> None:
         self._recipe_sha256, self._workers = recipe_sha256, virtual_workers
@@ -89,8 +78,7 @@ class Journal:
         """Goes on in a file from the head on; UserError if it is not what the run wrote, RunError if the disk fails."""
         head = self.head
         try:
-            is_new = head.size == len(head.last)
-            text = "" if is_new else path.read_bytes()[: head.size].decode(errors="replace")
+            text = "" if head.size == len(head.last) else path.read_bytes()[: head.size].decode(errors="replace")
             if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
                 text += head.last
             parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
@@ -120,15 +108,12 @@ class Journal:
 
 @dataclass(frozen=True)
 class Journaled:
-    """A journal as it was read."""
-
     left_out: tuple[tuple[range, ...], ...]  # runs of virtual workers that each update, from step 0 on, has left out
     virtual_workers: int
     head: JournalHead
 
     def entry(self, step: int) -> JournalEntry:
-        left_out = {worker for run in self.left_out[step] for worker in run}
-        return entry_of(step, set(range(self.virtual_workers)) - left_out)
+        return entry_of(step, set(range(self.virtual_workers)).difference(*self.left_out[step]))
 
 
 def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, path: Path | None) -> Journal | None:
@@ -139,9 +124,6 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
     if path is not None:
         journal.open(path)
     return journal
-
-
-Head = Mapping[str, Any] | None
 
 
 def read_journal(
@@ -200,26 +182,14 @@ def _digest(before: str, line: str) -> str:
 
 
 def _text(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text.
-
-    >>> _text([2, 8, 9, 10]), _text([])
-    ('2,8-10', '-')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "-"
+    """Ascending numbers as text, such as "2,8-10"; "-" for none."""
+    # Neighbours have the same distance to their place among all.
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "-"
 
 
 def _runs(text: str, workers: int) -> tuple[range, ...] | None:
-    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None: it has not.
-
-    >>> _runs("2,8-10", workers=16)
-    (range(2, 3), range(8, 11))
-    """
+    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None: it has not."""
     if text == "-":
         return ()
     ends = [[int(word) for word in run.split("-")] for run in text.split(",")]

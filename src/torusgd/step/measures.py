@@ -6,11 +6,9 @@ images, give unbiased estimates of both (McCandlish et al., arXiv 1812.06162, ap
 
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)        S = (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-The noise scale is S / |G|^2. With a batch well below it a step with twice the images makes nearly twice the progress;
-well above it more images hardly pay.
-
-In portable arithmetic the pairs of factors that multiply to nothing are counted (`arithmetic.scales`), of one virtual
-worker now and then. Their share stands in the event of the step after, as `lost_pairs`.
+The noise scale is S / |G|^2. With a batch well below it twice the images make nearly twice the progress; well above it
+they hardly pay. In portable arithmetic the pairs of factors that multiply to nothing are counted (`arithmetic.scales`),
+of one virtual worker now and then. Their share stands in the event of the step after, as `lost_pairs`.
 """
 
 import math
@@ -78,8 +76,8 @@ class NoiseWatch(StepWatch):
         self._ends = {span.stop_step for span in schedule.spans}
         self._mean_norm, self._loss_scale = mean_norm, loss_scale
         self._estimate = NoiseEstimate()
-        # float32 [], by virtual worker of this rank and slot.
-        self._norms: dict[int, dict[int, Tensor]] = {}
+        # Of each slot float32 [], by virtual worker of this rank.
+        self._norms: dict[int, list[Tensor]] = {}
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: Work | None = None
 
@@ -93,13 +91,9 @@ class NoiseWatch(StepWatch):
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
         if not self._is_measured(step):
             return None
-        norms = self._norms[worker] = {}
-
-        def take(slot: int, gradient: Tensor) -> None:
-            # On a GPU the host reads none of them before the passes are done.
-            norms[slot] = torch.linalg.vector_norm(gradient.detach().float())
-
-        return take
+        norms = self._norms[worker] = list[Tensor]()
+        # On a GPU the host reads none of them before the passes are done.
+        return lambda slot, gradient: norms.append(torch.linalg.vector_norm(gradient.detach().float()))
 
     def after_passes(self, view: StepView) -> None:
         if self._work is not None:  # of passes that are repeated
@@ -109,7 +103,7 @@ class NoiseWatch(StepWatch):
             return
         squares = torch.zeros(self._workers, dtype=torch.float64)
         for worker, norms in self._norms.items():
-            values = torch.stack([*norms.values()]).tolist() if norms else []
+            values = torch.stack(norms).tolist() if norms else []
             squares[worker] = math.fsum(value * value for value in values)
         self._norms = {}
         # Each squared norm is computed by the rank that has the virtual worker, from the same numbers whichever rank
@@ -129,21 +123,16 @@ class NoiseWatch(StepWatch):
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
         self._estimate.add(small, self._mean_norm() ** 2, view.step.images_per_worker, view.step.batch)
 
-    @property
-    def value(self) -> float | None:
-        return self._estimate.value
-
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         found: dict[str, Any] = {}
-        if (value := self.value) is None:
+        if (value := self._estimate.value) is None:
             return found
         if self._is_measured(view.step.index):
             found["noise_scale"] = float(f"{value:.6g}")
         if view.step.index + 1 in self._ends:
-            found["lines"] = [
-                f"stage {view.step.stage + 1} ends: the gradient noise scale is {value:,.0f} images, the batch "
-                f"{view.step.batch:,}; more images a step would pay up to about the noise scale"
-            ]
+            what = f"the gradient noise scale is {value:,.0f} images, the batch {view.step.batch:,}"
+            pays = "more images a step would pay up to about the noise scale"
+            found["lines"] = [f"stage {view.step.stage + 1} ends: {what}; {pays}"]
         return found
 
     def state(self) -> Mapping[str, Tensor]:

@@ -1,9 +1,8 @@
 """Final Polishing, second form: exact batch-norm statistics over un-augmented images, with frozen weights.
 
-Running averages lag behind the weights and come from augmented images. One pass over fixed batches gives every
-batch-norm layer its population mean and variance, equal for any number of ranks. (Fujitsu's name, HPDC 2020; this
-form, with exact sums, is ours. The first form is a last stage with `augment: false`.) Or the running averages go on
-for some steps of forward passes alone, `refresh`.
+Running averages lag behind the weights and come from augmented images. One pass over fixed batches gives every layer
+its population mean and variance, equal for any number of ranks. (Fujitsu's name, HPDC 2020; exact sums are ours. The
+first form is a last stage with `augment: false`.) Or the averages go on for some forward passes alone, `refresh`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +22,11 @@ from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
 from ..data.to_device import place
-from ..models.registry import is_frozen
 from ..precision import Precision
 from ..recipe.data_schema import Polish
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads
+from .batchnorm import learning_layers
 from .evaluate import Indices, read_ahead
 
 # Torch's, and that of the built-in networks, if the recipe gives none.
@@ -61,7 +60,8 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
-    layers, device = _layers(model), next(model.parameters(), torch.empty(0)).device
+    layers = [*learning_layers(model).values()]
+    device = next(model.parameters(), torch.empty(0)).device
     sums = [torch.zeros(FULL.rows, 3, layer.num_features, dtype=torch.int64, device=device) for layer in layers]
     counts = torch.zeros(len(layers) + 1, dtype=torch.int64, device=device)
 
@@ -75,20 +75,15 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
             counts[-1] += len(batch)
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
-    offset = len(counts)
-    if not message[offset - 1]:
+    (*of_layers, images), *parts = message.split([len(counts), *(s.numel() for s in sums)])
+    if not images:
         raise ValueError("polish: no images on any rank; give batches, and a new generator in place of one that ended")
-    for index, layer in enumerate(layers):
-        part = message[offset : offset + sums[index].numel()].view_as(sums[index])
-        offset += part.numel()
-        if not message[index]:
-            continue  # no image reached it
-        mean, square, variance = decode(part) / message[index]
-        assert isinstance(layer.running_mean, Tensor)
-        assert isinstance(layer.running_var, Tensor)
-        layer.running_mean.copy_(mean)
-        layer.running_var.copy_(variance + (square - mean.square()).clamp(min=0))
-    return int(message[len(counts) - 1])
+    for layer, count, part, own in zip(layers, of_layers, parts, sums, strict=True):
+        if count:  # else no image has reached it
+            mean, square, variance = decode(part.view_as(own)) / count
+            layer.get_buffer("running_mean").copy_(mean)
+            layer.get_buffer("running_var").copy_(variance + (square - mean.square()).clamp(min=0))
+    return int(images)
 
 
 @torch.no_grad()
@@ -96,7 +91,7 @@ def refresh(
     model: nn.Module, steps: Iterable[Sequence[Tensor]], workers: int, momentum: float, allreduce: AllReduce
 ) -> int:
     """Lets the running statistics go on as in training, over steps of `workers` batches in all; the images seen."""
-    layers, device = _layers(model), next(model.parameters()).device
+    layers, device = [*learning_layers(model).values()], next(model.parameters()).device
     edges = [0, *accumulate(2 * layer.num_features for layer in layers)]
     sums = torch.zeros(FULL.rows, edges[-1] + 1, dtype=torch.int64, device=device)
 
@@ -115,16 +110,10 @@ def refresh(
         means = decode(sums)
         images += int(means[-1])
         for layer, low in zip(layers, edges, strict=False):
-            for buffer, first in ((layer.running_mean, low), (layer.running_var, low + layer.num_features)):
-                assert isinstance(buffer, Tensor)
-                mean = means[first : first + layer.num_features] / workers
+            for key, first in (("running_mean", low), ("running_var", low + layer.num_features)):
+                buffer, mean = layer.get_buffer(key), means[first : first + layer.num_features] / workers
                 buffer.mul_(1 - momentum).add_((momentum * mean).to(buffer.dtype))
     return images
-
-
-def _layers(model: nn.Module) -> list[_BatchNorm]:
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_frozen(module)]
-    return [layer for layer in norms if isinstance(layer.running_mean, Tensor)]
 
 
 @contextmanager
@@ -173,10 +162,10 @@ def polish_by_recipe(
     count = min(settings.images or len(pipeline.source), len(pipeline.source))
     size = settings.images_per_batch or recipe.stages[-1].images_per_worker
 
-    def augmented(chunk: Indices) -> Batch:
-        return pipeline.training_batch(chunk, np.zeros_like(chunk), augment=True)
-
-    prepare = augmented if settings.augment else pipeline.validation_batch
+    def prepare(chunk: Indices) -> Batch:
+        if settings.augment:
+            return pipeline.training_batch(chunk, np.zeros_like(chunk), augment=True)
+        return pipeline.validation_batch(chunk)
 
     def batches(chunks: list[Indices]) -> Iterator[Tensor]:
         for batch in read_ahead(prepare, chunks, loader_threads(world.device), progress):

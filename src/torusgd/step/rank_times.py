@@ -130,8 +130,7 @@ class Straggler:
 
     rank: int
     behind: float  # seconds after the median rank, or of the link beyond the median link
-    cause: str
-    """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
+    cause: str  # what took the most time that others did not need: data, compute, network (waits after all were ready)
 
 
 class Stragglers(_Notes):
@@ -192,11 +191,7 @@ def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
 
 
 def slow_link(seconds: Sequence[float]) -> int | None:
-    """The index of the rank whose link stands out as slow, from all ranks' seconds to the next one and back.
-
-    >>> slow_link([0.01, 0.05, 0.06, 0.01])
-    2
-    """
+    """The index of the rank whose link stands out as slow, from all ranks' seconds to the next one and back."""
     if len(seconds) < 3 or min(seconds) <= 0:
         return None
     both = [min(seconds[rank - 1], seconds[rank]) for rank in range(len(seconds))]

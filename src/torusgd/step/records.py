@@ -2,17 +2,15 @@
 
 Who has the recipe and the data computes steps anew from a checkpoint and must get the same hashes (`torusgd verify`).
 The file is JSON, a line each: what the run is (`begin`), the conditions of what follows (`conditions`), the state after
-so many steps (`state`), an evaluation, the result. `before` is the SHA-256 of the whole line before, so that a line
-that was changed, added, removed or moved no longer fits to what stands around it; the hash of the last line stands for
-all of them, and is what a summary, a model card or a paper shows. Jia et al. (arXiv 2103.05633) have such logs of
-checkpoints; hashes that are compared bit for bit, since bits repeat, are ours.
+so many steps (`state`), an evaluation, the result. `before` is the SHA-256 of the whole line before, so that no line
+can be changed, added, removed or moved unseen; the hash of the last one stands for all, in a summary or a paper. Jia et
+al. (arXiv 2103.05633) have such logs of checkpoints; hashes compared bit for bit, since bits repeat, are ours.
 """
 
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,10 +66,8 @@ class ConditionsLine(_Line):
 class StateLine(_Line):
     record: Literal["state"] = "state"
     tensors: dict[str, str] = {}
-    images: str | None = None
-    """of the step's images and labels; None: nobody knew before the step that it would be recorded"""
-    rates: tuple[float, float, float] | None = None
-    """rate, momentum and factor of the weight decay; None before the first step"""
+    images: str | None = None  # of the step's images and labels; None: nobody knew before that it would be recorded
+    rates: tuple[float, float, float] | None = None  # rate, momentum, weight decay's factor; None before the first step
     journal: str | None = None  # digest of the journal up to here; None: it follows from the recipe
 
 
@@ -95,8 +91,7 @@ class Expected:
     """What steps that are computed anew, for `torusgd verify`, are compared with; the run ends at a difference."""
 
     states: Mapping[int, StateLine]
-    checkpoints: Mapping[int, Mapping[str, str]]
-    """digests of the tensors of checkpoints, by their steps; where they differ the state is saved beside"""
+    checkpoints: Mapping[int, Mapping[str, str]]  # digests of their tensors by step; at a difference the state is saved
     evaluations: frozenset[int]  # steps after which the weights are evaluated
     is_final: bool  # whether polish and result follow the last step
 
@@ -106,8 +101,9 @@ def line_sha256(line: str) -> str:
 
 
 def parse_records(text: str) -> tuple[list[Line], str, str]:
-    """The lines of a file of records that fit to each other from its begin, the last one's hash, and what is wrong
-    with the line behind them, if any. A last line without an end is left out: it may be under way.
+    """The lines that fit to each other from the file's begin, the last one's hash, and what is wrong with the next one.
+
+    A last line without an end is left out: it may be under way.
     """
     found: list[Line] = []
     head, reached = "", 0
@@ -135,10 +131,14 @@ class RecordFile:
         except OSError as error:
             remedy = "mend the disk, and give the same command again"
             raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
-        stays = list(takewhile(partial(_stays, step=step, evaluated=evaluated), parse_records(text)[0]))
-        kept = text.split("\n")[: len(stays)]
+
+        def stays(line: Line) -> bool:
+            reached = min(step, evaluated) if isinstance(line, EvaluationLine) else step
+            return line.step <= reached and not isinstance(line, ResultLine)
+
+        self.lines = list(takewhile(stays, parse_records(text)[0]))
+        kept = text.split("\n")[: len(self.lines)]
         self._file = LineFile(path, sum(len(each.encode()) + 1 for each in kept))
-        self.lines = stays
         self.head = line_sha256(kept[-1]) if kept else ""
 
     def add(self, line: Line) -> None:
@@ -150,12 +150,6 @@ class RecordFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _stays(line: Line, step: int, evaluated: int) -> bool:
-    if isinstance(line, ResultLine):
-        return False
-    return line.step <= (min(step, evaluated) if isinstance(line, EvaluationLine) else step)
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, Figure]:
@@ -213,8 +207,7 @@ class RecordWatch(StepWatch):
         self._is_fixed, self._is_wanted = is_fixed, is_wanted
         self._announced = self._step = -1
         self._digests: dict[int, Tensor] = {}
-        self.images, self.seconds = "", 0.0
-        """hash over the virtual workers of the last recorded step, and what it took this rank"""
+        self.images, self.seconds = "", 0.0  # hash over the last recorded step's virtual workers, and what it took
 
     def is_recorded(self, step: int) -> bool:
         return self._is_fixed(step + 1) or self._announced == step + 1
@@ -263,8 +256,7 @@ def first_differences(recorded: StateLine, computed: StateLine) -> list[str]:
     found = [name for name in ("journal", "images", "rates") if getattr(recorded, name) != getattr(computed, name)]
     if None in (recorded.images, computed.images):  # hashed only if the record was expected
         found = [name for name in found if name != "images"]
-    known = recorded.tensors.keys() | computed.tensors.keys()
-    names = (name for name in known if recorded.tensors.get(name) != computed.tensors.get(name))
+    names = {name for name, _ in recorded.tensors.items() ^ computed.tensors.items()}
     return found + sorted(names, key=lambda name: (not name.startswith("optimizer/"), name.startswith("average"), name))
 
 

@@ -21,10 +21,8 @@ class StepTimes:
     seconds: float
     data_seconds: float
     sync_seconds: float
-    on_way_seconds: float
-    """with at least one message under way; nan if nobody can measure it (NCCL)"""
-    update_seconds: float
-    """this rank's own work after its last backward pass: status, mean, optimizer, statistics"""
+    on_way_seconds: float  # with at least one message under way; nan if nobody can measure it (NCCL)
+    update_seconds: float  # this rank's own work after its last backward pass: status, mean, optimizer, statistics
 
 
 # Metadata of a field that stands in an event only if it is not empty or zero.
@@ -51,28 +49,22 @@ class StepStats:
     record: bool = False
     change: bool = False
     redone: int = _counted("redone_steps")
-    overflowed: list[str] = field(default_factory=list, metadata=_RARE)
-    """tensors whose sum left the integer range, before the step was redone"""
-    skipped: list[str] = field(default_factory=list, metadata=_RARE)
-    """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
+    overflowed: list[str] = field(default_factory=list, metadata=_RARE)  # tensors whose sum left its range at first
+    skipped: list[str] = field(default_factory=list, metadata=_RARE)  # with a gradient that is not finite: no update
     audited: int = _counted("audited_workers")
-    left_out: int = _counted("left_out_workers")
-    """virtual workers whose gradients did not enter the update"""
+    left_out: int = _counted("left_out_workers")  # virtual workers whose gradients did not enter the update
+    # Microseconds after which each virtual worker had finished, 0 if it was left out; empty if no clock decides.
     finished: list[int] = field(default_factory=list)
-    """microseconds after which each virtual worker had finished, 0 if it was left out; empty if no clock decides"""
-    underflow: float = field(default=0.0, metadata=_RARE)
-    """fraction of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
+    underflow: float = field(default=0.0, metadata=_RARE)  # fraction of all gradients' elements that a sum made zero
+    # Fraction of the pairs of factors that multiplied to nothing in portable arithmetic; in most steps nobody looks.
     lost_pairs: float = field(default=0.0, metadata=_RARE)
-    """fraction of the pairs of factors that multiplied to nothing in portable arithmetic; in most steps nobody looks"""
     loss_scale: float = 1.0  # factor of the loss in this step; 1 unless the precision is float16
-    slowest: Straggler | None = None
-    """rank whose gradients were ready last in the step before; in most steps nobody looks"""
-    balance: Balance | None = None
-    """speeds of the ranks, and better shares if there are any; in most steps nobody looks"""
+    # In most steps nobody looks at the ranks' times.
+    slowest: Straggler | None = None  # rank whose gradients were ready last in the step before
+    balance: Balance | None = None  # speeds of the ranks, and better shares if there are any
     taken_over: TakenOver | None = None
     lines: list[str] = field(default_factory=list)
-    figures: dict[str, float | str] = field(default_factory=dict)
-    """figures of watchers, by their names in the event"""
+    figures: dict[str, float | str] = field(default_factory=dict)  # figures of watchers, by their names in the event
 
     @property
     def images_left_out(self) -> int:
@@ -121,15 +113,12 @@ class StepTotals:
     skipped: int = 0
     audited: int = 0
     moved: int = 0
-    saved_seconds: float = 0.0
-    """seconds that even shares would have taken longer, by the ranks' measured speed"""
+    saved_seconds: float = 0.0  # seconds that even shares would have taken longer, by the ranks' measured speed
+    # Ranks from which work was moved away, and how many times the median a virtual worker took them at last.
     slow_ranks: dict[str, float] = field(default_factory=dict)
-    """ranks from which work was moved away, and how many times the median a virtual worker took them at last"""
     taken_over: int = 0
-    late_ranks: dict[str, int] = field(default_factory=dict)
-    """number of virtual workers that were taken over, by late rank"""
-    taken_over_saved_seconds: float = 0.0
-    """estimate of the seconds that the steps would have taken longer (`TakenOver.saved`)"""
+    late_ranks: dict[str, int] = field(default_factory=dict)  # virtual workers that were taken over, by late rank
+    taken_over_saved_seconds: float = 0.0  # seconds that the steps would have taken longer (`TakenOver.saved`)
     left_out: int = 0
     images_left_out: int = 0
     step_seconds: float = 0.0

@@ -16,7 +16,6 @@ from torch.profiler import record_function
 
 from ..comm.base import AllReduce, Liveness, Work
 from ..comm.groups import Group
-from ..data.pipeline import Batch
 from ..errors import DivergedError, RunError
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reduced, Reducer
@@ -39,8 +38,6 @@ from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 _LOSS, _STATISTICS = -1, -2
 # Sections of the control vector that the step itself sends.
 _FINISHED, _TAKEN_OVER = "finished", "taken over"
-
-
 T = TypeVar("T")
 
 
@@ -76,8 +73,7 @@ class TrainStep:
     clock: StepClock
     world: Group
     liveness: Liveness
-    stealing: WorkStealing | None = None
-    """claims of idle ranks on the work of late ones; None: each rank computes its own share"""
+    stealing: WorkStealing | None = None  # claims of idle ranks on late ones' work; None: each computes its own share
     pass_thread: PassThread | None = None
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
@@ -176,10 +172,8 @@ class TrainStep:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
         self.control.clear()
-        if self.stealing is not None:
-            work: OwnShare | StealingShare = self.stealing(view.membership)
-        else:
-            work = OwnShare([worker for worker in view.membership.mine if worker in entry.workers])
+        own = [worker for worker in view.membership.mine if worker in entry.workers]
+        work: OwnShare | StealingShare = OwnShare(own) if self.stealing is None else self.stealing(view.membership)
         own_done = sent = None
         self.clock.begin_work(self.reducer.clock.mark())
         while sent is None:
@@ -253,12 +247,7 @@ class TrainStep:
             self.liveness.progress("train", step.index, worker)
             return self.requests.look()
 
-        batches: dict[int, Batch] = {}
-
-        def take(worker: int) -> Batch:
-            batches[worker] = self.images.take(step, worker, membership)
-            return batches[worker]
-
+        take = partial(self.images.take, step, membership=membership)
         try:
             for passed, seconds in self.pass_thread.in_time(view, limit, take, is_stopped):
                 self.reducer.begin_worker(last=False)
@@ -267,10 +256,9 @@ class TrainStep:
                 self.reducer.end_worker()
                 self.control.add(passed.statistics, passed.loss)
                 finished[passed.worker] = max(1, round(1e6 * seconds))
-                batch = batches.pop(passed.worker)
                 for watcher in self.watchers:
-                    watcher.with_batch(step.index, passed.worker, batch)
-                self.control.counts.replaced += passed.replaced
+                    watcher.with_batch(step.index, passed.worker, passed.batch)
+                self.control.counts.replaced += passed.batch.replaced
         except (OSError, RunError) as error:
             self.images.note(error)
             self.control.counts.failed = 1

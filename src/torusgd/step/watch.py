@@ -14,8 +14,8 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
     with_mean      the mean gradient is there, and is not clipped yet
     after          the weights are updated; what the watcher found becomes fields of StepStats, or figures of the event
 
-`check` and `before_accept` may raise, on all ranks alike. What a watcher decides must be the same on all ranks, so it
-decides by the step's number and by what the control vector brings, never by its own clock.
+`check` and `before_accept` may raise, on all ranks alike: what a watcher decides follows from the step's number and the
+control vector, never from its own clock.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,9 +39,7 @@ class StepView:
 
     step: Step
     membership: Membership
-    recompute: Callable[[int], IntegerHash]
-    """function that computes a virtual worker of this step once more, for the hash of its integers alone; OSError or
-    RunError if its images can't be read"""
+    recompute: Callable[[int], IntegerHash]  # a virtual worker's hash anew; OSError or RunError if it can't be read
     is_stopping: bool = False  # whether this rank was requested to stop, so that no rank will use what the step finds
     is_redone: bool = False  # whether the passes were repeated, since a sum had left its range
     is_skipped: bool = False  # whether a gradient is not finite, so that the weights stay (float16)
@@ -63,10 +61,7 @@ class StepWatch:
         return None
 
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
-        """Gives what takes (slot index, float32 gradient) of a virtual worker that this rank computes; None: nothing.
-
-        A gradient holds the factor of the step's loss scale, and is valid during the call only.
-        """
+        """What takes (slot index, float32 gradient times the loss scale, valid during the call only); None: nothing."""
         return None
 
     def with_batch(self, step: int, worker: int, batch: Batch) -> None:

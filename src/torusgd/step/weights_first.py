@@ -1,8 +1,7 @@
 """A layer's weight gradient before its input gradient, so that it leaves for the other ranks at once.
 
 Nothing but the layer below waits for an input gradient, while a weight gradient has a network to cross: Das et al.
-(arXiv 1602.06709) compute it first. Each gradient comes from the kernel that torch takes, with the same operands: the
-bits are the same.
+(arXiv 1602.06709) compute it first. Each gradient comes from the kernel that torch takes, with the same bits.
 """
 
 from collections.abc import Callable
@@ -33,20 +32,10 @@ class WeightsFirst(TorchFunctionMode):
 
     Calls stay as they are if there is no order to choose, since one of the two gradients is not needed, or if torch
     takes another kernel: an input of more or less dimensions, padding by a word.
-
-    >>> from torch import nn
-    >>> layer = nn.Linear(2, 3)
-    >>> with WeightsFirst():
-    ...     print(type(layer(torch.ones(1, 2, requires_grad=True)).grad_fn).__name__)
-    _WeightNodeBackward
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
-        if func is F.conv2d:
-            return _convolution(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return {F.linear: _linear, F.conv2d: _convolution}.get(func, func)(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,8 +52,7 @@ def _convolution(
         return F.conv2d(x, weight, bias, *how, groups)
     stride, padding, dilation = ([each, each] if isinstance(each, int) else list(each) for each in how)
     layer = partial(F.conv2d, stride=stride, padding=padding, dilation=dilation, groups=groups)
-    gradients = partial(_gradients_of_convolution, (stride, padding, dilation), groups)
-    return _two_nodes(layer, gradients, x, weight, bias)
+    return _two_nodes(layer, partial(_gradients_of_convolution, (stride, padding, dilation), groups), x, weight, bias)
 
 
 def _has_two_gradients(x: Tensor, weight: Tensor) -> bool:

@@ -31,6 +31,12 @@ _OTHERS = 1 << 32
 # Rounds whose numbers are in the store: the one that is on, the one before, and the next, which is set to 0.
 _ROUNDS = 3
 _PART = 4
+# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
+# compute one more.
+_LATE = 2
+_FIELDS = 4
+# Seconds: reports travel as integers.
+_UNIT = 1e-6
 
 T = TypeVar("T")
 
@@ -87,9 +93,8 @@ class Claims:
             # A quarter of what is left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987): so the
             # owner queries the store O(log pieces) times a round, and piece by piece near the end, when it matters.
             left = self._count - self._claimed - self._taken
-            if left <= 0:
-                return None
-            self._claimed += self._claim(max(1, left // _PART))
+            if left > 0:
+                self._claimed += self._claim(max(1, left // _PART))
             if self._begun == self._claimed:
                 return None
         self._begun += 1
@@ -134,14 +139,6 @@ def _unclaimed(pieces: int) -> int:
     return max(1, pieces // _PART)
 
 
-# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
-# compute one more.
-_LATE = 2
-_FIELDS = 4
-# Seconds: reports travel as integers.
-_UNIT = 1e-6
-
-
 class OwnShare:
     """The virtual workers of a rank's share, one after the other; `own` counts those that were begun."""
 
@@ -175,10 +172,9 @@ class StealingShare:
     def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
         self._membership, self._claims, self._wait = membership, claims, wait
         claims.begin(membership.counts)
-        self.own, self.is_helping = 0, False
+        self.own, self.is_helping, self._shortest = 0, False, inf
         self._from = [0] * len(membership.ranks)
         self._began = self._last = time.perf_counter()
-        self._shortest = inf
 
     def next(self) -> int | None:
         self._wait()
@@ -239,11 +235,6 @@ class TakenOver:
 
         Of each rank: virtual workers lost, those taken, and the microseconds until its last forward pass had ended and
         of its quickest own virtual worker.
-
-        >>> from torch import tensor
-        >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
-        >>> TakenOver.read(reports, [0, 1])
-        TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
         """
         if not reports.numel() or not (rows := reports.view(-1, _FIELDS))[:, 0].any():
             return None
@@ -271,8 +262,7 @@ def one_pass_behind(device: torch.device) -> Callable[[], object]:
     return wait
 
 
-WorkStealing = partial[StealingShare]
-"""gives this rank's work in the passes of a step; all ranks call it for the same passes"""
+WorkStealing = partial[StealingShare]  # gives this rank's work in a step's passes; all ranks call it for the same ones
 
 
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:

@@ -44,18 +44,13 @@ class Barrier(NamedTuple):
 
 
 def barrier(text: str) -> Barrier:
-    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't.
-
-    >>> barrier("pssp:10x4")
-    Barrier(staleness=4.0, sample=10.0)
-    """
+    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't."""
     if text in ("bsp", "asp"):
         return Barrier(0 if text == "bsp" else math.inf)
     match = re.fullmatch(r"ssp:(?P<s>\d+)|pbsp:(?P<b>\d+)|pssp:(?P<both>\d+)x(?P<stale>\d+)", text)
     if match is None:
-        raise UserError(
-            f"barrier: {text!r} is none; write bsp, asp, ssp:STALENESS, pbsp:SAMPLE or pssp:SAMPLExSTALENESS"
-        )
+        forms = "bsp, asp, ssp:STALENESS, pbsp:SAMPLE or pssp:SAMPLExSTALENESS"
+        raise UserError(f"barrier: {text!r} is none; write {forms}")
     staleness, sample = match["s"] or match["stale"] or 0, match["b"] or match["both"] or math.inf
     return Barrier(float(staleness), float(sample))
 
@@ -71,8 +66,7 @@ class Passage(NamedTuple):
 def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int) -> Iterator[Passage]:
     """All passages in order of time, without end; the first is at 0, when all workers begin their first step.
 
-    A step takes `compute` seconds and the delay of its part 0. `seed` and (worker, steps completed, attempt) are the
-    key of each barrier's draw.
+    A step takes `compute` seconds and the delay of its part 0; a draw's key is `seed` and (worker, steps, attempt).
     """
     chances = rule.pass_chances(workers)
     # Chances of 0 and 1 need no draw.
@@ -129,17 +123,11 @@ def steps_begun(workers: int, rule: Barrier, delays: DelayModel, compute: float,
     return steps
 
 
-class LagBounds(NamedTuple):
-    """Of the updates that a worker under PSP has not seen yet."""
-
-    mean: float
-    second_moment: float
-
-
-def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagBounds:
+def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> tuple[float, float]:
     """The two bounds of Probabilistic Synchronous Parallel (arXiv 1709.07772) on the average lag over a run.
 
-    With a = F(r)^beta and S = (1 - a) / (F(r) (1 - a) + a - a^(T - r + 1)):
+    A lag is the number of updates that a worker has not seen yet. With a = F(r)^beta and
+    S = (1 - a) / (F(r) (1 - a) + a - a^(T - r + 1)):
 
         (1/T) sum E(lag)    <= S (r (r + 1) / 2 + a (r + 2) / (1 - a)^2)
         (1/T) sum E(lag^2)  <  S (r (r + 1) (2 r + 1) / 6 + a (r^2 + 4) / (1 - a)^3)
@@ -152,5 +140,4 @@ def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagB
     a, r = within**sample, staleness
     scale = (1 - a) / (within * (1 - a) + a - a ** (updates - r + 1))
     mean = scale * (r * (r + 1) / 2 + a * (r + 2) / (1 - a) ** 2)
-    second = scale * (r * (r + 1) * (2 * r + 1) / 6 + a * (r**2 + 4) / (1 - a) ** 3)
-    return LagBounds(mean, second)
+    return mean, scale * (r * (r + 1) * (2 * r + 1) / 6 + a * (r**2 + 4) / (1 - a) ** 3)

@@ -5,11 +5,9 @@ step's workers together, and wait for the first c of n, with
 
     c* = argmax over c of  c / E[x_(c)]
 
-where x_(c) is the c-th smallest time. The others' gradients are left out; their times are not known, only that they
-are above the cutoff (censored), and a predictor takes a draw of its own prediction beyond it in their place.
-
-`MovingAverage` is the plain predictor, `state_space` has the paper's. A predictor sees only the contents of a journal:
-the times of the workers that arrived, and the cutoff.
+where x_(c) is the c-th smallest time. The others' gradients are left out; of their times a predictor knows only that
+they are above the cutoff (censored), and takes a draw of its own prediction beyond it. `MovingAverage` is the plain
+predictor, `state_space` has the paper's; both see only what a journal holds: the times that arrived, and the cutoff.
 """
 
 from statistics import NormalDist
@@ -20,9 +18,8 @@ import numpy as np
 from ..rng import CUTOFF, keyed_uniform
 from .delays import F64, Ints
 
-_NORMAL = NormalDist()
-_inverse = np.vectorize(_NORMAL.inv_cdf, otypes=[np.float64])
-_below = np.vectorize(_NORMAL.cdf, otypes=[np.float64])
+_inverse = np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])
+_below = np.vectorize(NormalDist().cdf, otypes=[np.float64])
 # Distance of probabilities from 0 and 1, where the normal distribution's inverse is infinite.
 _SURE = 1e-9
 # Time constants after which 5 % of an old average is left.
@@ -45,8 +42,6 @@ def best_cutoff(expected: F64) -> int:
 
 
 class Predictor(Protocol):
-    """Predicts the times of the coming step's workers."""
-
     def samples(self, draws: int) -> F64:
         """Joint draws of all workers' times in the coming step: seconds, [draws, workers]."""
 

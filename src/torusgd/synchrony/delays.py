@@ -1,8 +1,7 @@
 """Keyed delays: how much longer a piece of work takes than its computation, as a pure function of integer keys.
 
 A piece of work is (worker, step, part), where a part is a micro-batch or a virtual worker. Its delay depends on the
-seed and on these three alone, never on a clock, so that a run in virtual time is a function of its recipe. In a real
-run the same delays are slept.
+seed and these three alone, so that a run in virtual time is a function of its recipe. A real run sleeps as long.
 
 Delays are written as text, `NAME[:PARAMETERS][@SECONDS]`, several joined by `+`:
 
@@ -23,6 +22,7 @@ part F times as long as its computation.
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
@@ -40,7 +40,6 @@ Key = tuple[int, int, int]
 # Delays are whole multiples of 1/_GRID seconds, about a nanosecond, so that float64 adds them without rounding: a
 # virtual time is the same in whatever order its delays are added.
 _GRID = 2.0**30
-
 
 Delay = Callable[[Key, Ints, Ints, Ints], F64]
 """a distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
@@ -125,11 +124,9 @@ class DelayModel:
     def at(self, worker: npt.ArrayLike, step: npt.ArrayLike, part: npt.ArrayLike) -> F64:
         """Seconds for pieces of work, from integer arrays that broadcast: float64 of their shape."""
         keys = [np.asarray(words, dtype=np.int64) for words in (worker, step, part)]
-        shape = np.broadcast_shapes(*(key.shape for key in keys))
-        total = np.zeros(shape)
+        total = np.zeros(np.broadcast_shapes(*(key.shape for key in keys)))
         for index, (delay, unit) in enumerate(self.terms):
-            seconds = unit * delay((DELAY, self.seed, index), *keys)
-            total += np.rint(seconds * _GRID) / _GRID
+            total += np.rint(unit * delay((DELAY, self.seed, index), *keys) * _GRID) / _GRID
         return total
 
     def seconds(self, worker: int, step: int, part: int) -> float:
@@ -141,22 +138,15 @@ class DelayModel:
 
 
 _MODELS: dict[str, tuple[Callable[..., F64], ...]] = {
-    "constant": (_constant,),
-    "exponential": (_exponential,),
-    "shifted-exponential": (_constant, _exponential),
-    "gamma": (_gamma,),
-    "lognormal": (_lognormal,),
-    "pause": (_pause,),
-    "slow": (_slow,),
-}
-_PROBABILITIES = ("probability", "fraction")
+    "constant": (_constant,), "exponential": (_exponential,), "shifted-exponential": (_constant, _exponential),
+    "gamma": (_gamma,), "lognormal": (_lognormal,), "pause": (_pause,), "slow": (_slow,),
+}  # fmt: skip
 
 
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
-    """The model that a text describes; the module's docstring has the language.
+    """The model that a text describes in the module's language; UserError if it is none.
 
-    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`. UserError if the
-    text is no model.
+    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`.
 
     >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
     >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)
@@ -180,20 +170,16 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
     values = dict(zip(allowed, given, strict=False))
     for key, value in values.items():
-        if key in _PROBABILITIES and value > 1:
+        if key in ("probability", "fraction") and value > 1:
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             needed = "above 0" if key == "shape" else "1 or more"
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is {needed}")
-    scale = unit if seconds is None else _number(seconds, term)
-    return [(partial(kind, **values), scale) for kind in kinds]
+    return [(partial(kind, **values), unit if seconds is None else _number(seconds, term)) for kind in kinds]
 
 
 def _number(word: str, term: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(word)) < math.inf:
+            return value
+    raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")

@@ -4,10 +4,9 @@
     seconds      it takes what each has finished by then
 
 The same rule closes the steps of a run on ranks (`step.deadlines`), whose times come from clocks, and those in virtual
-time (`VirtualSteps`), whose times come from a model of delays.
-
-The seconds may be DropCompute's threshold (Giladi et al., arXiv 2306.10598): each of N ranks computes M micro-batches a
-step, and past so many seconds of its own clock it leaves out the rest. No rank knows the others' times.
+time (`VirtualSteps`), whose times come from a model of delays. The seconds may be DropCompute's threshold (Giladi et
+al., arXiv 2306.10598): past so many seconds of its own clock each rank leaves out the rest of its micro-batches. No
+rank knows the others' times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,15 @@ if TYPE_CHECKING:
 CANDIDATES = 200
 # The lowest candidate is the shortest time in which a rank has computed so many micro-batches.
 FIRST_CANDIDATE = 6
+# Draws of the coming step's times.
+DRAWS = 64
+# Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
+# else a worker that was slow once would never be seen again.
+LOOK = 32
+# Iterations of a model's training that a step waits for.
+LEARN = 50
+# Fewest seconds of a step beside its passes.
+_LEAST = 1e-6
 
 
 class Threshold(NamedTuple):
@@ -63,17 +71,6 @@ def threshold_at(tau: float, ends: F64, overhead: float = 0.0) -> Threshold:
     # micro-batch will not end in time; it finds the same thresholds.
     gains = finished * (longest + overhead) / (np.minimum(tau, longest) + overhead) - 1
     return Threshold(tau, float(1 - finished.mean()), float(gains.mean()))
-
-
-# Draws of the coming step's times.
-DRAWS = 64
-# Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
-# else a worker that was slow once would never be seen again.
-LOOK = 32
-# Iterations of a model's training that a step waits for.
-LEARN = 50
-# Fewest seconds of a step beside its passes.
-_LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -120,28 +117,25 @@ class Limits:
         self._steps, self._overhead, self._look = 0, 0.0, LOOK
 
     def next(self, step: int) -> Limit:
-        """The limit of the step of this number."""
         if step < self._warm or self._is_learning or (self._predictor is not None and not self._steps):
             return Limit(self._workers)
         if self._average is not None and self._average.unseen.max() >= self._look:
             return Limit(self._workers, self._seconds)
         if self._predictor is not None:
-            expected = expected_order(self._predictor.samples(DRAWS))
-            return Limit(best_cutoff(expected + self._overhead), self._seconds)
+            return Limit(best_cutoff(expected_order(self._predictor.samples(DRAWS)) + self._overhead), self._seconds)
         return Limit(self._count if isinstance(self._count, int) else self._workers, self._seconds)
 
     def observe(self, finished: F64, seconds: float) -> Threshold | None:
         """Learns from a step (nan: left out), and returns the threshold if it has just been determined."""
-        self._steps += 1
+        self._steps, last = self._steps + 1, float(np.nanmax(finished))
         # The time beside the passes, such as that of the messages, is the same for any count: a mean over all steps.
-        overhead = max(seconds - float(np.nanmax(finished)), _LEAST)
-        self._overhead += (overhead - self._overhead) / self._steps
+        self._overhead += (max(seconds - last, _LEAST) - self._overhead) / self._steps
         if self._average is not None:
             if self._average.unseen.max() >= self._look and not np.isnan(finished).any():
                 self._look *= 2
-            self._average.observe(finished, float(np.nanmax(finished)))
+            self._average.observe(finished, last)
         if self._predictor is not None and self._predictor is not self._average:
-            self._predictor.observe(finished, float(np.nanmax(finished)))
+            self._predictor.observe(finished, last)
         if not (self._is_measuring or self._is_learning):
             return None
         self._measured.append(finished)
@@ -216,6 +210,5 @@ def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
     # A rank with fewer workers than others gets some of 0 seconds before its first.
     took = np.zeros((len(finished), len(shares), most))
     for rank, workers in enumerate(shares):
-        ends = finished[:, list(workers)]
-        took[:, rank, most - len(workers) :] = np.diff(ends, axis=1, prepend=0.0)
+        took[:, rank, most - len(workers) :] = np.diff(finished[:, list(workers)], axis=1, prepend=0.0)
     return took

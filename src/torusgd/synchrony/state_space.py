@@ -10,9 +10,8 @@ The guide q(z_t | z_(t-1), x_1..x_t) is a network too: it is trained once, toget
 evidence lower bound on journalled times, and afterwards finds the state of new times in one pass (amortised). The
 coming step is then drawn: a state from the guide, the next one by the transition, times by the emission.
 
-What differs from the paper. Times are taken as logarithms, so that no draw is negative. The guide's GRU reads the past
-alone, as a predictor must. The sizes are ours, and so is the training: some seconds of Adam on a CPU, once, on one
-journal.
+Unlike the paper's, times are logarithms, so that no draw is negative, and the guide's GRU reads the past alone, as a
+predictor must. The sizes are ours, and so is the training: some seconds of Adam on a CPU, once, on one journal.
 """
 
 import math
@@ -61,10 +60,8 @@ class StateSpaceModel(nn.Module):
         return mean, softplus(spread) + _LEAST_DEVIATION / self.scale
 
     def infer(self, windows: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """The guide: of each step's state the mean, the standard deviation, and a draw that the next one is given.
-
-        From standardised times [steps, windows, n] to three of [steps, windows, states].
-        """
+        """The guide: from standardised times [steps, windows, n] each state's mean, standard deviation, and a draw that
+        the next one is given, [steps, windows, states]."""
         read = self.reader(windows)[0]
         state, found = read.new_zeros(*read.shape[1:-1], self.states), []
         for step in read:
@@ -111,10 +108,9 @@ def fit(times: F64, seed: int, iterations: int = ITERATIONS, states: int = STATE
 def training(times: F64, seed: int, states: int = STATES) -> Iterator[StateSpaceModel]:
     """Trains model and guide on journalled times (seconds [steps, n], all above 0, more than 16 steps).
 
-    Yields the model after each of ITERATIONS iterations.
-
-    `states` are the numbers of the hidden state, such as the nodes that turn slow by themselves. It takes some seconds
-    of CPU time in all; the same seed gives the same model on the same machine. Each iteration of Adam takes 16 windows.
+    Yields the model after each of ITERATIONS iterations, by Adam on 16 windows; it takes some seconds of CPU time in
+    all, and the same seed gives the same model on the same machine. `states` are the numbers of the hidden state, such
+    as the nodes that turn slow by themselves.
     """
     logarithms = torch.from_numpy(times).log().float()
     centre = logarithms.mean(dim=0)
@@ -150,8 +146,7 @@ class StateSpace:
 
     def observe(self, seconds: F64, cutoff: float) -> None:
         left_out = torch.from_numpy(np.isnan(seconds))
-        known = torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float()
-        times = self._model.standardised(known)
+        times = self._model.standardised(torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float())
         if left_out.any():
             # A draw above the cutoff from one joint prediction: its normals, truncated there.
             mean, deviation = (each[0].double() for each in self._model.forecast(self._window, 1, self._draws))

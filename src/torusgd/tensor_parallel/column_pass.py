@@ -16,19 +16,12 @@ from torch.nn import functional as F
 
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
-from .exchange import (
-    OWN,
-    ActivationBlock,
-    ActivationBlocks,
-    Exchange,
-    Transfer,
-    join_columns,
-    sum_in_tree,
-    sum_partials,
-)
+from .exchange import OWN, ActivationBlock, ActivationBlocks, Exchange, Transfer, join_columns, sum_addends, sum_in_tree
 from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
+Sink = Callable[[int, int, Tensor, Tensor | None], None]
+"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 class Joined(NamedTuple):
@@ -84,10 +77,6 @@ def block_gradient(
     return gradient.mul_(scale / len(targets))
 
 
-Sink = Callable[[int, int, Tensor, Tensor | None], None]
-"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
-
-
 class _Saved(NamedTuple):
     """The tensors of a layer's forward pass that its backward pass needs."""
 
@@ -109,15 +98,9 @@ class ColumnPass:
     def __init__(self, tail: ParallelTail, precision: Precision, smoothing: float, seed: int, sink: Sink) -> None:
         self._layers, self._layouts, self._rank = tail.tail.layers, tail.layouts, tail.groups.world.rank
         self._precision, self._smoothing, self._seed, self._sink = precision, smoothing, seed, sink
-        pairs = pairwise([OWN, *tail.layouts])
-        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairs]
+        self._exchanges = [Exchange(before, layout, tail.groups) for before, layout in pairwise([OWN, *tail.layouts])]
         self._to_targets = Exchange(OWN, tail.layouts[-1], tail.groups)
         self._to_numbers = Exchange(tail.layouts[-1], tail.layouts[-1], tail.groups)
-        self._saved: list[_Saved] = []
-        self._targets: Transfer | None = None
-        self._labels: dict[int, Tensor] = {}
-        self._joined: dict[int, Joined] = {}
-        self._inputs: Tensor | None = None
 
     def begin(self, targets: Tensor) -> None:
         """Sends the labels of this rank's virtual worker (int64, (images)) ahead."""
@@ -126,8 +109,7 @@ class ColumnPass:
     def forward(self, inputs: Tensor, step: int, workers: Callable[[int], int]) -> Tensor:
         """The loss of this rank's virtual worker, from the front's outputs; `workers` are those of ranks."""
         assert inputs.dim() == 2, inputs.shape
-        self._inputs = inputs
-        self._saved = []
+        self._inputs, self._saved = inputs, list[_Saved]()
         dtype = self._precision.dtype
         held: ActivationBlocks = {ActivationBlock(self._rank, 0): inputs.detach().to(dtype)}
         widths = [inputs.shape[1]]
@@ -150,7 +132,6 @@ class ColumnPass:
             self._saved.append(_Saved(arrived, weights, products, outputs))
             held = {key: output.detach().to(dtype) for key, output in outputs.items()}
             widths = [block.high - block.low for block in layer.blocks]
-        assert self._targets is not None
         self._labels = {owner: labels[:, 0] for owner, labels in join_columns(self._targets.wait()).items()}
         return self._losses()
 
@@ -183,7 +164,6 @@ class ColumnPass:
             )
             for key, logits in self._saved[-1].outputs.items()
         }  # fmt: skip
-        assert self._inputs is not None
         for number in reversed(range(len(self._layers))):
             layer, saved = self._layers[number], self._saved.pop()
             through = {key: self._before(layer, saved, key, g) for key, g in gradients.items()}
@@ -195,10 +175,10 @@ class ColumnPass:
                 weight = torch.mm(gradient.t(), saved.inputs[key.owner]).float()
                 bias = gradient.sum(dim=0).float() if layer.blocks[key.block].bias is not None else None
                 self._sink(number, key.block, weight, bias)
-            gradients = sum_partials(transfer.wait()) if transfer is not None else {}
+            gradients = sum_addends(transfer.wait()) if transfer is not None else {}
         if gradients:
             self._inputs.backward(gradients[ActivationBlock(self._rank, 0)].to(self._inputs.dtype))
-        self._inputs = None
+        del self._inputs  # with the front's graph
 
     def _before(self, layer: ColumnLayer, saved: _Saved, key: ActivationBlock, gradient: Tensor) -> Tensor:
         # Back through the elementwise modules, to the product.

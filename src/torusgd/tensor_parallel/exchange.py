@@ -2,21 +2,20 @@
 
 In a layout of `parallel` M, groups of M consecutive ranks work together: each rank takes 1/M of the column blocks, for
 the virtual workers of all ranks of its group. M = 1 is data parallelism. Layers may have different M; the groups of the
-smaller M lie within those of the larger. (The model parallelism of Das et al., arXiv 1602.06709; that the sums have the
-same bits for every M is ours.)
-
-One all-to-all inside the larger of their groups leads from one layout to the next: part-broadcast in forward, and
-part-reduce in backward, as Das et al. call it.
+smaller M lie within those of the larger. One all-to-all inside the larger of their groups leads from one layout to the
+next: part-broadcast in forward, and part-reduce in backward, as Das et al. call it (the model parallelism of arXiv
+1602.06709; that the sums have the same bits for every M is ours).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.base import Work
-from ..comm.groups import Group
+from ..comm.base import Done, Work
+from ..comm.groups import Group, alone
 
 
 class ActivationBlock(NamedTuple):
@@ -83,16 +82,16 @@ class ParallelGroups:
 
     def __init__(self, sizes: Sequence[int], world: Group, watch: Callable[[Work], Work] = lambda work: work) -> None:
         self.world, self.watch = world, watch
-        self._model: dict[int, Group] = {}
+        self._model = {1: alone(world.device, world.ranks[world.rank])}
         self._data: dict[int, Group] = {}
-        for parallel in sorted({size for size in sizes if size > 1}):
+        for parallel in sorted({*sizes} - {1}):
             grid = torch.arange(world.size).view(-1, parallel)
             self._model[parallel] = world.partition(grid.tolist())
             self._data[parallel] = world.partition(grid.T.tolist())
 
-    def model_parallel(self, parallel: int) -> Group | None:
-        """The `parallel` consecutive ranks around this one; None for this rank alone."""
-        return self._model.get(parallel)
+    def model_parallel(self, parallel: int) -> Group:
+        """The `parallel` consecutive ranks around this one."""
+        return self._model[parallel]
 
     def data_parallel(self, parallel: int) -> Group:
         """The ranks that hold the same columns as this one if `parallel` ranks divide them."""
@@ -106,21 +105,18 @@ class ParallelGroups:
 class Transfer(NamedTuple):
     """Activations or their gradients under way between ranks."""
 
-    work: Work | None
+    work: Work
     received: Tensor
-    expected: _Blocks
+    expected: Sequence[ActivationBlock]
     shapes: Sequence[torch.Size]
 
-    def wait(self) -> list[tuple[int, ActivationBlock, Tensor]]:
-        """(sending rank, activation block, values) in the order of ranks and blocks; each tensor in its own memory."""
-        if self.work is not None:
-            self.work.wait()
+    def wait(self) -> list[tuple[ActivationBlock, Tensor]]:
+        """Blocks and their values, in the order of the ranks that sent them; each tensor in memory of its own."""
+        self.work.wait()
         runs = self.received.split([shape.numel() for shape in self.shapes])
         # Copies, since the bits of a matrix product may depend on where in memory its operands begin.
-        return [
-            (peer, block, run.view(shape).clone())
-            for (peer, block), run, shape in zip(self.expected, runs, self.shapes, strict=True)
-        ]
+        tensors = [run.view(shape).clone() for run, shape in zip(runs, self.shapes, strict=True)]
+        return list(zip(self.expected, tensors, strict=True))
 
 
 class Exchange:
@@ -132,8 +128,10 @@ class Exchange:
         self._groups, self._group = groups, groups.model_parallel(span)
         first = rank // span * span
         self._peers = range(first, first + span)
-        self._sent = [(peer, block) for peer in self._peers for block in _needed(source, target, rank, peer)]
-        self._received = [(peer, block) for peer in self._peers for block in _needed(source, target, peer, rank)]
+        # The blocks that the one rank holds in `source` and the other needs in `target`.
+        held, owners = source.activations, target.owners
+        self._sent = [(peer, each) for peer in self._peers for each in held(rank) if each.owner in owners(peer)]
+        self._received = [(peer, each) for peer in self._peers for each in held(peer) if each.owner in owners(rank)]
 
     def forward(self, activations: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
         """Sends the activations that this rank holds in `source`: (images, widths[block]), of one dtype."""
@@ -149,9 +147,9 @@ class Exchange:
         # One message to each peer, with all blocks for it: the lists are in the order of ranks on both sides.
         outgoing = [values[block] for _, block in sent]
         shapes = [torch.Size((len(outgoing[0]), widths[block.block])) for _, block in expected]
-        data = torch.cat([block.reshape(-1) for block in outgoing])
-        if self._group is None or self._group.size == 1:
-            return Transfer(None, data, expected, shapes)
+        data, blocks = torch.cat([block.reshape(-1) for block in outgoing]), [block for _, block in expected]
+        if self._group.size == 1:
+            return Transfer(Done(), data, blocks, shapes)
         received = data.new_empty(sum(shape.numel() for shape in shapes))
 
         def bytes_by_peer(blocks: _Blocks, numels: Sequence[int]) -> list[int]:
@@ -164,30 +162,21 @@ class Exchange:
         splits = bytes_by_peer(sent, [block.numel() for block in outgoing])
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
-        return Transfer(self._groups.watch(work), received, expected, shapes)
+        return Transfer(self._groups.watch(work), received, blocks, shapes)
 
 
-def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:
-    # The blocks that `rank` holds in `source` and `peer` needs in `target`.
-    owners = target.owners(peer)
-    return [block for block in source.activations(rank) if block.owner in owners]
-
-
-def join_columns(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> dict[int, Tensor]:
+def join_columns(arrived: Sequence[tuple[ActivationBlock, Tensor]]) -> dict[int, Tensor]:
     """After `forward`: the columns of each virtual worker, all blocks in order: (images, columns), contiguous."""
-    found: dict[int, list[tuple[int, Tensor]]] = {}
-    for _, block, values in arrived:
-        found.setdefault(block.owner, []).append((block.block, values))
-    return {
-        owner: runs[0][1] if len(runs) == 1 else torch.cat([t for _, t in sorted(runs, key=lambda run: run[0])], dim=1)
-        for owner, runs in sorted(found.items())
-    }
+    found = defaultdict[int, list[Tensor]](list)
+    for block, values in sorted(arrived, key=lambda each: each[0]):  # by virtual worker, then by block
+        found[block.owner].append(values)
+    return {owner: runs[0] if len(runs) == 1 else torch.cat(runs, dim=1) for owner, runs in found.items()}
 
 
-def sum_partials(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> ActivationBlocks:
+def sum_addends(arrived: Sequence[tuple[ActivationBlock, Tensor]]) -> ActivationBlocks:
     """After `backward`: the gradient of each block, the ranks' addends summed."""
     # As a tree in rank order: each addend is a branch over the rank's own blocks, so the whole is one tree over blocks.
-    found: dict[ActivationBlock, list[Tensor]] = {}
-    for _, block, values in arrived:
-        found.setdefault(block, []).append(values)
+    found = defaultdict[ActivationBlock, list[Tensor]](list)
+    for block, values in arrived:
+        found[block].append(values)
     return {block: sum_in_tree(partials) for block, partials in found.items()}

@@ -2,15 +2,11 @@
 
 The unit of a matrix product is then (virtual worker x column block), so that a group of ranks can divide the blocks in
 any way and get the same bits (ours; the layout is the model parallelism of Das et al., arXiv 1602.06709). The network
-is an nn.Sequential, or it has two methods:
+is an nn.Sequential, or has the methods of `HasTail`. Everything before the tail is data-parallel.
 
-    front(images) -> Tensor    all that comes before the first linear layer of the tail
-    tail() -> list of modules  linear layers and elementwise modules; calling them in turn on `front` is the network
-
-Everything before the tail is data-parallel. Each layer of the tail has its own number M of model-parallel ranks; a
-rank computes, sums and updates only the rows of its own column blocks of the weights (`ParallelTail`), and the other
-rows are stale until `gather` brings them. The parameters stay whole tensors on each rank; momentum and sums are of the
-rank's own rows alone.
+Each layer of the tail has its own number M of model-parallel ranks; a rank computes, sums and updates only the rows of
+its own column blocks of the weights (`ParallelTail`), and the other rows are stale until `gather` brings them. The
+parameters stay whole tensors on each rank; momentum and sums are of the rank's own rows alone.
 
 How many ranks share a layer follows from the bytes that it sends by Das et al. (`hybrid_volume`): G groups of N / G
 nodes, model-parallel inside a group, data-parallel across groups. A layer has `inputs` values an image (ifm * iw * ih)
@@ -21,7 +17,7 @@ go on at the same time: with 0 a volume is what goes one way through a node's li
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -38,6 +34,7 @@ ELEMENTWISE = (
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
 """modules of a tail beside nn.Linear: without parameters or state, and computed an element at a time"""
+ModelParallel = int | Literal["auto"]
 
 
 @runtime_checkable
@@ -90,10 +87,6 @@ def column_tail(model: nn.Module, blocks: int) -> ColumnTail:
     """Cuts each linear layer of a network's tail into column blocks (the recipe's `column_blocks`).
 
     UserError if the network has no tail, or a layer has fewer outputs than there are blocks.
-
-    >>> tail = column_tail(nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), blocks=2)
-    >>> [(layer.name, [tuple(block.weight.shape) for block in layer.blocks]) for layer in tail.layers]
-    [('1', [(3, 4), (3, 4)]), ('3', [(1, 6), (2, 6)])]
     """
     front, modules = _split(model, blocks)
     names = {module: name for name, module in model.named_modules()}
@@ -143,13 +136,8 @@ def _split(model: nn.Module, blocks: int) -> tuple[Callable[[Tensor], Tensor], l
 def _trailing(modules: Sequence[nn.Module]) -> int:
     # Index of the first linear layer of the run of linear and elementwise modules at the end.
     # `type(...) is`, no isinstance: a subclass may compute something else than its base.
-    start = len(modules)
-    for index in range(len(modules) - 1, -1, -1):
-        if type(modules[index]) is nn.Linear:
-            start = index
-        elif type(modules[index]) not in ELEMENTWISE:
-            break
-    return start
+    tail = takewhile(lambda module: type(module) in (nn.Linear, *ELEMENTWISE), reversed(modules))
+    return len(modules) - max((count for count, module in enumerate(tail, 1) if type(module) is nn.Linear), default=0)
 
 
 class ParallelTail:
@@ -166,38 +154,30 @@ class ParallelTail:
         self.tail, self.parallel = tail, list(parallel)
         self.layouts = [Layout(m, len(layer.blocks)) for m, layer in zip(parallel, tail.layers, strict=True)]
         self.groups = ParallelGroups(parallel, world, watch)
-        # (layer, block, whether it is the bias) of each slot, in the order in which gradients are ready.
-        self._order = [
-            (number, index, is_bias)
-            for number, layer in reversed([*enumerate(tail.layers)])
-            for index, block in enumerate(layer.blocks)
-            for is_bias in (True, False)
-            if not is_bias or block.bias is not None
-        ]
-        self.slots = list[Slot]()
-        """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
-        self.held: dict[str, list[Tensor]] = {}
-        """the column blocks that this rank updates, by parameter"""
-        self.held_slots: dict[tuple[int, int, bool], int] = {}
-        """the index among this rank's slots by (layer, block, whether it is the bias)"""
-        for number, index, is_bias in self._order:
-            layer, m = tail.layers[number], parallel[number]
-            parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
-            tensor = layer.blocks[index].bias if is_bias else layer.blocks[index].weight
-            assert tensor is not None
-            slot = Slot(
-                f"{parameter} (column block {index})", parameter, tensor, parallel=m, layer=number,
-                held=index in self.layouts[number].held(world.rank),
-                # Several ranks of the largest group may hold the same block of a layer with a smaller M: the first
-                # reports.
-                is_owner=world.rank % max(parallel) < m,
-            )  # fmt: skip
-            self.slots.append(slot)
-            if slot.held:
-                self.held.setdefault(parameter, []).append(tensor)
-                self.held_slots[number, index, is_bias] = len(self.held_slots)
-            # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
-            model.get_parameter(parameter).requires_grad_(False)
+        self.slots = list[Slot]()  # column blocks as their gradients are ready: the last layer first, block by block
+        self._order: list[tuple[int, int]] = []  # the layer and the block of each slot
+        self.held: dict[str, list[Tensor]] = {}  # the column blocks that this rank updates, by parameter
+        self.held_slots: dict[tuple[int, int, bool], int] = {}  # indices there by (layer, block, is the bias)
+        for number, layer in reversed([*enumerate(tail.layers)]):
+            for index, block in enumerate(layer.blocks):
+                for is_bias, tensor in ((True, block.bias), (False, block.weight)):
+                    if tensor is None:
+                        continue
+                    parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
+                    slot = Slot(
+                        f"{parameter} (column block {index})", parameter, tensor, parallel=parallel[number],
+                        layer=number, held=index in self.layouts[number].held(world.rank),
+                        # Several ranks of the largest group may hold the same block of a layer with a smaller M: the
+                        # first reports.
+                        is_owner=world.rank % max(parallel) < parallel[number],
+                    )  # fmt: skip
+                    self.slots.append(slot)
+                    self._order.append((number, index))
+                    if slot.held:
+                        self.held.setdefault(parameter, []).append(tensor)
+                        self.held_slots[number, index, is_bias] = len(self.held_slots)
+                    # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
+                    model.get_parameter(parameter).requires_grad_(False)
 
     @property
     def explanation(self) -> str:
@@ -208,26 +188,19 @@ class ParallelTail:
         """Fills the rows of every column block, by slot index, from the ranks that hold it; every rank calls it."""
         # All broadcasts are started before the first is waited for, in one order on all ranks.
         works = []
-        for number, (layer, block, _) in enumerate(self._order):
-            layout = self.layouts[layer]
-            group = self.groups.model_parallel(layout.parallel)
-            if group is not None:
-                holder = block * layout.parallel // layout.blocks
-                works.append(self.groups.watch(group.start_broadcast(rows[number], holder)))
+        for number, (layer, block) in enumerate(self._order):
+            parallel, blocks = self.layouts[layer]
+            group = self.groups.model_parallel(parallel)
+            works.append(self.groups.watch(group.start_broadcast(rows[number], block * parallel // blocks)))
         for work in works:
             work.wait()
 
     def complete_norms(self, table: Tensor) -> None:
         """Sums a table over the largest model-parallel group, whose ranks together hold every column block."""
-        group = self.groups.model_parallel(max(self.parallel))
-        if group is not None and group.size > 1:
-            self.groups.watch(group.start_all_reduce(table)).wait()
+        self.groups.watch(self.groups.model_parallel(max(self.parallel)).start_all_reduce(table)).wait()
 
     def close(self) -> None:
         self.groups.close()
-
-
-ModelParallel = int | Literal["auto"]
 
 
 def hybrid_volume(
@@ -256,8 +229,7 @@ def best_groups(
 ) -> int:
     """The G with the least exact volume; the larger of two equals, which sends fewer messages.
 
-    `batch` are the images of a step over all nodes; `among` are the numbers of groups to choose from (None: all
-    divisors of N).
+    `batch` are the images of a step over all nodes, `among` the numbers of groups to choose from (None: N's divisors).
 
     >>> best_groups(4096, 4096 * 4096, nodes=64, batch=256)
     2

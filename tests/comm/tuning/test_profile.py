@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import link, network, timing
 
 from torusgd.comm.algorithms import parse_algorithm
@@ -41,9 +41,11 @@ def test_the_fit_never_goes_below_zero():
     assert fit([1000, 2000, 4000], [1e-6, 4e-6, 16e-6]).latency == 0
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path):
-    (tmp_path / "p.json").write_text(profile().dump())
-    assert Profile.load(tmp_path / "p.json") == profile()
+def test_a_profile_is_read_as_it_was_written_and_a_missing_one_refused(tmp_path):
+    path = tmp_path / "none.json"
+    refuses("a missing profile", Profile.load, path, about=f"profile {path}", FILE=path)
+    path.write_text(profile().dump())
+    assert Profile.load(path) == profile()
 
 
 def test_what_a_message_adds_is_even_between_the_points_and_grows_with_the_message_beyond() -> None:
@@ -65,31 +67,15 @@ def timed_by(algorithm: str, grid: object = None) -> str:
     return change(timings=[{"size": 1, "algorithm": algorithm, "grid": grid, "chunks": 1, "median": 1}])
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("nonsense", "JSON"),
-        (change(version=1), "version"),
-        (change(hosts=[]), "hosts"),
-        (change(message=-1), "message"),
-        (change(extra=1), "extra"),
-        (change(between={"latency": "fast"}), "between.latency"),
-        (timed_by("tree"), "tree"),
-        (timed_by("torus", [3, 3]), "3x3"),
-        (timed_by("ring"), "native"),
-    ],
-)
+@pytest.mark.parametrize(("text", "wrong"), [
+    ("nonsense", "JSON"), (change(version=1), "version"), (change(hosts=[]), "hosts"), (change(message=-1), "message"),
+    (change(extra=1), "extra"), (change(between={"latency": "fast"}), "between.latency"), (timed_by("tree"), "tree"),
+    (timed_by("torus", [3, 3]), "3x3"), (timed_by("ring"), "native"),
+])  # fmt: skip
 def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
     path = tmp_path / "p.json"
     path.write_text(text)
-    with refused(f"a profile with a wrong {wrong}", f"profile {path}", FILE=path):
-        Profile.load(path)
-
-
-def test_a_missing_profile_is_refused(tmp_path):
-    path = tmp_path / "none.json"
-    with refused("a missing profile", f"profile {path}", FILE=path):
-        Profile.load(path)
+    refuses(f"a profile with a wrong {wrong}", Profile.load, path, about=f"profile {path}", FILE=path)
 
 
 def chosen(measured: Profile, size: int) -> str:
@@ -126,9 +112,8 @@ def test_hosts_of_different_sizes_share_the_link_of_the_fullest():
     assert near.between == near.inside == (1e-5, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "each"),
-    [((0,), 1), ((0, 0), 2), ((0, 0, 1, 1), 2), ((0, 1, 2), 1), ((0, 0, 1), 1), ((0, 1, 0, 1), 1), ((0, 0, 1, 0), 1)],
-)
+@pytest.mark.parametrize(("hosts", "each"), [
+    ((0,), 1), ((0, 0), 2), ((0, 0, 1, 1), 2), ((0, 1, 2), 1), ((0, 0, 1), 1), ((0, 1, 0, 1), 1), ((0, 0, 1, 0), 1),
+])  # fmt: skip
 def test_ranks_a_host(hosts, each):
     assert ranks_a_host(hosts) == each

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
-from tests.messages import refused
+from tests.messages import refuses
 from tests.plan.measured import link, network
 
 from torusgd.comm.algorithms import NAMES, Algorithm
@@ -28,27 +28,23 @@ def profile(ranks: int) -> Profile:
     return network(tuple(range(ranks)), message=0.0, between=link(1e-3, 1e-8))
 
 
-def timed(
-    monkeypatch: pytest.MonkeyPatch, takes: Any, ranks: int = 8, **changes: Any
-) -> tuple[list[Any], list[Algorithm | None]]:
-    """Timings of rivals that take `takes(algorithm)`, and what ran, in order."""
+def timed(monkeypatch: pytest.MonkeyPatch, takes: Any, **changes: Any) -> tuple[list[Any], list[Algorithm | None]]:
+    """Timings of rivals on 8 ranks that take `takes(name, chunks)`, and what ran, in order."""
     ran: list[Algorithm | None] = []
 
-    def run(connection: Any, size: int, algorithm: Algorithm | None) -> Span:
-        ran.append(algorithm)
-        return Span(1.0, 1.0 + takes(algorithm))
+    def run(connection: Any, size: int, plan: Algorithm | None) -> Span:
+        ran.append(plan)
+        return Span(1.0, 1.0 + takes(*("native", 1) if plan is None else (plan.name, plan.chunks)))
 
     monkeypatch.setattr(tune, "_time_sum", run)
-    engine, group = SimpleNamespace(effective=lambda plan: plan), SimpleNamespace(size=ranks)
+    engine, group = SimpleNamespace(effective=lambda plan: plan), SimpleNamespace(size=8)
     connection: Any = SimpleNamespace(engine=engine, group=group, clock=ALONE)
     told = {"size": LARGE, "rivals": 5, "repetitions": 3, "seconds": 0.0, "known": set(), **changes}
-    return tune._rivals(connection, profile(ranks), **told), ran
+    return tune._rivals(connection, profile(8), **told), ran
 
 
 def test_who_is_far_behind_is_timed_once_and_who_is_close_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    timings, ran = timed(
-        monkeypatch, lambda plan: {"native": 1.0, "ring": 0.5}.get(plan.name if plan else "native", 0.4)
-    )
+    timings, ran = timed(monkeypatch, lambda name, chunks: {"native": 1.0, "ring": 0.5}.get(name, 0.4))
     counted = Counter("native" if plan is None else plan.name for plan in ran)
     assert counted["native"] == 1 + 1, "the first run, which connects, does not count"
     stays = {timing.algorithm for timing in timings if timing.median == pytest.approx(0.4)}
@@ -57,13 +53,9 @@ def test_who_is_far_behind_is_timed_once_and_who_is_close_as_often_as_asked(monk
 
 
 def test_the_quickest_is_tried_in_other_numbers_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(plan: Algorithm | None) -> float:
-        return 1.0 if plan is None or not plan.name.startswith("torus:direct") else 0.9 / plan.chunks
-
-    timings, _ = timed(monkeypatch, seconds)
+    timings, _ = timed(monkeypatch, lambda name, chunks: 0.9 / chunks if name.startswith("torus:direct") else 1.0)
     assert {each.chunks for each in timings if each.algorithm == "torus:direct"} == {1, 2, 4}
-    measured = profile(8).model_copy(update={"timings": tuple(timings)})
-    chosen = expect(measured, LARGE)[0]
+    chosen, *_ = expect(profile(8).model_copy(update={"timings": tuple(timings)}), LARGE)
     assert chosen is not None
     assert (chosen.name, chosen.chunks) == ("torus:direct", 4)
 
@@ -79,10 +71,9 @@ def test_nobody_comes_first_or_after_the_same_one_in_every_turn() -> None:
 
 
 def test_small_messages_are_timed_no_oftener_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ran = timed(monkeypatch, lambda plan: 0.1, size=1 << 18, seconds=1e9)
-    assert max(Counter(ran).values()) == 1 + 3
-    _, ran = timed(monkeypatch, lambda plan: 0.1, seconds=1e9)
-    assert max(Counter(ran).values()) == 1 + tune._MOST_TURNS
+    for size, turns in ((1 << 18, 3), (LARGE, tune._MOST_TURNS)):
+        _, ran = timed(monkeypatch, lambda name, chunks: 0.1, size=size, seconds=1e9)
+        assert max(Counter(ran).values()) == 1 + turns
 
 
 def test_a_size_takes_about_as_long_as_its_neighbours() -> None:
@@ -115,21 +106,18 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
 
 @on_ranks(2)
 def test_mistakes_are_told():
-    wrong: dict[str, dict[str, Any]] = {
-        "sizes 3": {"sizes": [3]},
-        "allreduce tree": {"algorithms": ["tree"]},
-        "grid 3x3": {"algorithms": ["torus"], "grid": (3, 3)},
-    }
-    for about, options in wrong.items():
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("sizes 3", {"sizes": [3]}), ("allreduce tree", {"algorithms": ["tree"]}),
+        ("grid 3x3", {"algorithms": ["torus"], "grid": (3, 3)}),
+    ]  # fmt: skip
+    for about, options in wrong:
         with pytest.raises(UserError, match=f"^{about}:"):
             bench_allreduce(**options)
 
 
 def test_of_one_rank_there_is_nothing_to_measure():
-    with refused("a benchmark of one rank", "bench allreduce"):
-        bench_allreduce()
+    refuses("a benchmark of one rank", bench_allreduce, about="bench allreduce")
 
 
 def test_bus_bandwidth():
-    record = Record("ring", 1000, 4, None, "ring", 1e-3, 1e-3, 1e-3, 5)
-    assert record.bus_bandwidth == pytest.approx(1.5e6)
+    assert Record("ring", 1000, 4, None, "ring", 1e-3, 1e-3, 1e-3, 5).bus_bandwidth == pytest.approx(1.5e6)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from ...errors import RunError, UserError
 from ...text import listed
@@ -18,7 +17,7 @@ from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import NativeAllReduce, over
 from ..base import Work
 from ..connection import Elapsed, Span, connect, shuffled, typical
-from ..groups import Group, group_of
+from ..groups import AnyGroup, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))  # sizes in bytes that are timed by default: 4 KiB to 16 MiB
 
@@ -60,7 +59,7 @@ def bench_allreduce(
     profile: Path | None = None,
     repetitions: int = 7,
     streams: int = 1,
-    group: Group | ProcessGroup | None = None,
+    group: AnyGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Record]:
     """Times all-reduces of int32; every rank of `group` (None: all) calls it and gets the same records.
@@ -98,24 +97,12 @@ def bench_allreduce(
             cpu = connection.slowest([statistics.median(busy[name][1:]) for name, _ in starts])
             for i, (name, _) in enumerate(starts):
                 times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
-                median, skew, bound, _ = typical(times)
-                records.append(
-                    Record(
-                        algorithm=name,
-                        bytes=size,
-                        ranks=caller.size,
-                        grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
-                        runs="native" if chosen is None else str(chosen),
-                        median_s=median,
-                        min_s=min(times).seconds,
-                        max_s=max(times).seconds,
-                        n=repetitions,
-                        skew_s=skew,
-                        bound_s=bound,
-                        samples_s=tuple(each.seconds for each in times),
-                        cpu_s=cpu[i],
-                    )
-                )
+                (median, skew, bound, _), samples = typical(times), tuple(each.seconds for each in times)
+                used = chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None
+                records.append(Record(
+                    name, size, caller.size, used, runs=str(chosen or "native"), median_s=median, min_s=min(samples),
+                    max_s=max(samples), n=repetitions, skew_s=skew, bound_s=bound, samples_s=samples, cpu_s=cpu[i],
+                ))  # fmt: skip
     return records
 
 

@@ -3,9 +3,8 @@
 The usual alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. Ranks are numbered host
 by host, hosts are alike, and all ranks do the same at once. So a method along an axis has a closed formula, and 100,000
 ranks are priced as quickly as eight; only the double tree, which is there for comparison, is counted. The file
-tests/comm/tuning/test_cost.py counts the real schedule, message by message, and holds every formula to it.
-
-`auto`, `tune`, the planner and its search all take their candidates and their prices from here.
+tests/comm/tuning/test_cost.py counts the real schedule, message by message, and holds every formula to it. `auto`,
+`tune`, the planner and its search all take their candidates and their prices from here.
 """
 
 from collections import defaultdict
@@ -89,17 +88,14 @@ def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | N
     if 1 < per_host < ranks:
         found += [parse_algorithm("hierarchical", ranks, grid) for grid in host_rows]
 
-    def schedule(algorithm: Algorithm) -> tuple[object, ...]:
+    first: dict[tuple[object, ...], Algorithm] = {}  # by schedule
+    for algorithm in found:
         # On an axis of two ranks ring, halving and direct are the same exchange.
         axes = zip((algorithm.vertical, algorithm.horizontal), algorithm.grid, strict=True)
         used = [(method, size) for method, size in axes if size > 1]
         methods = [method if size != 2 or method == "doubling" else "exchange" for method, size in used]
         family = "flat" if algorithm.algorithm in FLAT else algorithm.algorithm
-        return family, algorithm.grid, *methods
-
-    first: dict[tuple[object, ...], Algorithm] = {}
-    for algorithm in found:
-        first.setdefault(schedule(algorithm), algorithm)
+        first.setdefault((family, algorithm.grid, *methods), algorithm)
     return tuple(first.values())
 
 
@@ -156,8 +152,7 @@ def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
     if method != "doubling":
         return reduce_scatter(topology, axis, method).repeated(2)
     power = 1 << (axis.size.bit_length() - 1)
-    is_inside = _ends(topology, axis) == 0
-    rounds = []
+    is_inside, rounds = _ends(topology, axis) == 0, []
     for bit in range(power.bit_length() - 1):
         # Partners differ in one bit of their position, so that a host of a multiple of 2 * distance ranks holds both.
         distance = axis.stride << bit
@@ -233,8 +228,7 @@ def _double_tree(topology: Topology, ranks: int) -> Cost:
             for end, seconds_a_byte in part.items():
                 whole[end] += seconds_a_byte
         alpha = topology.between.alpha if far else topology.inside.alpha
-        busiest = max([*near.values(), *far.values()], default=0.0)
-        rounds.append(Cost(alpha, peers * topology.message, busiest))
+        rounds.append(Cost(alpha, peers * topology.message, max([*near.values(), *far.values()], default=0.0)))
     most = {"inside": max(inside.values(), default=0.0), "between": max(between.values(), default=0.0)}
     return total(rounds)._replace(**most)
 

@@ -105,10 +105,8 @@ class Profile(_Part):
         inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
         each = ranks_a_host(self.hosts)
         if each == 1:
-            fullest = max(self.hosts.count(host) for host in set(self.hosts))
-            between = between._replace(beta=fullest * between.beta)
-        start = (between if len(set(self.hosts)) > 1 else inside).alpha
-        return Topology(each, inside, between, self.message, start)
+            between = between._replace(beta=max(map(self.hosts.count, self.hosts)) * between.beta)
+        return Topology(each, inside, between, self.message, (between if len(set(self.hosts)) > 1 else inside).alpha)
 
     def dump(self) -> str:
         return self.model_dump_json(indent=1) + "\n"

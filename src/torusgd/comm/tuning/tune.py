@@ -2,10 +2,6 @@
 
 Every rank takes part: times are from the last rank's begin to the last one's end, by `Clock`. Rank 0 computes the
 profile from them and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
-
-Contention is how much slower ranks compute while others compute, or while messages travel: they share cores, memory and
-power. The work is a small convolutional network. The figures hold for whatever it is that ranks share, so that a plan
-need not know it: eight ranks on two cores are found four times as slow as one, or slower.
 """
 
 import math
@@ -16,19 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ...errors import UserError
-from ..algorithms import Algorithm, Message, Round, usual_chunks
+from ..algorithms import Algorithm, Message, Round, cut, usual_chunks
 from ..connection import Connection, Elapsed, Span, connect, hosts_of, ranks_a_core, shuffled, typical
-from ..groups import Group, group_of
+from ..groups import AnyGroup, group_of
 from .cost import rank_candidates
-from .profile import Backend, Crowd, InStep, Link, Profile, Timing, expect
+from .profile import Crowd, InStep, Link, Profile, Timing, expect
 
+Plan = Algorithm | None  # None: the backend's own
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 # The sizes that matter most come first: buckets have up to 4 MiB, and the first size foretells what they take.
 _SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
@@ -43,15 +40,11 @@ _ROUNDS = 8
 # factor of the quickest rival's best time beyond which a rival drops out of the timings of a size
 _BEHIND = 1.25
 _MOST_TURNS = 9
-_FAN = 8
-_FAN_ROUNDS = 4
+_FAN, _FAN_ROUNDS = 8, 4
 
 
 def tune(
-    seconds: float = 40.0,
-    group: Group | ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    streams: int = 1,
+    seconds: float = 40.0, group: AnyGroup | None = None, device: torch.device | str = "cpu", streams: int = 1
 ) -> Profile:
     """Measures the network between the ranks of `group` (None: all), for runs with as many `streams`."""
     ranks = group_of(group, device)
@@ -67,14 +60,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     hosts = hosts_of(connection.group)
     repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
-    backend: Backend = "nccl" if connection.group.has_nccl else "gloo"
-    how = {"backend": backend, "hosts": hosts, "streams": connection.streams}
+    how = {"backend": "nccl" if connection.group.has_nccl else "gloo", "hosts": hosts, "streams": connection.streams}
     links = {"message": message, "inside": inside, "between": between}
     profile = _of_rank_0(connection, Profile.model_validate({**how, **links, "timings": ()}))
-    timings: list[Timing] = []
-    known = set[Algorithm | None]()
+    timings, known, took = list[Timing](), set[Plan](), dict[int, float]()
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
-    took: dict[int, float] = {}
     for size in sizes:
         before = time.perf_counter()
         ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
@@ -94,12 +84,9 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
     # About the seconds that so many runs at a size take on this rank, from the times of other sizes.
     if not took:
         return 0.0
-    smaller = [known for known in took if known < size]
-    larger = [known for known in took if known > size]
-    if smaller and larger:
-        return math.sqrt(took[max(smaller)] * took[min(larger)])
+    smaller, larger = [known for known in took if known < size], [known for known in took if known > size]
     if larger:
-        return took[min(larger)]
+        return math.sqrt(took[max(smaller)] * took[min(larger)]) if smaller else took[min(larger)]
     # The time of the largest, and the further bytes, which every run moves about twice.
     per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     return took[max(took)] + runs * 2 * per_byte * (size - max(took))
@@ -110,13 +97,7 @@ def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
 
 
 def _rivals(
-    connection: Connection,
-    profile: Profile,
-    size: int,
-    rivals: int,
-    repetitions: int,
-    seconds: float,
-    known: set[Algorithm | None],
+    connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int, seconds: float, known: set[Plan]
 ) -> list[Timing]:
     # Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
     # A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
@@ -127,8 +108,8 @@ def _rivals(
     ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
     # An engine may run several alike (`Engine.effective`).
     plans = [*dict.fromkeys(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)]
-    left: list[Algorithm | None] = [None, *plans[:rivals]]
-    times = defaultdict[Algorithm | None, list[Elapsed]](list)
+    left: list[Plan] = [None, *plans[:rivals]]
+    times = defaultdict[Plan, list[Elapsed]](list)
     begun = 0.0
     for plan in left:
         # The first run of an algorithm opens connections between its peers, which would count against it.
@@ -155,7 +136,7 @@ def _rivals(
     return [Timing.of(size, plan, typical(taken)) for plan, taken in times.items()]
 
 
-def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> Span:
+def _time_sum(connection: Connection, size: int, algorithm: Plan) -> Span:
     tensor = connection.zeros(size)
     return connection.clock.span(lambda: connection.engine.run(tensor, algorithm).wait())
 
@@ -175,51 +156,38 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     # The link around the members, by chains of dependent rounds; other ranks send nothing.
     sizes = [size for size in _LINK_BYTES for _ in range(repetitions)]
-    spans = [
-        connection.clock.span(partial(_shift, connection, members, size, turns))
-        for size in sizes
-        for turns in (1, 1 + _ROUNDS)
-    ]
+    shifts = [partial(_shift, connection, members, size, turns) for size in sizes for turns in (1, 1 + _ROUNDS)]
+    taken = connection.clock.elapsed([connection.clock.span(shift) for shift in shifts])
     # The difference of a long chain and of one round: the start cancels out.
-    flat = [taken.seconds for taken in connection.clock.elapsed(spans)]
-    each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
-    return fit(sizes, each)
+    pairs = zip(taken[::2], taken[1::2], strict=True)
+    return fit(sizes, [(chain.seconds - one.seconds) / _ROUNDS for one, chain in pairs])
 
 
 def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
     # Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle.
-    tensor = connection.zeros(2 * size * turns)
-    rounds = [Round()] * turns
+    tensor, rounds = connection.zeros(2 * size * turns), [Round()] * turns
     if connection.group.rank in members and len(members) > 1:
-        index, half = members.index(connection.group.rank), tensor.numel() // 2
+        index = members.index(connection.group.rank)
         after, before = members[(index + 1) % len(members)], members[index - 1]
-        step = half // turns  # elements of their own in each round: no round overwrites what another still sends
-        rounds = [
-            Round(
-                (Message(after, i * step, (i + 1) * step),),
-                copies=(Message(before, half + i * step, half + (i + 1) * step),),
-            )
-            for i in range(turns)
-        ]
+        # Elements of their own in each round: no round overwrites what another still sends.
+        runs = list(pairwise(cut(0, tensor.numel(), 2 * turns)))
+        pairs = zip(runs[:turns], runs[turns:], strict=True)
+        rounds = [Round((Message(after, *out),), copies=(Message(before, *back),)) for out, back in pairs]
     connection.engine.run_rounds(tensor, rounds).wait()
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     # Median seconds of a chain of rounds with a small message to each of several ranks, the same number everywhere.
-    rank, size = connection.group.rank, connection.group.size
+    rank, size, hops = connection.group.rank, connection.group.size, range(1, peers + 1)
+    sends = tuple(Message((rank + i) % size, 0, 1) for i in hops)
     rounds = [
-        Round(
-            tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
-            copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
-        )
-        for turn in range(_FAN_ROUNDS)
+        Round(sends, copies=tuple(Message((rank - i) % size, first + i, first + i + 1) for i in hops))
+        for first in range(0, size * _FAN_ROUNDS, size)
     ]
     tensor = connection.zeros(4 * size * _FAN_ROUNDS)
-    spans = [
-        connection.clock.span(lambda: connection.engine.run_rounds(tensor, rounds).wait())
-        for _ in range(repetitions + 1)
-    ]
-    return typical(connection.clock.elapsed(spans)).seconds
+    clock, engine = connection.clock, connection.engine
+    spans = [clock.span(lambda: engine.run_rounds(tensor, rounds).wait()) for _ in range(repetitions + 1)]
+    return typical(clock.elapsed(spans)).seconds
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
@@ -233,19 +201,14 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
         if terms[other] < 0:  # zero, and the rest is fitted alone
             alone, error = _solve(columns[:, [one]], y)
             terms[one], terms[other], errors[one] = alone[0], 0.0, error[0]
-    return Link(
-        latency=max(0.0, float(terms[0])),
-        latency_error=float(errors[0]),
-        per_byte=max(0.0, float(terms[1])),
-        per_byte_error=float(errors[1]),
-    )
+    (latency, per_byte), (latency_error, per_byte_error) = terms.clip(min=0.0).tolist(), errors.tolist()
+    return Link(latency=latency, latency_error=latency_error, per_byte=per_byte, per_byte_error=per_byte_error)
 
 
 def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Coefficients and their standard errors.
     terms = np.linalg.lstsq(columns, values, rcond=None)[0]
-    freedom = max(1, len(columns) - columns.shape[1])
-    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
+    variance = float(((columns @ terms - values) ** 2).sum()) / max(1, len(columns) - columns.shape[1])
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
@@ -281,13 +244,13 @@ def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -
 
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
+    # They share cores, memory and power; the figure holds for whatever it is, so that a plan need not know it.
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     group, device = connection.group, connection.engine.device
     counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
-    task = _Task(device, images=32)
+    task, tasks = _Task(device, images=32), [_TASKS if group.rank < count else 0 for count in counts]
     task.run(_TASKS)  # warms up
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
-    tasks = [_TASKS if group.rank < count else 0 for count in counts]
     turns = [[_slowest(connection, task.run, mine) for mine in tasks] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     least = [max(1.0, ranks_a_core(group, count) if device.type == "cpu" else 0.0) for count in counts]
@@ -295,7 +258,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seconds: float) -> InStep:
+def in_step(connection: Connection, algorithm: Plan, size: int, seconds: float) -> InStep:
     """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows."""
     # Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
     # computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
