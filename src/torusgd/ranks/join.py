@@ -242,6 +242,10 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def as_text(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
 def printable(text: str) -> str:
     """What another machine sends for people, without what steers a terminal."""
     return "".join(c for c in text if c.isprintable())
@@ -388,7 +392,7 @@ class Listener:
             self._socket = socket.create_server(address)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise UserError(f"--listen {address[0]}:{address[1]}: {why}; choose another port") from None
+            raise UserError(f"--listen {as_text(address)}: {why}; choose another port") from None
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 
