@@ -12,10 +12,14 @@ In this order, so that a run that is cut short has what matters most:
                 it is installed, autocast, channels-last, torch's SGD), the same compiled; torusgd's plain step with
                 float32 sums, with exact sums, and with exact sums and deterministic algorithms, as in a run; the same
                 as CUDA graphs, plain and compiled; beside the aims
-    precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
-    streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`); on a GPU only
+    parts       the same as CUDA graphs without one of the form's parts each: what does each bring?
     step        what the host does in a step, plain and as CUDA graphs, by torch's profiler: kernels, launches,
-                synchronisations
+                synchronisations, and the kernels that take longest
+    precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
+    streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`)
+    pool        torch's own max pooling against ours: seconds, and whether each repeats its bits
+    jpegs       pictures to batches by the CPU and by nvJPEG
+    portable    a step in portable arithmetic against float32 and the usual precision
 
 A part that fails is noted with its error, and the next one runs.
 
@@ -23,6 +27,7 @@ Needs: a GPU, or `--device cpu`.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -30,38 +35,35 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.nn import functional as F
 
-from torusgd.comm.base import Liveness
-from torusgd.comm.groups import alone
-from torusgd.data.pipeline import Batch
+from torusgd.data import Pipeline, open_sources
+from torusgd.data.registry import decode_on_gpu
 from torusgd.launch.local import launch
-from torusgd.models import model_of
+from torusgd.models.networks import OrderedMaxPool
+from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.recipe.schema import Recipe
 from torusgd.recipe.section import Duration
-from torusgd.run.build import build
 from torusgd.run.fingerprint import conditions
 from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
 from torusgd.runtime import ask_for_repeatable_products, resolve_auto
-from torusgd.step.journal import synchronous
+from torusgd.weights import weights_sha256
 
-from ..step.step_overhead import Ready
-from .gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, put_section, section
+from .gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, RUN_COMPILED, put_section, section
+from .programs import DTYPES, Program, Step, make_recipe, our_step, parts_left_out, peer_step, plain_changes
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 560.0
-CLASSES = 1000
 STEP = "a step of torusgd"
 """range of the profile"""
 HOST_CALLS = {
@@ -69,25 +71,6 @@ HOST_CALLS = {
     "synchronisations": "Synchronize",
 }  # fmt: skip
 """by what is counted a part of the names of CUDA's functions"""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def make_recipe(args: argparse.Namespace, images: int, *changes: str, workers: int = 1) -> Recipe:
-    """The model on synthetic images, `images` a pass."""
-    overrides = [
-        f"data={{source: synthetic, train_images: {max(256, images)}, eval_images: 8, image_size: {args.pixels}, "
-        f"channels: 3, classes: {CLASSES}, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}}",
-        f"model={{name: {args.model}}}",
-        f"virtual_workers={workers}",
-        f"stages=[{{until: 1000st, images_per_worker: {images}}}]",
-        "rate={lr: 0.01}",
-        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
-        "evaluate={every: null, images_per_chunk: 8}",
-        "polish=null",
-        "target_top1=null",
-        *changes,
-    ]
-    return resolve_auto(load_recipe("digits", overrides).recipe, args.device)
 
 
 def wait(device: torch.device) -> None:
@@ -146,141 +129,225 @@ def hashes(args: argparse.Namespace) -> dict[str, Any]:
                     workers=ranks, ranks_per_gpu=ranks, checkpoint_every=Duration(1000, "st"), cuda_graphs=graphs
                 )
                 job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
-                found[name][f"{run} on {ranks} rank{'s' * (ranks > 1)}"] = launch(job, fresh=True).summary[
-                    "weights_sha256"
-                ]
+                what = f"{run} on {ranks} rank{'s' * (ranks > 1)}"
+                found[name][what] = launch(job, fresh=True).summary["weights_sha256"]
+                print(f"{name}, {what}: {found[name][what]}", flush=True)
     return found
 
 
-def images_of(args: argparse.Namespace, images: int) -> Batch:
-    """Images of noise."""
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(images, 3, args.pixels, args.pixels, generator=generator)
-    targets = torch.randint(0, CLASSES, (images,), generator=generator)
-    if args.device == "cuda":
-        pixels, targets = pixels.pin_memory(), targets.pin_memory()
-    return Batch(pixels, targets, np.arange(images), 0)
-
-
-def our_step(
-    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, **options: Any
-) -> Callable[[int], object]:
-    """The trainer's own step, put together as `torusgd train` does, but for the loader; `options` of the runtime."""
-    recipe = make_recipe(args, images, *changes, workers=workers)
-    job = Job(recipe, RuntimeOptions(**options), args.device, Path())
-    world, liveness = alone(args.target), Liveness()
-    data = replace(open_data(job, world.device, liveness), loader=Ready(images_of(args, images)))
-    trainer = build(job, data, world, liveness)
-    take = (trainer.ahead or trainer.step).run
-    return lambda index: take(trainer.membership, synchronous(index, workers))
-
-
-def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable[[int], object]:
-    """What people write by hand."""
-    recipe, device = make_recipe(args, images), args.target
-    try:
-        from torchvision.models import get_model
-
-        model = get_model(args.model, weights=None, num_classes=CLASSES)
-    except (ImportError, OSError, RuntimeError, ValueError):
-        model = model_of(recipe, CLASSES)
-    model = model.to(device, memory_format=torch.channels_last).train()
-    # A run that is compiled forbids Inductor to time kernels, for the whole process; nobody's own loop does.
-    network = torch.compile(model, options={"deterministic": False}) if compiled else model
-    dtype = DTYPES.get(recipe.precision)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
-    scaler = torch.amp.GradScaler(args.device, enabled=dtype is torch.float16)
-    batch = images_of(args, images)
-
-    def step(index: int) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        pixels = batch.images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
-        targets = batch.targets.to(device, non_blocking=True)
-        with torch.autocast(args.device, dtype=dtype, enabled=dtype is not None):
-            loss = F.cross_entropy(network(pixels).float(), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        loss.item()
-
-    return step
-
-
-def in_turn(args: argparse.Namespace, steps: dict[str, tuple[Callable[[int], object], bool]]) -> dict[str, list[float]]:
-    """Seconds of a step of each program, by round; the second of a pair says whether algorithms are deterministic.
-
-    The plain loop has cuDNN time its algorithms, as those who write one do.
-    """
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def in_turn(args: argparse.Namespace, programs: dict[str, Program]) -> dict[str, dict[str, Any]]:
+    """Seconds of a step of each program, by round, and the GPU memory in GB that it took; or its error."""
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    steps: dict[str, Step] = {}
+    errors: dict[str, str] = {}
+    is_gpu = args.target.type == "cuda"
     for turn in range(args.rounds + 1):
-        for name, (step, deterministic) in steps.items():
-            torch.use_deterministic_algorithms(deterministic)
-            torch.backends.cudnn.benchmark = name in (PEER, COMPILED)
-            wait(args.target)
-            begin = time.perf_counter()
-            for i in range(args.steps):
-                step(turn * args.steps + i)
-            wait(args.target)
-            if turn:  # the first round warms up, and compiles
-                times[name].append((time.perf_counter() - begin) / args.steps)
+        for name, program in programs.items():
+            if name in errors:
+                continue
+            torch.use_deterministic_algorithms(program.deterministic)
+            torch.backends.cudnn.benchmark = program.times_algorithms
+            try:
+                with program.changes():
+                    begin = time.perf_counter()
+                    if turn == 0:  # the first round warms up, and compiles
+                        torch.cuda.empty_cache()
+                        before = torch.cuda.memory_reserved() if is_gpu else 0
+                        steps[name] = program.make()
+                    for i in range(args.steps):
+                        steps[name](turn * args.steps + i)
+                    wait(args.target)
+            except Exception as error:
+                traceback.print_exc()
+                errors[name] = summary_of(error)
+                continue
+            if turn == 0:
+                memory[name] = 1e-9 * (torch.cuda.memory_reserved() - before) if is_gpu else 0.0
+                print(f"{name}: ready in {time.perf_counter() - begin:.1f} s", flush=True)
+            else:
+                seconds.setdefault(name, []).append((time.perf_counter() - begin) / args.steps)
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = False
-    return times
+    for name, times in seconds.items():
+        print(f"{name}: {1e3 * statistics.median(times):.3f} ms a step, {memory[name]:.1f} GB", flush=True)
+    return {"seconds": seconds, "memory_gb": memory, **({"errors": errors} if errors else {})}
+
+
+def by_images(
+    args: argparse.Namespace, programs: Callable[[int], dict[str, Program]], images: Sequence[int]
+) -> dict[str, Any]:
+    """Of each number of images a pass, what `in_turn` finds."""
+    found: dict[str, Any] = {"precision": make_recipe(args, 1).precision, "network": args.model, "pixels": args.pixels}
+    for count in images:
+        if time.perf_counter() > args.until:  # compiling takes its time
+            found["left_out"] = f"{count} images and more: the time is up"
+            break
+        for key, values in in_turn(args, programs(count)).items():
+            found.setdefault(key, {})[str(count)] = values
+        free(args)
+    return found
+
+
+def free(args: argparse.Namespace) -> None:
+    """Gives back what the programs of a part held, the memory of their graphs included."""
+    gc.collect()
+    torch.compiler.reset()
+    if args.target.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step with one pass, by images and program."""
-    found: dict[str, Any] = {"precision": make_recipe(args, 1).precision, "network": args.model, "pixels": args.pixels}
-    found["seconds"] = {}
-    for images in args.images:
-        if time.perf_counter() > args.until:  # compiling takes its time
-            found["left_out"] = f"{images} images and more: the time is up"
-            break
-        steps = {PEER: (peer_step(args, images, compiled=False), False)}
+
+    def programs(images: int) -> dict[str, Program]:
+        peer, ours = partial(peer_step, args, images), partial(our_step, args, images)
+        found = {PEER: Program(partial(peer, compiled=False), times_algorithms=True)}
         if args.compile:
-            steps[COMPILED] = (peer_step(args, images, compiled=True), False)
-            steps[GRAPHS_COMPILED] = (our_step(args, images, "compile=true", cuda_graphs=True), True)
-        steps[FLOAT] = (our_step(args, images, "reduction=float32"), False)
-        steps[EXACT] = (our_step(args, images), False)
-        steps[RUN] = (our_step(args, images), True)
-        steps[GRAPHS] = (our_step(args, images, cuda_graphs=True), True)
-        found["seconds"][str(images)] = in_turn(args, steps)
-    return found
+            found[COMPILED] = Program(partial(peer, compiled=True), times_algorithms=True)
+            found[RUN_COMPILED] = Program(partial(ours, "compile=true"), deterministic=True)
+            found[GRAPHS_COMPILED] = Program(partial(ours, "compile=true", cuda_graphs=True), deterministic=True)
+        found[FLOAT] = Program(partial(ours, "reduction=float32"))
+        found[EXACT] = Program(ours)
+        found[RUN] = Program(ours, deterministic=True)
+        found[GRAPHS] = Program(partial(ours, cuda_graphs=True), deterministic=True)
+        return found
+
+    return by_images(args, programs, args.images)
+
+
+def parts(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step as CUDA graphs without one of their parts each, and of a plain one with other parts."""
+    if args.device == "cpu":
+        return {"left_out": "a CPU has neither CUDA graphs nor kernels"}
+
+    def programs(images: int) -> dict[str, Program]:
+        ours = partial(our_step, args, images, cuda_graphs=True)
+        found = {GRAPHS: Program(ours, deterministic=True)}
+        for name, changes in parts_left_out().items():
+            found[f"graphs without {name}"] = Program(ours, deterministic=True, changes=changes)
+        plain = partial(our_step, args, images)
+        found[RUN] = Program(plain, deterministic=True)
+        for name, changes in plain_changes().items():
+            found[f"plain with {name}"] = Program(plain, deterministic=True, changes=changes)
+        return found
+
+    return by_images(args, programs, args.images[:1])
 
 
 def precision(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step, by precision; the winner by the median."""
-    images = args.images[len(args.images) // 2]
-    steps = {name: (our_step(args, images, f"precision={name}"), True) for name in DTYPES}
-    times = in_turn(args, steps)
-    return {"images": images, "seconds": times, "faster": min(times, key=lambda name: statistics.median(times[name]))}
+    images, graphs = args.images[len(args.images) // 2], args.device == "cuda"
+    programs = {
+        name: Program(partial(our_step, args, images, f"precision={name}", cuda_graphs=graphs), deterministic=True)
+        for name in DTYPES
+    }
+    found = in_turn(args, dict[str, Program](programs))
+    times = found["seconds"]
+    faster = min(times, key=lambda name: statistics.median(times[name]))
+    return {"images": images, **found, "faster": faster}
+
+
+def portable(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step in portable arithmetic, and in float32 and the precision of a run."""
+    images, usual = args.images[0], make_recipe(args, 1).precision
+    programs = {
+        str(name): Program(partial(our_step, args, images, f"precision={name}"), deterministic=True)
+        for name in dict.fromkeys((usual, "float32", "portable"))
+    }
+    few = argparse.Namespace(**{**vars(args), "rounds": min(args.rounds, 3), "steps": 1})
+    return {"images": images, **in_turn(few, programs)}
 
 
 def streams(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step of four passes, by the passes that run at the same time."""
     if args.device == "cpu":
         return {"left_out": "a CPU has no CUDA streams"}
-    images = args.images[0]
-    steps = {
-        str(count): (our_step(args, images, workers=4, cuda_graphs=True, cuda_streams=count), True) for count in (1, 2)
-    }
-    return {"images": images, "seconds": in_turn(args, steps)}
+    images = args.images[0] // 2
+    ours = partial(our_step, args, images, workers=4, cuda_graphs=True)
+    programs = {str(n): Program(partial(ours, cuda_streams=n), deterministic=True) for n in (1, 2)}
+    return {"images": images, **in_turn(args, programs)}
+
+
+def pool(args: argparse.Namespace) -> dict[str, Any]:
+    """Max pooling of a ResNet's first layer, there and back: torch's own and `OrderedMaxPool`; does each repeat?"""
+    images, side = args.images[0], args.pixels // 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        values = torch.randint(0, 8, (images, 64, side, side)).to(args.target)  # many equal maxima
+    x = values.to(torch.bfloat16).contiguous(memory_format=torch.channels_last).requires_grad_()
+    found: dict[str, Any] = {"images": images, "seconds": {}, "hashes": {}}
+    ways = {
+        "torch": lambda: F.max_pool2d(x, 3, 2, 1), "ordered": lambda: OrderedMaxPool.apply(x, 3, 2, 1, False),
+    }  # fmt: skip
+    for name, way in ways.items():
+        weight = torch.linspace(-1, 1, way().numel(), device=args.target).view_as(way()).bfloat16()
+
+        def there_and_back(way: Callable[[], Tensor] = way, weight: Tensor = weight) -> Tensor:
+            return torch.autograd.grad(way(), x, weight)[0]
+
+        torch.use_deterministic_algorithms(True)
+        try:
+            found["hashes"][name] = [weights_sha256({"x": there_and_back()}) for _ in range(5)]
+            found["seconds"][name] = [seconds_of(there_and_back, args.target, 20) for _ in range(args.rounds)]
+        except RuntimeError as error:
+            found["hashes"][name] = summary_of(error)
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+def jpegs(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds for 256 images of ImageNet's usual size, from files to batches: by the CPU on one core, and by nvJPEG."""
+    if args.device == "cpu":
+        return {"left_out": "a CPU has no nvJPEG"}
+    from ..input.decode import PICTURES, write_pictures
+
+    count, data = 256, Data(source="folder", image_size=args.pixels, augment=Augment(crop="resized", flip=0.5))
+    found: dict[str, Any] = {"images": count, "seconds": {}, "errors": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        write_pictures(Path(folder), 375, 500, 90)
+        for name in ("one core", "nvjpeg"):
+            try:
+                source = open_sources(data, Path(folder), seed=0)
+                source = decode_on_gpu(source, args.target) if name == "nvjpeg" else source
+                pipeline, indices = Pipeline(source[0], data, seed=0), np.arange(count) % PICTURES
+
+                def batch(pipeline: Pipeline = pipeline, indices: Any = indices) -> Tensor:
+                    return pipeline.training_batch(indices, np.zeros(count, int), augment=True).images
+
+                found["seconds"][name] = [seconds_of(batch, args.target) for _ in range(3)]
+            except Exception as error:
+                traceback.print_exc()
+                found["errors"][name] = summary_of(error)
+    return found
 
 
 def counts(args: argparse.Namespace) -> dict[str, Any]:
     """What the host does in one step, by the profiler, which counts the CPU's operators if there is no GPU."""
-    found = {}
+    found, images = {}, args.images[len(args.images) // 2]
+    torch.use_deterministic_algorithms(True)
     for name, graphs in (("plain", False), ("graphs", True)):
-        step = our_step(args, args.images[0], cuda_graphs=graphs)
-        for index in range(3):
+        step = our_step(args, images, cuda_graphs=graphs)
+        for index in range(5):
             step(index)
         wait(args.target)
         with torch.profiler.profile() as profile:
             with torch.profiler.record_function(STEP):
-                step(3)
+                step(5)
             wait(args.target)
-        found[name] = counted(profile.events())
+        found[name] = counted(profile.events()) | {"images": images, "longest": longest(profile.events())}
+        del step
+        free(args)
     return found
+
+
+def longest(events: Sequence[Any], most: int = 40) -> list[tuple[float, int, str]]:
+    """The GPU's kernels by their microseconds, how often, and their names, the longest first."""
+    of: dict[str, list[float]] = {}
+    for event in events:
+        if event.device_type == DeviceType.CUDA and event.name != STEP:
+            of.setdefault(event.name[:120], []).append(event.time_range.end - event.time_range.start)
+    return sorted(((round(sum(times), 1), len(times), name) for name, times in of.items()), reverse=True)[:most]
 
 
 def counted(events: Sequence[Any]) -> dict[str, Any]:
@@ -298,17 +365,19 @@ def counted(events: Sequence[Any]) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "machine": machine, "hashes": hashes, "speed": speed, "precision": precision, "streams": streams,
-    "step": counts,
+    "machine": machine, "hashes": hashes, "speed": speed, "parts": parts, "step": counts, "precision": precision,
+    "streams": streams, "pool": pool, "jpegs": jpegs, "portable": portable,
 }  # fmt: skip
 
 
 def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], object] = lambda result: None) -> dict[str, Any]:
     """All parts, `keep` being told after each; what fails, or comes too late, leaves its error."""
     ask_for_repeatable_products()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # as in a run
     args.until = time.perf_counter() + SECONDS
-    result: dict[str, Any] = {name: {"error": "the run was cut short"} for name in PARTS}
-    for name, part in PARTS.items():
+    wanted = {name: part for name, part in PARTS.items() if name in {"machine", *args.parts}}
+    result: dict[str, Any] = {name: {"error": "the run was cut short"} for name in wanted}
+    for name, part in wanted.items():
         started = time.perf_counter()
         if started > args.until:
             result[name] = {"error": "the time is up"}
@@ -317,14 +386,17 @@ def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], object] = lam
             result[name] = part(args)
         except Exception as error:
             traceback.print_exc()
-            result[name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            result[name] = {"error": summary_of(error)}
         finally:
             torch.use_deterministic_algorithms(False)
-            if args.target.type == "cuda":
-                torch.cuda.empty_cache()
+            free(args)
         print(json.dumps({name: result[name], "took": round(time.perf_counter() - started, 1)}), flush=True)
         keep(result)
     return result
+
+
+def summary_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -336,6 +408,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, nargs="+", default=[32, 64, 256], help="of one pass")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each program, in turn")
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[*PARTS], default=[*PARTS], help="of the list above; default: all"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--docs", type=Path, help="document for the section; default: docs/benchmarks.md for a GPU")

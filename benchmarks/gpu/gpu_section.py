@@ -14,6 +14,7 @@ EXACT, FLOAT = "torusgd, exact sums", "torusgd, float32 sums"
 RUN = "torusgd, exact sums, deterministic"
 GRAPHS = "torusgd, CUDA graphs, deterministic"
 GRAPHS_COMPILED = "torusgd, CUDA graphs, deterministic, compiled"
+RUN_COMPILED = "torusgd, exact sums, deterministic, compiled"
 PEER, COMPILED = "plain loop", "plain loop, compiled"
 CEILINGS = {
     "copy_gb_per_s": "GB/s copied",
@@ -51,18 +52,18 @@ def aims(result: dict[str, Any]) -> list[str]:
 
 def section(result: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md, from the raw figures alone."""
-    about, lines, is_gpu = result["machine"], ["## One GPU", ""], result["device"] == "cuda"
+    about, lines, is_gpu = result.get("machine", {}), ["## One GPU", ""], result["device"] == "cuda"
     if not is_gpu:
         lines += [TRIAL, ""]
     where = about.get("gpu") or about.get("cpu") or "unknown"
     versions = ", ".join(f"{key} {about[key]}" for key in ("torch", "cuda", "cudnn", "nccl") if about.get(key))
     lines += [f"{where}, {versions}; {result['date']}: `{result['command']}`. Medians, with the range.", ""]
     lines += [f"- {statistics.median(about[key]):.4g} {unit}" for key, unit in CEILINGS.items() if key in about]
-    for name, runs in result["hashes"].items():
+    for name, runs in result.get("hashes", {}).items():
         if isinstance(runs, dict):
             one = "one hash" if len(set(runs.values())) == 1 else "DIFFERENT HASHES"
             lines.append(f"- `{name}`, weights after {result['hashes']['steps']} steps, {'; '.join(runs)}: {one}")
-    if "seconds" in result["speed"]:
+    if "seconds" in result.get("speed", {}):
         about = result["speed"]
         network = f"{about['network']}, {about['pixels']} px, {about['precision']}"
         rounds = max(len(times) for programs in about["seconds"].values() for times in programs.values())
@@ -85,18 +86,18 @@ def section(result: dict[str, Any]) -> str:
             lines.append(
                 f"- {images} images: exact sums cost {exact:+.1%} of a step, deterministic algorithms {repeatable:+.1%}"
             )
-    if is_gpu and "faster" in result["precision"]:
+    if is_gpu and "faster" in result.get("precision", {}):
         lines.append(
             f"- {result['precision']['faster']} is the faster precision at {result['precision']['images']} images"
         )
-    if "seconds" in result["streams"]:
+    if "seconds" in result.get("streams", {}):
         one, two = result["streams"]["seconds"].values()
         gain = statistics.median(a / b for a, b in zip(one, two, strict=True))
         lines.append(
             f"- two passes of {result['streams']['images']} images at once: {gain:.3f} times as fast as in turn"
         )
     for form, title in (("plain", "a plain step"), ("graphs", "a step as CUDA graphs")):
-        if form not in result["step"]:
+        if form not in result.get("step", {}):
             continue
         found = result["step"][form]
         of_gpu = ("kernels", "launches", "graphs", "copies", "clears", "synchronisations")

@@ -38,14 +38,14 @@ def compile_instead(capability: int) -> None:
 def launch_all() -> None:
     """Each kernel in each of its forms."""
     tensor, one = torch.zeros(4, 3, 2, 2), torch.ones(1)
-    sizes, scales, message = torch.tensor([48]), torch.ones(1), torch.zeros(52, dtype=torch.int32)
+    scales, message = torch.ones(1), torch.zeros(52, dtype=torch.int32)
     found, wide = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.float64)
     control = torch.zeros(4 * 3 + 2, dtype=torch.int64)
     for dtype in (torch.int32, torch.int64):
         sums = message.to(dtype)
-        triton_kernels.add_gradients([tensor], sizes, scales, sums, found)
+        triton_kernels.add_gradients([tensor], scales, sums, found)
         triton_kernels.add_bounds(found, scales, sums, 48, 8.0, 2.0**27)
-        triton_kernels.mean([sums[:48]], sizes, scales, 1.0, [tensor])
+        triton_kernels.mean([sums[:48]], scales, 1.0, [tensor])
         triton_kernels.verdict(
             Verdict(
                 [sums[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, wide, scales, scales, torch.zeros(2),

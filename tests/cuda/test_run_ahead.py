@@ -305,7 +305,6 @@ def test_a_replayed_step_is_four_calls_a_pass_and_six(passes: int, change: str) 
     of_pass = {"replay": 2, "copy_": 1}
     of_step = {"zero_": 2, "copy_": 2, "replay": 1, "clone": 1}
     assert host.counts == Counter({name: passes * count for name, count in of_pass.items()}) + Counter(of_step)
-    assert sum(of_pass.values()) + 1 <= 4
     assert sum(of_step.values()) <= 6
 
 
@@ -324,8 +323,8 @@ def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
         ahead = make_trainer(True, *changes, world=gpu, options=RuntimeOptions(cuda_streams=streams))
 
         def take_step(index: int) -> None:
-            # By then both stages have been captured, and what is made once has been made.
-            torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
+            # By then both stages have been captured, and what is made once has been made: the noise scale is due.
+            torch.cuda.set_sync_debug_mode("error" if index > 3 else "default")
             take(ahead, index)
 
         assert launches(ahead, take_step) == LAUNCHES, "something was launched while nobody might wait"
@@ -340,8 +339,8 @@ def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
 @pytest.mark.parametrize("change", [SGD, "optimizer.name=lars"])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("streams", [1, 2])
-def test_on_a_gpu_the_host_calls_four_times_a_pass_and_six_a_step(streams: int, passes: int, change: str) -> None:
-    """On one rank, which sends nothing."""
+def test_on_a_gpu_the_host_calls_six_times_a_pass_and_six_a_step(streams: int, passes: int, change: str) -> None:
+    """On one rank, which sends nothing: two graphs, two copies of images, and two numbers for torch's generator."""
     one = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
     changes = (change, "precision=bfloat16", "data.augment={flip: 0.5}", f"virtual_workers={passes}", one)
     with on_gpu() as gpu:
@@ -351,10 +350,12 @@ def test_on_a_gpu_the_host_calls_four_times_a_pass_and_six_a_step(streams: int, 
         assert trainer.ahead is not None
         torch.cuda.synchronize()
         with torch.profiler.profile() as profile:
-            for index in (STEPS - 2, STEPS - 1):
-                trainer.ahead._launch(index, trainer.membership)
+            torch.cuda.set_sync_debug_mode("error")
+            for _ in range(2):  # no step in which the noise scale is due
+                trainer.ahead._launch(STEPS - 1, trainer.membership)
+            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     of_host = [event.name for event in profile.events() if event.device_type != DeviceType.CUDA]
     calls = [name for name in of_host if name.startswith(CALLS)]
     assert graphs_of(trainer) == 1
-    assert 0 < len(calls) <= 2 * (6 + 4 * passes), sorted(calls)
+    assert 0 < len(calls) <= 2 * (6 + 6 * passes), Counter(calls)

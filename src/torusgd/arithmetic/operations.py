@@ -80,7 +80,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     return result
 
 
-RULES.both("pow", _power, "Tensor_Scalar")
+RULES[aten.pow.Tensor_Scalar], RULES[aten.pow_.Scalar] = _power, in_place(_power)
 
 
 @RULES.of(aten.pow.Scalar)

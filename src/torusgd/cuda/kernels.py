@@ -65,7 +65,7 @@ class Tables:
 
     def fill(self) -> None:
         for table, values in self._unfilled:
-            table.copy_(values)
+            table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
         self._unfilled.clear()
 
 

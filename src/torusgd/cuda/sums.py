@@ -1,9 +1,8 @@
-"""Exact sums as a GPU takes them: a bucket at a time, by operators that leave all decisions on the device.
+"""Exact sums by operators that leave all decisions on the device.
 
-The integers, messages, scales and status are those of `IntegerGradientSum` and `ControlMessage`, but the gradients of a
-bucket wait for one another, and one call takes them all. No operator makes the host wait or changes a shape, and all
-write into memory that never moves: they may be captured in a CUDA graph. The forms here are made of torch's own
-operators; `triton_kernels` has kernels with the same bits.
+The integers, messages, scales and status are those of `BucketedSum` and `ControlMessage`. No operator makes the host
+wait or changes a shape, and all write into memory that never moves: they may be captured in a CUDA graph. The forms
+here and in `bucketed_sum` are made of torch's own operators; `triton_kernels` has kernels with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..arithmetic.reductions import over
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
 from ..gradients import integer_sum
-from ..gradients.integer_hash import IntegerHash
-from ..gradients.integer_sum import IntegerGradientSum, power_of_two_scale
+from ..gradients.bucketed_sum import BucketedSum, add_bounds, add_gradients, mean
+from ..gradients.integer_sum import power_of_two_scale
 from ..gradients.layout import Bucket, Span
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
@@ -24,8 +24,8 @@ from .kernels import operators, register
 REPORT = 3  # values of the verdict's report: 1 or 0 (refused), loss, underflow
 
 
-class DeviceGradientSum(IntegerGradientSum):
-    """Takes the gradients of a bucket by two operators; `going` is 1 until the device has refused a step."""
+class DeviceGradientSum(BucketedSum):
+    """Adds and decides by operators that a CUDA graph may hold; `going` is 1 until the device has refused a step."""
 
     def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device) -> None:
         super().__init__(buckets, addends, device)
@@ -35,28 +35,17 @@ class DeviceGradientSum(IntegerGradientSum):
         self._messages = list(self._all.split(lengths))
         self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
         self._factors = torch.zeros_like(self._scales)
-        self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
-        self._sizes = [torch.tensor(b.numels, device=device) for b in buckets]
-        self._all_sizes = torch.cat(self._sizes)
         self._payloads = [message[: b.length] for b, message in zip(buckets, self._messages, strict=True)]
-        self._waiting: list[dict[int, Tensor]] = [{} for _ in buckets]
         self.going = torch.ones(1, device=device)
 
     def clear(self) -> None:
         self._all.zero_()
+        self._filled = [True] * len(self._filled)
 
-    def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
-        assert hash_into is None, "a run that audits adds gradients one by one"
-        self._waiting[bucket][slot] = gradient
-
-    def end_worker(self, bucket: int) -> None:
-        """Adds the bucket's gradients of one virtual worker; one that did not come is zero."""
-        b, waiting, found = self.buckets[bucket], self._waiting[bucket], self._found[bucket]
-        slots = zip(range(b.first, b.stop), b.numels, strict=True)
-        gradients = [waiting[slot] if slot in waiting else torch.zeros(n, device=found.device) for slot, n in slots]
-        waiting.clear()
-        scales, message = self._scales[b.first : b.stop], self._messages[bucket]
-        operators.add_gradients(gradients, self._sizes[bucket], scales, message, found)
+    def _add_all(self, bucket: int, gradients: Sequence[Tensor]) -> None:
+        b, message, found = self.buckets[bucket], self._messages[bucket], self._found[bucket]
+        scales = self._scales[b.first : b.stop]
+        operators.add_gradients(gradients, scales, message, found)
         operators.add_bounds(found, scales, message, b.length, self._shift, self._cap)
 
     def message(self, bucket: int) -> Tensor:
@@ -73,7 +62,7 @@ class DeviceGradientSum(IntegerGradientSum):
 
     def write_mean(self, out: Sequence[Tensor], loss_scale: float) -> None:
         """Writes the mean (float32) of every slot without the loss scale, after `decide`."""
-        operators.mean(self._payloads, self._all_sizes, self._factors, 1.0 / loss_scale, list(out))
+        operators.mean(self._payloads, self._factors, 1.0 / loss_scale, list(out))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         assert spans is None, "all of the sums are here"
@@ -119,51 +108,6 @@ class DeviceControl(ControlMessage):
         return work
 
 
-def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
-    """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
-
-    `sizes` are the slots' elements, int64 [slots]; `scales` float32 [slots], powers of two; `message`, int32 or int64,
-    begins with the sums. `found`, int32 [slots + 1], has of each slot the bits of the largest magnitude so far as
-    float32, ordered as magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
-    """
-    flats = [gradient.reshape(-1) for gradient in gradients]
-    values = torch.cat(flats).float()
-    of_element = torch.repeat_interleave(scales, sizes, output_size=len(values))
-    # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
-    integers = torch.mul(values, of_element).round_().to(message.dtype)
-    message[: len(values)].add_(integers)
-    magnitudes = torch.stack(torch._foreach_norm(flats, ord=torch.inf)).float().abs()
-    torch.maximum(found[:-1], magnitudes.view(torch.int32), out=found[:-1])
-    found[-1:] += torch.count_nonzero(values) - torch.count_nonzero(integers)
-
-
-def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
-    """Adds the bounds and the counts of one virtual worker to a bucket's trailer, and clears `found`.
-
-    `found` is as `add_gradients` left it; the elements of `message` from `length` on are the trailer of
-    `IntegerGradientSum`; bounds are in units of `shift`, and at most `cap`.
-    """
-    slots = len(scales)
-    maxima = found[:-1].view(torch.float32)
-    finite = maxima.isfinite()
-    units = (maxima * (scales / shift)).ceil_().clamp_(max=cap)
-    bounds, bad, lost = message[length:].split([slots, slots, 2])
-    bounds += torch.where(finite, units, 0.0).to(message.dtype)
-    bad += ~finite
-    lost[:1] += found[-1:] & ((1 << integer_sum.COUNT_BITS) - 1)
-    lost[1:] += found[-1:] >> integer_sum.COUNT_BITS
-    found.zero_()
-
-
-def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
-    """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket."""
-    values = torch.cat(list(sums)).float()
-    values.mul_(torch.repeat_interleave(factors, sizes, output_size=len(values)))
-    if scale != 1.0:
-        values.mul_(scale)
-    torch._foreach_copy_([target.view(-1) for target in out], list(values.split([target.numel() for target in out])))
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What `verdict` reads and writes, in the order of the operator's arguments; see `IntegerGradientSum`."""
@@ -202,10 +146,11 @@ def verdict(v: Verdict) -> None:
     is_going = v.going > 0
     old = v.scales.double()
     v.factors.copy_(1.0 / (old * v.addends))
-    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, lost / (v.elements * v.addends)]))
+    statistics = over(statistics, v.addends)
+    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1], over(lost, v.elements * v.addends)]))
     v.bounds.copy_(torch.where(is_going, reach / old, v.bounds))
     v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
-    moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())
+    moved = v.running.mul(1 - v.momenta).add_(v.momenta * statistics[:-1].float())
     v.running.copy_(torch.where(is_going, moved, v.running))
 
 

@@ -192,7 +192,7 @@ def _follow(
         known = tl.where(bound > 0.0, tl.maximum(bound, least), 0.0)
         top = tl.max(known, axis=0)
         filled = tl.where(bound > 0.0, known, tl.where(top > 0.0, top, 1.0))
-        exponent = ((limit / (filled * HEADROOM)).to(tl.int64, bitcast=True) >> 52) - 1023
+        exponent = (((1.0 / (filled * HEADROOM)) * limit).to(tl.int64, bitcast=True) >> 52) - 1023
         exponent = tl.minimum(tl.maximum(exponent, -100), 100)
         tl.store(scales + slot, _power_of_two(exponent).to(tl.float32), mask=is_moved)
 
@@ -226,7 +226,7 @@ def _mean(sums, runs, blocks, factors, scale):
     tl.store(out, total.to(tl.float32) * tl.load(factors + slot) * scale, mask=here < count)
 
 
-def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
+def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
     laid_out = [_dense(gradient) for gradient in gradients]  # they live until the kernel is launched
     how = table_of([layout_of(gradient) for gradient in laid_out], message.device)
     blocks = blocks_of(tuple(gradient.numel() for gradient in gradients), BLOCK.value, message.device)
@@ -259,7 +259,7 @@ def verdict(v: Verdict) -> None:
     )  # fmt: skip
 
 
-def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
+def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
     numels, device = tuple(target.numel() for target in out), factors.device
     first, begins, targets = sums[0].data_ptr(), list[int](), iter(numels)
     for run in sums:  # each begins with a slot

@@ -31,6 +31,7 @@ from ..comm.groups import Group
 from ..comm.monitor import DeviceClock, Mark
 from ..comm.tuning.profile import Profile
 from ..errors import RunError
+from .bucketed_sum import BucketedSum
 from .float_sum import FloatGradientSum
 from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
@@ -68,7 +69,7 @@ class Reducer:
         addends: The most virtual workers of a step over all ranks.
         channels: By `Slot.parallel`, the ranks that hold the same slots; 1 is all ranks. All have shards or none.
         rule: Of the buckets' sizes, see `layout.lay_out`.
-        to_host: Called once for a step's status.
+        to_host: Called for a step's status, and by its update for a norm.
         make_sum: Makes the sum of a layout's gradients; None: the usual one of `reduction`.
     """
 
@@ -83,7 +84,7 @@ class Reducer:
         to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
         make_sum: MakeSum | None = None,
     ) -> None:
-        self._to_host, self._make_sum = to_host, make_sum or self._usual_sum
+        self.to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
         self.is_sharded = channels[1].shards is not None  # whether each rank gets back a shard of each bucket only
         self._maximum_over_ranks = maximum_over_ranks
@@ -121,9 +122,8 @@ class Reducer:
     def _usual_sum(self, layout: ParameterLayout) -> GradientSum:
         if self._reduction == "exact":
             elements = sum(slot.tensor.numel() for slot in layout.slots)
-            return IntegerGradientSum(
-                layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements
-            )
+            make = IntegerGradientSum if self._device.type == "cpu" else BucketedSum
+            return make(layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements)
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
         return FloatGradientSum(layout.buckets, self._addends, self._device, getattr(torch, self._reduction), wide=wide)
 
@@ -153,7 +153,7 @@ class Reducer:
             result = backward()
             # Gradient 7: all messages have arrived, and with them the same status on every rank.
             self.wait()
-            report = self.sum.finish(self._trailers).read(self._to_host)
+            report = self.sum.finish(self._trailers).read(self.to_host)
             check(result)
             if report.nonfinite or not report.overflow:
                 return Reduced(result, report, overflowed, redone)

@@ -85,7 +85,7 @@ class Update:
         # It is the root of the exact sum of the squares of `optim.norms`' layer norms, so that it has the same bits
         # however the gradient is spread.
         owned, grads = self._reducer.owned, self._reducer.means
-        norms = self._norms([*owned, *grads])[len(owned) :].tolist()
+        norms = self._reducer.to_host(self._norms([*owned, *grads])[len(owned) :]).tolist()
         # Blocks of one parameter all have the whole parameter's norm.
         by_name = dict(zip((slot.parameter for slot in self._reducer.layout.held), norms, strict=True))
         return math.sqrt(math.fsum(norm * norm for norm in by_name.values()))

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from ..arithmetic import is_portable
+
 # Elements of a block.
 BLOCK = 4096
 # Parts of a block on a GPU that are summed side by side.
@@ -37,7 +39,7 @@ def block_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     [tensor([64., 64.,  3.])]
     """
     flats = [tensor.detach().reshape(-1).float() for tensor in tensors]
-    if not flats or not flats[0].is_cuda:
+    if not flats or not flats[0].is_cuda or is_portable():  # whose norms are grid sums on any device
         return [_norms_of_blocks(flat) for flat in flats]
     return list(norms_by_lanes(flats).split([-(-flat.numel() // BLOCK) for flat in flats]))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ..arithmetic.reductions import over
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode, encode
 from ..data.to_device import pinned
@@ -107,7 +108,7 @@ class ControlMessage:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
         sections = dict(zip(self._words, small[behind:].split([*self._words.values()]), strict=True))
-        return ControlVector(counts, loss / workers, sums[:-1] / workers, is_finite > 0, sections)
+        return ControlVector(counts, loss / workers, over(sums[:-1], workers), is_finite > 0, sections)
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:

@@ -14,6 +14,7 @@ of one virtual worker now and then. Their share stands in the event of the step 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..arithmetic import counting
 from ..arithmetic.scales import Pairs
 from ..comm.base import AllReduce, Work
+from ..data.to_device import pinned
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Schedule
 from .control_vector import NO_WORDS, ControlVector
@@ -102,14 +104,15 @@ class NoiseWatch(StepWatch):
         if not self._is_measured(view.step.index):
             return
         squares = torch.zeros(self._workers, dtype=torch.float64)
+        found = [norm for norms in self._norms.values() for norm in norms]
+        values = iter(self._to_host(torch.stack(found)).tolist() if found else ())
         for worker, norms in self._norms.items():
-            values = torch.stack(norms).tolist() if norms else []
-            squares[worker] = math.fsum(value * value for value in values)
+            squares[worker] = math.fsum(value * value for value in islice(values, len(norms)))
         self._norms = {}
         # Each squared norm is computed by the rank that has the virtual worker, from the same numbers whichever rank
         # that is, and travels as the bits of float64 at an index of its own: every other rank sends zeros there, so a
         # sum of the bits as integers leaves them alone. So the noise scale is the same number on any number of ranks.
-        self._sent = squares.view(torch.int64).to(self._device)
+        self._sent = pinned(squares.view(torch.int64), self._device).to(self._device, non_blocking=True)
         self._work = self._allreduce.start(self._sent)
 
     def with_mean(self, view: StepView) -> None:
