@@ -177,10 +177,10 @@ def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.Mo
     """One training, stopped before it began, then trained to its end and looked at."""
     claim = Claim("x", Side("on", (TINY,)), Side("off", (TINY.but("rate.lr=0.5"),)), Criterion(), "nobody", seeds=1)
     monkeypatch.setattr(proof, "CLAIMS", (claim,))
-    assert not runs.go_on(TINY, 0, None, files / "out", minutes=0.001)
+    assert not runs.go_on(TINY, 0, files, files / "out", minutes=0.001)
     assert len(proof.left(proof.Known())) == 2
-    assert runs.go_on(TINY, 0, None, files / "out", minutes=2)
-    runs.look(TINY, 0, None, files / "out")
+    assert runs.go_on(TINY, 0, files, files / "out", minutes=2)
+    runs.look(TINY, 0, files, files / "out")
     (result,), (look,) = read(files / "runs.jsonl"), read(files / "looks.jsonl")
     assert (result["images"], look["images"]) == (50, 360)
     assert result["core_seconds"] > 0

@@ -107,7 +107,7 @@ def go_on(arm: Arm, seed: int, data: Path | None, out: Path, minutes: float, has
     One that has its line already is trained again for its weights, which must be the same.
     """
     run = out / f"{arm.sha256}-{seed}"
-    words = [*arm.words(seed), *_from(data), "--out", str(run)]
+    words = [*arm.words(seed), *_from(arm, data), "--out", str(run)]
     words += [] if "--workers" in words else ["--workers", "1"]
     code, errors, seconds = ended(_torusgd(words), minutes)
     has_diverged = code == 1 and "diverged" in errors
@@ -184,7 +184,7 @@ def look(arm: Arm, seed: int, data: Path | None, out: Path) -> None:
     if line["weights"] is not None:
         result = run / "held-out.json"
         sets = [word for change in arm.held_out for word in ("--set", change)]
-        words = ["eval", str(run), *_from(data), *sets, "--json", str(result)]
+        words = ["eval", str(run), *_from(arm, data), *sets, "--json", str(result)]
         subprocess.run(_torusgd(words), check=True, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     told = {name: line[name] for name in (*KEY, "weights")}
@@ -196,8 +196,8 @@ def has_weights(arm: Arm, seed: int, out: Path) -> bool:
     return (out / f"{arm.sha256}-{seed}" / "model.safetensors").exists()
 
 
-def _from(data: Path | None) -> list[str]:
-    return [] if data is None else ["--data", str(data)]
+def _from(arm: Arm, data: Path | None) -> list[str]:
+    return [] if data is None or _recipe(arm).data.source == "digits" else ["--data", str(data)]
 
 
 def _torusgd(words: Sequence[str]) -> list[str]:
