@@ -6,6 +6,7 @@ python -m benchmarks.gpu.gpu_section benchmarks/results/gpu-NAME.json docs/bench
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def aims(result: dict[str, Any]) -> list[str]:
     gpu = next((name for name in AIMS if name in str(result["machine"].get("gpu"))), None)
     for images, programs in about["seconds"].items():
         rates = {name: int(images) / statistics.median(times) for name, times in programs.items()}
-        best = max((RUN, GRAPHS, GRAPHS_COMPILED), key=lambda name: rates.get(name, 0.0))
+        best = max((RUN, RUN_COMPILED, GRAPHS, GRAPHS_COMPILED), key=lambda name: rates.get(name, 0.0))
         aim = AIMS[gpu].get(int(images)) if gpu and (about["network"], about["pixels"]) == ("resnet50", 224) else None
         if aim is not None:
             seen = "reached" if rates[best] >= aim else "missed"
@@ -48,6 +49,15 @@ def aims(result: dict[str, Any]) -> list[str]:
         seen = "reached" if rates[best] >= rates[peer] else "missed"
         lines.append(f"- {images} images: aim, at least the {peer}, {seen}: {rates[best] / rates[peer]:.3f} of it")
     return lines
+
+
+def without(seconds: dict[str, dict[str, list[float]]]) -> Iterator[str]:
+    """What a step takes without one of the parts of CUDA graphs, or with another part in a plain one."""
+    for images, programs in seconds.items():
+        for name, times in programs.items():
+            whole = GRAPHS if "graphs" in name.lower() else RUN
+            more = statistics.median(times) / statistics.median(programs[whole]) - 1
+            yield f"- {images} images, {name}: {1e3 * statistics.median(times):.2f} ms a step, {more:+.1%}"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -62,7 +72,8 @@ def section(result: dict[str, Any]) -> str:
     for name, runs in result.get("hashes", {}).items():
         if isinstance(runs, dict):
             one = "one hash" if len(set(runs.values())) == 1 else "DIFFERENT HASHES"
-            lines.append(f"- `{name}`, weights after {result['hashes']['steps']} steps, {'; '.join(runs)}: {one}")
+            steps = "" if "steps" in name else f" after {result['hashes']['steps']} steps"
+            lines.append(f"- {name}, weights{steps}, {'; '.join(runs)}: {one}")
     if "seconds" in result.get("speed", {}):
         about = result["speed"]
         network = f"{about['network']}, {about['pixels']} px, {about['precision']}"
@@ -86,9 +97,12 @@ def section(result: dict[str, Any]) -> str:
             lines.append(
                 f"- {images} images: exact sums cost {exact:+.1%} of a step, deterministic algorithms {repeatable:+.1%}"
             )
+    lines += without(result.get("parts", {}).get("seconds", {}))
     if is_gpu and "faster" in result.get("precision", {}):
+        seconds = result["precision"]["seconds"]
         lines.append(
-            f"- {result['precision']['faster']} is the faster precision at {result['precision']['images']} images"
+            f"- {result['precision']['faster']} is the faster precision at {result['precision']['images']} images: "
+            + ", ".join(f"{each} {1e3 * statistics.median(times):.2f} ms a step" for each, times in seconds.items())
         )
     if "seconds" in result.get("streams", {}):
         one, two = result["streams"]["seconds"].values()

@@ -69,8 +69,7 @@ def _device() -> str:
     if not torch.cuda.is_available():
         return "no GPU that this torch can use; training is on the CPU, over Gloo"
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-    # Take this half of the line out on the day on which a GPU has run.
-    return f"{plural(torch.cuda.device_count(), 'GPU')}: {listed(sorted(names))}; no GPU has run torusgd yet"
+    return f"{plural(torch.cuda.device_count(), 'GPU')}: {listed(sorted(names))}"
 
 
 def _ranks() -> str:

@@ -4,16 +4,16 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
-from ..comm.base import CommError
+from ..comm.base import CommError, LateRank
 from ..errors import DiskError, RunError, UserError, is_transient
 
 # Failures that a rank reads to say why all end.
@@ -75,6 +75,15 @@ class Failure:
         raise UserError(self.text) if self.kind.exit_code == 2 else RunError(self.text)
 
 
+class Exit(NamedTuple):
+    """The end of a rank's process."""
+
+    rank: int
+    code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
+    how: str
+    is_remote: bool
+
+
 class FailureChannel:
     """The failures of the `size` ranks of an attempt, in its store."""
 
@@ -119,6 +128,33 @@ def cause_of(failures: Iterable[Failure]) -> Failure | None:
     causes = (failure for failure in failures if not failure.is_loss)
     # If all ranks find the same mistake at once, the longest report says most of it.
     return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text)), default=None)
+
+
+def explain(store: Store, count: int, failed: Sequence[Exit], late: Sequence[LateRank]) -> tuple[Failure, bool]:
+    """Why ranks of an attempt of `count` have ended, or are late; and whether all that have ended are merely lost."""
+    early = FailureChannel(PrefixStore(keys.JOINING, store), count).reported()
+    own = FailureChannel(store, count).reported()
+    # Ranks that were called in are not among those that join.
+    reported = {exit.rank: early[exit.rank] for exit in failed if exit.rank in early} | own
+    # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
+    # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
+    lost = [exit for exit in failed if exit.code < 0 or (exit.is_remote and exit.rank not in own)]
+    are_lost = len(lost) == len(failed)
+    if cause := cause_of(reported.values()):
+        return cause, are_lost
+    silent, kind = [exit for exit in failed if exit.rank not in reported], FailureKind.RANK_LOST
+    if late:
+        rank, text = late[0].rank or 0, "; ".join(map(str, late))
+    elif silent and silent[0] in lost:
+        rank, text = silent[0].rank, "; ".join(f"rank {exit.rank} {exit.how}" for exit in silent if exit in lost)
+    elif silent:
+        # It ended itself, in code that is not ours, and would do so again.
+        kind, rank = FailureKind.RUN_ERROR, silent[0].rank
+        text = f"rank {rank} ended with exit code {silent[0].code} and no result"
+    else:
+        rank = min(reported)
+        text = f"the ranks lost each other ({reported[rank].text})"
+    return Failure(kind, rank, socket.gethostname(), text), are_lost
 
 
 def _kind_of(error: BaseException) -> FailureKind:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ..comm import store_keys as keys
 from ..comm.base import LateRank
 from ..signals import held_back, how_it_ended
 from ..text import named
-from .failures import Failure, FailureChannel, FailureKind, cause_of
+from .failures import Exit, Failure, FailureChannel, FailureKind, explain
 from .forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from .generations import Generations
 from .gpus import free_local_rank
@@ -67,12 +66,6 @@ class RankEntry:
     @property
     def is_remote(self) -> bool:
         return self.node is not None
-
-
-class Exit(NamedTuple):
-    rank: int
-    code: int  # minus the signal's number if a signal ended it, or the fork server and so the rank with it
-    how: str
 
 
 class RankFailed(Exception):
@@ -144,7 +137,8 @@ class Supervisor:
                 continue
             if any(map(self._has_result, self._table)):
                 break  # the last barrier has been passed: what was lost had nothing left to do
-            if all(map(self._is_lost, failed)) and (why := self._go_on(failed, late, function)):
+            failure, are_lost = explain(self._store, len(self._table), failed, late)
+            if are_lost and (why := self._go_on(failure, failed, late, function)):
                 self._report(f"{why}; {self._next()}")
                 ended = []
                 continue
@@ -153,7 +147,7 @@ class Supervisor:
             if not late and all(exit.code >= 0 for exit in failed):
                 self._end_within(EXPLAIN_SECONDS)
             self.kill()
-            raise RankFailed(self._explain(failed, late))
+            raise RankFailed(explain(self._store, len(self._table), failed, late)[0])
         self.kill()
         ranks = filter(self._has_result, self._table)
         return [json.loads(self._store.get(keys.RESULT.format(rank=rank))) for rank in ranks]
@@ -262,7 +256,8 @@ class Supervisor:
         for exit in exits:
             if self._table[exit.rank].part is Part.JOINS:  # unless it has gone with another one of its machine
                 self._lose_joiner(exit)
-        self._watch.forget(rank for rank, part in parts.items() if part is Part.LEAVES)
+        if leaving := [rank for rank, part in parts.items() if part is Part.LEAVES]:
+            self._watch.forget(leaving)
         return [exit for exit in exits if parts[exit.rank] is Part.MEMBER]
 
     def _lose_joiner(self, exit: Exit) -> None:
@@ -278,10 +273,9 @@ class Supervisor:
         self._end(gone)
         self._report(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
 
-    def _go_on(self, failed: list[Exit], late: list[LateRank], function: RankFunction) -> str | None:
+    def _go_on(self, failure: Failure, failed: list[Exit], late: list[LateRank], function: RankFunction) -> str | None:
         """Ends the ranks that are lost for good, and has the others go on; a line, or None if they are too few."""
         # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are killed now.
-        failure = self._explain(failed, late)
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
         members = self._in(Part.MEMBER)
         left = [rank for rank in members if self._table[rank].runs and rank not in lost]
@@ -343,7 +337,7 @@ class Supervisor:
                 how = rank.process.why if isinstance(rank.process, RemoteRank) else how_it_ended(code)
                 if rank.node is None and code == _WITHOUT_PARENT and forkserver_has_ended(rank.server):
                     code, how = -signal.SIGKILL, "ended with the fork server"
-                exits.append(Exit(rank.number, code, how))
+                exits.append(Exit(rank.number, code, how, rank.is_remote))
         return exits
 
     def _end_within(self, seconds: float) -> None:
@@ -358,37 +352,8 @@ class Supervisor:
         is_late = self._over.seconds(is_over) > self._limits.beat and is_over
         return [rank.number for rank in self._table.values() if rank.runs and is_late]
 
-    def _is_lost(self, exit: Exit) -> bool:
-        # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
-        # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
-        is_remote = self._table[exit.rank].node is not None
-        has_reported = FailureChannel(self._store, len(self._table)).has_reported
-        return exit.code < 0 or (is_remote and not has_reported(exit.rank))
-
     def _has_result(self, rank: int) -> bool:
         return self._store.check([keys.RESULT.format(rank=rank)])
-
-    def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
-        count, joining = len(self._table), PrefixStore(keys.JOINING, self._store)
-        early = FailureChannel(joining, count).reported()  # ranks that were called in are not among those that join
-        reported = {exit.rank: early[exit.rank] for exit in failed if exit.rank in early}
-        reported |= FailureChannel(self._store, count).reported()
-        if cause := cause_of(reported.values()):
-            return cause
-        silent, kind = [exit for exit in failed if exit.rank not in reported], FailureKind.RANK_LOST
-        if late:
-            rank, text = late[0].rank or 0, "; ".join(map(str, late))
-        elif silent and self._is_lost(silent[0]):
-            rank = silent[0].rank
-            text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in silent if self._is_lost(exit))
-        elif silent:
-            # It ended itself, in code that is not ours, and would do so again.
-            kind, rank = FailureKind.RUN_ERROR, silent[0].rank
-            text = f"rank {rank} ended with exit code {silent[0].code} and no result"
-        else:
-            rank = min(reported)
-            text = f"the ranks lost each other ({reported[rank].text})"
-        return Failure(kind, rank, socket.gethostname(), text)
 
 
 def ranks_do(ranks: Sequence[int], verb: str) -> str:

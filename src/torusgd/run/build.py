@@ -143,6 +143,6 @@ def _watches_of(
 def _gpu_form(job: Job, world: Group) -> "GpuForm | None":
     if not job.options.cuda_graphs:
         return None
-    from ..cuda.form import GpuForm  # the only way to cuda/, which has never run on a GPU
+    from ..cuda.form import GpuForm  # the only way to cuda/
 
     return GpuForm(job.recipe, job.options, world)
