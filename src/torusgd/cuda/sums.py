@@ -40,7 +40,7 @@ class DeviceGradientSum(BucketedSum):
 
     def clear(self) -> None:
         self._all.zero_()
-        self._filled = [True] * len(self._filled)
+        self._filled, self._waiting = [True] * len(self._filled), [{} for _ in self.buckets]
 
     def _add_all(self, bucket: int, gradients: Sequence[Tensor]) -> None:
         b, message, found = self.buckets[bucket], self._messages[bucket], self._found[bucket]

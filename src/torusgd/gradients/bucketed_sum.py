@@ -33,8 +33,7 @@ class BucketedSum(IntegerGradientSum):
 
     def clear(self) -> None:
         super().clear()
-        for waiting in self._waiting:  # of a step that was given up
-            waiting.clear()
+        self._waiting = [{} for _ in self.buckets]  # without those of a step that was given up
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
         if hash_into is None:
