@@ -71,7 +71,7 @@ class DeviceGradientSum(BucketedSum):
         self.load_state(self._pending)
 
     def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave, where a captured verdict reads and writes them."""
+        """Takes back the bounds that `state` gave; the scales stay where captured passes read them."""
         self._bounds.copy_(state)
         self.needs_measure = False
         self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
@@ -82,7 +82,7 @@ class DeviceGradientSum(BucketedSum):
 
 
 class DeviceControl(ControlMessage):
-    """A control vector that never moves, since CUDA graphs read and write it, with `room` words for all sections."""
+    """A control vector that never moves, since CUDA graphs write it, with `room` words for all sections."""
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor], room: int) -> None:
         super().__init__(width, device, to_host)
@@ -104,7 +104,7 @@ class DeviceControl(ControlMessage):
 
     def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
         memory, work = self._memory, super().send(allreduce, sections)
-        assert self._memory is memory, "graphs read it there"
+        assert self._memory is memory, "graphs write it there"
         return work
 
 

@@ -16,7 +16,7 @@ from .layout import Bucket, Span
 
 
 class BucketedSum(IntegerGradientSum):
-    """Gradients, of any dtype and memory format, wait for the others of their bucket, and are added together."""
+    """Gradients (float32), of any memory format, wait for the others of their bucket, and are added together."""
 
     def __init__(
         self,
@@ -77,19 +77,19 @@ class BucketedSum(IntegerGradientSum):
 
 
 def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
-    """Adds the rounded gradients of one virtual worker, of any dtype and memory format, to a bucket's message.
+    """Adds the rounded gradients (float32, of any memory format) of one virtual worker to a bucket's message.
 
     `scales` are float32 [slots], powers of two; `message`, int32 or int64, begins with the sums. `found`, int32
     [slots + 1], has of each slot the bits of the largest magnitude so far as float32, ordered as magnitudes are, with
     nan above inf; then the count of elements that were rounded to zero.
     """
     flats = [gradient.reshape(-1) for gradient in gradients]
-    values = torch.cat(flats).float()
+    values = torch.cat(flats)
     of_element = _repeated(scales, flats)
     # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
     integers = torch.mul(values, of_element).round_().to(message.dtype)
     message[: len(values)].add_(integers)
-    magnitudes = torch.stack(torch._foreach_norm(flats, ord=torch.inf)).float().abs()
+    magnitudes = torch.stack(torch._foreach_norm(flats, ord=torch.inf)).abs()
     torch.maximum(found[:-1], magnitudes.view(torch.int32), out=found[:-1])
     found[-1:] += torch.count_nonzero(values) - torch.count_nonzero(integers)
 
