@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone
 from torusgd.data.pipeline import Batch
-from torusgd.gradients import bucketed_sum
+from torusgd.gradients import integer_sum
 from torusgd.models import model_of
 from torusgd.models.networks import MaxPool2d
 from torusgd.precision import arithmetic_of
@@ -127,36 +127,14 @@ def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Step:
     return step
 
 
-class _Uncopied:
-    """`Weights16` without copies: autocast casts the weights in every pass."""
-
-    def __init__(self, model: nn.Module, *_: object) -> None:
-        self._model = model
-
-    def leaf(self, parameter: Tensor) -> Tensor:
-        return parameter
-
-    def copy(self) -> None:
-        pass
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return self._model(images)
-
-
 def parts_left_out() -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """By the part of the GPU form what leaves it out, of a step that is made and taken inside; a GPU must be there."""
-    from torusgd.cuda import form, graphs, run_ahead, sums, triton_kernels
+    from torusgd.cuda import form, run_ahead, sums, triton_kernels
 
-    def streams(device: torch.device, streams: int = 0, count: int = 0) -> Any:
-        return pass_streams(device, count) if count else []  # those of passes are asked for by place
-
-    pass_streams, update = graphs.pass_streams, run_ahead.GraphedUpdate
     by_torch = ("add_gradients", "add_bounds", "add_statistics", "mean", "verdict")
     return {
-        "captured passes": partial(_changed, (form, "pass_streams", streams)),
-        "captured update": partial(_changed, (form, "GraphedUpdate", lambda step, flat, _: update(step, flat, None))),
+        "captured passes": partial(_changed, (form, "pass_streams", lambda device, count: [])),
         "steps in advance": partial(_changed, (run_ahead, "AHEAD", 0)),
-        "16-bit copies": partial(_changed, (form, "Weights16", _Uncopied)),
         "Triton's sums": partial(_changed, *((triton_kernels, name, getattr(sums, name)) for name in by_torch)),
     }
 
@@ -166,7 +144,7 @@ def plain_changes() -> dict[str, Callable[[], AbstractContextManager[object]]]:
     from torusgd.cuda import kernels, sums  # noqa: F401  # which makes the operators
 
     names = ("add_gradients", "add_bounds", "mean")
-    by_triton = ((bucketed_sum, name, getattr(kernels.operators, name)) for name in names)
+    by_triton = ((integer_sum, name, getattr(kernels.operators, name)) for name in names)
     return {
         "Triton's sums": partial(_changed, *by_triton),
         "torch's max pooling": partial(_changed, (MaxPool2d, "forward", nn.MaxPool2d.forward)),

@@ -54,7 +54,6 @@ def launch_all() -> None:
         )  # fmt: skip
     for is_first in (True, False):
         triton_kernels.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
-    triton_kernels.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
     for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
         triton_kernels.look_up(images.byte(), torch.zeros(3, 256), images)
     values = torch.zeros(1, 5, dtype=torch.float64)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from torusgd.cuda import form, graphs
 from torusgd.cuda.graphs import MainStream, ReadyEvents, SideStream
-from torusgd.cuda.run_ahead import GraphedUpdate
 
 CPU = torch.device("cpu")
 refuse = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nand more"))
@@ -28,27 +27,6 @@ Memory = tuple[int, int]
 def again(work: Callable[[], None], *memory: Any) -> Any:
     """A graph of work that is not done while it is captured."""
     return SimpleNamespace(replay=work)
-
-
-class Recorded(TorchDispatchMode):
-    """A graph of torusgd's operators: a replay gives them the numbers and the memory of the capture."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, Any, Any]] = []
-        with self:
-            work()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function.namespace == "torusgd":
-            return self._calls.append((function, arguments, keywords or {}))
-        assert function.is_view, f"{function} is not done again"
-        return function(*arguments, **(keywords or {}))
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for function, arguments, keywords in self._calls:
-            function(*arguments, **keywords)
 
 
 class FakeStream:
@@ -73,14 +51,14 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """What torch has of a GPU; `graph` makes a graph of the work of a pass, `update` of the end of a step."""
+    """What torch has of a GPU; `graph` makes a graph of the work of a pass."""
 
-    def __init__(self, graph: Callable[..., Any] = again, update: Callable[..., Any] = Recorded) -> None:
+    def __init__(self, graph: Callable[..., Any] = again) -> None:
         self.main = self.current = FakeStream(self)
         self.main.tick()
         self.captured = list[object]()
         self.ignores: Callable[[FakeStream, FakeEvent], bool] = lambda stream, event: False
-        self._graph, self._update = graph, update
+        self._graph = graph
         self._pools = iter(range(1000))
 
     def capture(self, work: Callable[[], None], *memory: Any) -> Any:
@@ -111,7 +89,6 @@ class FakeGpu:
             patch.setattr(graphs, "CudaGraph", self.capture)
             made = [MainStream(CPU)] if count == 1 else [SideStream(CPU) for _ in range(count)]
             patch.setattr(form, "pass_streams", lambda device, count: made)
-            patch.setattr(form, "GraphedUpdate", lambda run, flat, capture: GraphedUpdate(run, flat, self._update))
             patch.setattr(form, "ready_events", ReadyEvents if overlaps else lambda device, buckets: None)
             yield self
 

@@ -58,7 +58,7 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
     with FakeGpu(graph=capture).streams():
         trainer = make_trainer(True, SGD, "virtual_workers=2")
         parts: Any = network_of(trainer)._parts
-        leaf, forward = parts.leaves[0], parts.network.forward
+        leaf, forward = parts.parameters[0], parts.network.forward
         sums = parts.reducer.sum.end_worker = Mock(wraps=parts.reducer.sum.end_worker)
 
         def noted_forward(*arguments: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ def races(*changes: str, ignores: Callable[[FakeGpu, FakeStream, FakeEvent], boo
 
 
 def test_passes_on_two_streams_have_the_bits_of_one_and_share_no_memory_that_either_writes() -> None:
-    changes = (SGD, "precision=bfloat16")  # with 16-bit copies of the weights
+    changes = (SGD, "precision=bfloat16")
     found, hashed = races(*changes)
     assert hashed == plain_bits(*changes)
     assert found.found == set()
@@ -160,13 +160,14 @@ def test_messages_beside_a_pass_use_no_memory_that_it_writes() -> None:
 
 
 def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = set()
+    weights, parameters = set(), vars(graphs.PassParts)["parameters"].fget
+    # Nothing is computed by the first.
+    others = property(lambda parts: [torch.ones(3, requires_grad=True), *parameters(parts)[1:]])
+    monkeypatch.setattr(graphs.PassParts, "parameters", others)
     for overlaps in (False, True):
         monkeypatch.setattr(form.GpuForm, "_overlaps", overlaps)
         with FakeGpu().streams(overlaps=True):
             trainer = make_trainer(True, SGD, options=SMALL_BUCKETS)
-            leaves: Any = network_of(trainer)._parts.leaves
-            leaves[0] = torch.ones(3, requires_grad=True)  # nothing is computed by it
             all_steps(trainer)
         weights.add(left(trainer))
     assert len(weights) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torusgd.cuda.kernels import blocks_of, cached_table, table_of, tables_of_capture, write_table
+from torusgd.cuda.kernels import blocks_of, table_of, tables_of_capture, write_table
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -25,16 +25,7 @@ def test_tables_of_a_capture_lie_in_memory_taken_before_and_are_filled_after(mon
 
 
 @pytest.mark.usefixtures("capturing")
-def test_a_graph_has_a_cached_table_of_its_own_and_one_too_many_ends_its_capture() -> None:
-    """One that is cached for others may be dropped while the graph still reads it, and theirs need no capture."""
-    captured = list[torch.Tensor]()
-    for _ in range(2):
-        with tables_of_capture(CPU) as tables:
-            captured.append(cached_table(((1, 2),), GPU))
-        tables.fill()
-    assert captured[0].data_ptr() != captured[1].data_ptr()
-    assert [table.tolist() for table in captured] == [[[1, 2]]] * 2
-    assert cached_table(((1, 2),), CPU) is cached_table(((1, 2),), CPU)
+def test_a_table_too_many_ends_a_capture() -> None:
     with tables_of_capture(CPU), pytest.raises(RuntimeError):
         table_of([(0, 0)] * (1 << 16) + [(0, 0)], GPU)
 

@@ -28,7 +28,7 @@ SUMS: dict[str, Callable[..., Any]] = {
     **{name: getattr(triton_kernels, name) for name in ("add_gradients", "add_bounds", "add_statistics", "mean")},
     "verdict": lambda *given: triton_kernels.verdict(Verdict(*given)),
 }
-UPDATE = {"update": lambda *given: triton_kernels.update(Update(*given)), "copy_weights": triton_kernels.copy_weights}
+UPDATE = {"update": lambda *given: triton_kernels.update(Update(*given))}
 ELEMENTS_OF_A_THREAD = 32
 """4,096 of a block over 128 threads"""
 
@@ -62,7 +62,6 @@ def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.
 def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     precision: str, change: str, update: dict[str, int], library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 16-bit copies of the weights one more, in the place of autocast's casts in each pass."""
     changes = (change, f"precision={precision}", "virtual_workers=1")
     _, plain = weights_after(2, *changes)
     for name, kernel in {**SUMS, **UPDATE}.items():
@@ -83,8 +82,7 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     trainer.ahead._launch(1, trainer.membership)
     buckets = len(trainer.step.reducer.layout.buckets)
     of_a_step = {"_add_statistics": 1, "_examine": 1, "_follow": 1, "_mean": 1, **update}
-    copies = {} if precision == "float32" else {"_copy_weights": 1}
-    assert launched == {"_add_gradients": buckets, "_add_bounds": buckets, **of_a_step, **copies}
+    assert launched == {"_add_gradients": buckets, "_add_bounds": buckets, **of_a_step}
     assert sum(of_a_step.values()) <= 7
 
 

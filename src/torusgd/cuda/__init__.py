@@ -1,12 +1,12 @@
 """Steps as CUDA graphs: what a GPU does otherwise than the plain step, with the runtime option `cuda_graphs`.
 
-It has never run on a GPU. A run without the option imports nothing from here.
+It has run on one GPU (docs/gpu.md). A run without the option imports nothing from here.
 
-    gpu_form       what a run can have it, and the parts that it puts in place of the plain step's
+    form           what a run can have it, and the parts that it puts in place of the plain step's
     run_ahead      steps that the host launches before it knows how the last ones ended
-    graphs         passes and updates captured as CUDA graphs; the CUDA streams on which they run
+    graphs         passes captured as CUDA graphs; the CUDA streams on which they run
     sums           exact sums that take a bucket at a time, and leave every decision to the device
-    flat_weights   SGD and LARS on flat memory, as one operator; 16-bit copies in place of autocast's casts
+    flat_weights   SGD and LARS on flat memory, as one operator
     kernels        operators of torch.ops.torusgd, and the tables that their Triton kernels read
     triton_kernels the operators as Triton kernels
 """

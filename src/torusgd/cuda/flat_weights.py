@@ -4,18 +4,17 @@ The host launches an update before anybody knows whether the step's gradients ma
 a value on the device, and changes nothing if it is zero. One operator takes all tensors at once,
 `torch.ops.torusgd.update`; its form here computes on copies by `momentum_step` or `lars`, and takes the result or
 leaves it, with the bits of `Sgd` and `Lars` on the same device. `triton_kernels` has it as one kernel, or with LARS as
-three, which round as torch's foreach operators do. The numbers that change from step to step stand in a table on the
-device, which the host writes before each update: an update that is captured in a CUDA graph reads them there.
+three, which round as torch's foreach operators do. The rate and the other numbers of each tensor stand in a table on
+the device, which the host writes before each update.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from ..optim.lars import VARIANTS, Lars, denominator_decay, lars
 from ..optim.sgd import Sgd, momentum_step
@@ -33,8 +32,8 @@ in LARS' denominator, and LARS' eps"""
 class FlatUpdate:
     """Lays an optimizer's tensors and their momentum in one piece of memory each, and updates them at once."""
 
-    def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor], after: Callable[[], object]) -> None:
-        self._optimizer, self._tensors, self._after = optimizer, list(tensors), after
+    def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor]) -> None:
+        self._optimizer, self._tensors = optimizer, list(tensors)
         self._offsets = offsets_of([tensor.numel() for tensor in tensors])
         first, length = tensors[0], self._offsets.pop()
         self.weights = torch.zeros(length, device=first.device)
@@ -52,18 +51,17 @@ class FlatUpdate:
             optimizer.state[tensor]["momentum_buffer"] = momenta.view_as(tensor)
 
     def constants(self) -> tuple[float, str, float]:
-        """Momentum, rule and LARS' peak rate: what a captured update reads once, at the capture."""
+        """Momentum, rule and LARS' peak rate: what is the same for all tensors."""
         first = self._optimizer.param_groups[0]
         rule = _NESTEROV if first.get("nesterov") else first.get("variant", _SGD)
         return first["momentum"], rule, first.get("peak_lr", 0.0)
 
     def step(self) -> None:
         """Updates all tensors by their `grad`, in any case."""
-        self.write_values()
         self.update(self._always)
 
     def write_values(self) -> None:
-        """Writes the optimizer's values of this step into the table, for the next `update`."""
+        """Writes the optimizer's values of this step into the table."""
         _, rule, peak = self.constants()
         groups, rows = self._optimizer.param_groups, []
         for tensor in self._tensors:
@@ -75,12 +73,12 @@ class FlatUpdate:
         write_table(self._values, rows)
 
     def update(self, going: Tensor) -> None:
-        """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero; may be captured."""
+        """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero."""
+        self.write_values()
         gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
         assert len(gradients) == len(self._tensors), "every tensor has its mean gradient"
         given = Update(self.weights, self.momenta, gradients, going, self._values, self._offsets, *self.constants())
         operators.update(*vars(given).values())
-        self._after()
 
     def _runs(self, flat: Tensor) -> list[Tensor]:
         return [flat[at : at + tensor.numel()] for at, tensor in zip(self._offsets, self._tensors, strict=True)]
@@ -130,55 +128,4 @@ def update(u: Update) -> None:
     u.momenta.copy_(torch.where(u.going > 0, new_momenta, u.momenta))
 
 
-# layers whose weights autocast casts, and that do nothing else with them
-_CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-
-
-class Weights16:
-    """A model that computes with copies of the parameters that autocast would cast, in a dtype and memory format."""
-
-    # Autocast rounds each weight of a convolution or linear layer to 16 bits in every pass, and a channels-last network
-    # reorders each filter in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies are made once a
-    # step, in the layout in which they are used, by one operator: torch's own foreach copy falls back to a launch for
-    # each tensor as soon as one has another layout than its parameter. The network gets them in the parameters' stead,
-    # and their gradients, 16 bits wide, are what autocast would have widened: the sums take them as they are, so the
-    # integers are the same.
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-        self._model = model
-        others = [module for module in model.modules() if type(module) not in _CAST]
-        used_otherwise = {p for module in others for p in module.parameters(recurse=False)}
-        named = {name: p for name, p in model.named_parameters() if p not in used_otherwise}
-        self._copies: dict[str, Tensor] = {}
-        for name, parameter in named.items():
-            layout = memory_format if parameter.dim() == 4 else torch.preserve_format
-            copy = parameter.detach().to(dtype, memory_format=layout, copy=True)
-            self._copies[name] = copy.requires_grad_(parameter.requires_grad)
-        self._leaves: dict[Tensor, Tensor] = {parameter: self._copies[name] for name, parameter in named.items()}
-        self._is_new = True
-
-    def leaf(self, parameter: Tensor) -> Tensor:
-        """What the passes compute with in a parameter's stead: its copy, or itself."""
-        return self._leaves.get(parameter, parameter)
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        operators.copy_weights(list(self._leaves), list(self._copies.values()))
-        self._is_new = False
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """The logits, as the model gives them, with the copies."""
-        # A run loads its weights after its parts are made. Its first pass is never captured, and runs on the stream of
-        # the update, so the copies are there before any other stream reads them.
-        if self._is_new:
-            self.copy()
-        return functional_call(self._model, self._copies, (images,))
-
-
-def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Rounds float32 weights to 16 bits, in contiguous or channels-last copies; no memory moves."""
-    torch._foreach_copy_(list(copies), list(weights))
-
-
 register(update, writes={"weights", "momenta", "values"})
-register(copy_weights, writes={"copies"})

@@ -21,9 +21,9 @@ from ..step.control_vector import ControlMessage
 from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
 from ..step.step import TrainStep
-from .flat_weights import FlatUpdate, Weights16
+from .flat_weights import FlatUpdate
 from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
-from .run_ahead import GraphedUpdate, RunAhead
+from .run_ahead import RunAhead
 from .sums import DeviceControl, DeviceGradientSum
 
 # compute capability
@@ -37,7 +37,6 @@ class GpuForm:
         if world.device.type == "cuda":
             check_gpu(world.device)
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
-        self._copies: Weights16 | None = None
         self._flat: FlatUpdate | None = None
 
     def make_sum(self, layout: ParameterLayout) -> DeviceGradientSum:
@@ -49,19 +48,15 @@ class GpuForm:
         return DeviceControl(state.batch_norm.running.numel(), self._device, monitor.to_host, room)
 
     def passes(self, state: StepState, control: ControlMessage) -> ForwardBackward:
-        """A whole network with 16-bit copies of its weights, on a GPU with captured passes; it hooks the parameters."""
+        """A whole network, on a GPU with captured passes; it hooks the parameters."""
         assert isinstance(control, DeviceControl), "made above"
-        reducer, precision, batch_norm = state.reducer, state.precision, state.batch_norm
-        leaves = [slot.tensor for slot in reducer.layout.held]
-        if precision.dtype != torch.float32:
-            self._copies = Weights16(state.model, precision.dtype, precision.memory_format)
-            leaves = [self._copies.leaf(tensor) for tensor in leaves]
-        hook_parameters(reducer, leaves)
-        network = WholeNetwork(self._copies or state.model, self._recipe, precision, batch_norm, self._device)
+        reducer, batch_norm = state.reducer, state.batch_norm
+        hook_parameters(reducer)
+        network = WholeNetwork(state.model, self._recipe, state.precision, batch_norm, self._device)
         streams = pass_streams(self._device, self._options.cuda_streams)
         if not streams:
             return network
-        parts = PassParts(network, reducer, control, batch_norm, self._device, leaves)
+        parts = PassParts(network, reducer, control, batch_norm, self._device)
         ready = ready_events(self._device, len(reducer.layout.buckets)) if self._overlaps else None
         return GraphedNetwork(parts, streams, self._overlaps, ready)
 
@@ -70,20 +65,15 @@ class GpuForm:
         return self._world.size > 1  # one rank alone sends nothing
 
     def flat_update(self, optimizer: Optimizer, reducer: Reducer) -> FlatUpdate:
-        """Takes the optimizer's steps; the 16-bit copies of `passes` follow the weights."""
+        """Takes the optimizer's steps."""
         assert isinstance(optimizer, Sgd | Lars), "checked above"
-        self._flat = FlatUpdate(optimizer, reducer.owned, self._copy)
+        self._flat = FlatUpdate(optimizer, reducer.owned)
         return self._flat
 
     def run_ahead(self, step: TrainStep, monitor: Monitor) -> RunAhead:
         """Takes the steps in the place of `step`, which has the parts above."""
         assert self._flat is not None
-        captures = [stream.capture for stream in pass_streams(self._device, count=1)]
-        return RunAhead(step, GraphedUpdate(step, self._flat, captures[0] if captures else None), monitor)
-
-    def _copy(self) -> None:
-        if self._copies is not None:
-            self._copies.copy()
+        return RunAhead(step, self._flat, monitor)
 
 
 def check_gpu(device: torch.device) -> None:

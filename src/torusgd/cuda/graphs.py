@@ -42,10 +42,6 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Capture = Callable[[Callable[[], None]], Graph]
-"""makes a graph of work that waits for nothing on the host, and does not do it; RuntimeError if it can't be captured"""
-
-
 # Torch retains a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new
 # graph into one whose last graph has ended: it would refuse that capture. So each graph holds its pool.
 class GraphMemory:
@@ -230,7 +226,11 @@ class PassParts(NamedTuple):
     control: DeviceControl
     batch_norm: BatchNormStatistics
     device: torch.device
-    leaves: Sequence[Tensor]  # of each slot the tensor by which the network computes, in order
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Of all slots, in order."""
+        return [slot.tensor for slot in self.reducer.layout.held]
 
 
 class GraphedNetwork(ForwardBackward):
@@ -358,7 +358,7 @@ class _Pass:
             operators.look_up(self._pixels, self._table, self._images)
         with self._parts.batch_norm.aside(self.statistics):
             loss = self._parts.network.loss_of_images(self._images, self._batch)
-        self.gradients = torch.autograd.grad(loss * self._scale_there, self._parts.leaves, allow_unused=True)
+        self.gradients = torch.autograd.grad(loss * self._scale_there, self._parts.parameters, allow_unused=True)
         self.loss.copy_(loss.detach())
 
     def add(self) -> None:
@@ -389,8 +389,8 @@ class _Pass:
                 end(bucket)
 
         with ExitStack() as hooks:
-            for slot, leaf in enumerate(self._parts.leaves):
-                hooks.enter_context(leaf.register_hook(partial(take, slot)))
+            for slot, parameter in enumerate(self._parts.parameters):
+                hooks.enter_context(parameter.register_hook(partial(take, slot)))
             self.run()
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use

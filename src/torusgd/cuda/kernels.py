@@ -19,7 +19,7 @@ from torch.library import Library, infer_schema
 KERNELS = f"{__package__}.triton_kernels"  # imported once a CUDA tensor comes, since only then Triton need be there
 LIBRARY = Library("torusgd", "FRAGMENT")
 operators = torch.ops.torusgd  # the registered operators, by name
-# of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds
+# of the tables of a captured pass, 1 MiB: three for each tensor whose gradient it adds
 _MOST_ENTRIES = 1 << 17
 
 
@@ -55,11 +55,11 @@ class Tables:
         self._unfilled: list[tuple[Tensor, Tensor]] = []
 
     def take(self, values: Tensor) -> Tensor:
-        """A table that has these values (int64 or float64) once it is filled; RuntimeError if there is no room."""
+        """A table that has these values (int64) once it is filled; RuntimeError if there is no room."""
         begin, self._taken = self._taken, self._taken + values.numel() + values.numel() % 2  # at multiples of 16 bytes
         if self._taken > _MOST_ENTRIES:
             raise RuntimeError(f"a captured pass has tables of at most {_MOST_ENTRIES} entries")
-        table = self._memory[begin : begin + values.numel()].view(values.dtype).view(values.shape)
+        table = self._memory[begin : begin + values.numel()].view(values.shape)
         self._unfilled.append((table, values))
         return table
 
@@ -100,16 +100,11 @@ def write_table(table: Tensor, rows: Sequence[Sequence[float]]) -> None:
     table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
 
+@lru_cache(maxsize=64)
 def cached_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """`table_of` rows that are the same at each step, such as addresses of memory that never moves."""
-    # A graph has its own: the cache may drop this one while the graph still reads it, and what a capture takes is not
-    # filled if the capture fails.
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return table_of(rows, device)
-    return _cached_table(rows, device)
-
-
-_cached_table = lru_cache(maxsize=64)(table_of)
+    # Not for a captured pass: the cache may drop a table that the graph still reads.
+    return table_of(rows, device)
 
 
 @lru_cache(maxsize=4096)

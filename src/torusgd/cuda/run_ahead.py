@@ -10,9 +10,8 @@ device, nor do the steps after it. When the host learns of it, it forgets those,
 anew from the same state, with the same bits.
 """
 
-import warnings
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..comm.monitor import Monitor
-from ..errors import first_line
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Step
 from ..step.control_vector import VERSION, Counts
@@ -31,61 +29,9 @@ from ..step.stats import StepStats
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepView
 from .flat_weights import FlatUpdate
-from .graphs import Capture, Graph
 from .sums import REPORT, DeviceControl, DeviceGradientSum
 
 AHEAD = 2  # steps that the host launches beyond the one whose verdict it waits for
-
-
-class GraphedUpdate:
-    """Launches the end of a step, from the second time on as one CUDA graph, if there is a `capture`."""
-
-    # All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
-    # optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
-    # another loss scale, or a stage's other momentum, is first launched plainly, which compiles what is new, and from
-    # the second one on has a graph of its own.
-
-    def __init__(self, run: TrainStep, flat: FlatUpdate, capture: Capture | None) -> None:
-        workers, size, device = run.recipe.virtual_workers, run.world.size, run.world.device
-        usual = Counts(version=VERSION * size, ranks=size, contributions=workers)
-        # Behind the counts stands the section of requests, all zeros unless a rank has one.
-        self._ordinary = torch.tensor([*vars(usual).values(), *[0] * Requests.words], device=device)
-        self._run, self._flat, self._capture = run, flat, capture
-        self._report = torch.zeros(REPORT, dtype=torch.float64, device=device)
-        # by the numbers in it; None: a step with these was launched, and the next one is captured
-        self._graphs: dict[Hashable, Graph | None] = {}
-
-    def end(self, step: Step) -> Tensor:
-        """Launches all of a step that follows its messages; the verdict's report, to be read before the next call."""
-        self._run.reducer.show_means()
-        self._run.update.set_rates(step)
-        self._flat.write_values()
-        graph = self._graph()
-        (graph.replay if graph is not None else self._decide_and_update)()
-        # The host reads a CPU's report where it lies, when the next one may have been written.
-        return self._report if self._report.is_cuda else self._report.clone()
-
-    def _graph(self) -> Graph | None:
-        key = (self._run.reducer.sum, self._run.state.precision.loss_scale, *self._flat.constants())
-        if self._capture is None or key not in self._graphs:
-            self._graphs[key] = None
-        elif self._graphs[key] is None:
-            try:
-                self._graphs[key] = self._capture(self._decide_and_update)
-            except RuntimeError as error:
-                self._capture = None
-                why = first_line(error)
-                warnings.warn(f"updates run without a CUDA graph, with some more launches: {why}", stacklevel=3)
-        return self._graphs[key]
-
-    def _decide_and_update(self) -> None:
-        run = self._run
-        total, control, statistics = run.reducer.sum, run.control, run.state.batch_norm
-        assert isinstance(total, DeviceGradientSum)
-        assert isinstance(control, DeviceControl)
-        total.decide(control.message, self._ordinary, statistics.running, statistics.momenta, self._report)
-        total.write_mean(run.reducer.means, run.state.precision.loss_scale)
-        self._flat.update(total.going)
 
 
 class _Launched(NamedTuple):
@@ -104,8 +50,12 @@ def nothing_to_recompute(worker: int) -> IntegerHash:
 class RunAhead:
     """Takes a run's ordinary steps, the same on every rank, ahead of the device; all others by `TrainStep.run`."""
 
-    def __init__(self, step: TrainStep, update: GraphedUpdate, monitor: Monitor) -> None:
-        self._step, self._update, self._monitor = step, update, monitor
+    def __init__(self, step: TrainStep, flat: FlatUpdate, monitor: Monitor) -> None:
+        self._step, self._flat, self._monitor = step, flat, monitor
+        size, device = step.world.size, step.world.device
+        usual = Counts(version=VERSION * size, ranks=size, contributions=step.recipe.virtual_workers)
+        # Behind the counts stands the section of requests, all zeros unless a rank has one.
+        self._ordinary = torch.tensor([*vars(usual).values(), *[0] * Requests.words], device=device)
         self._launched: deque[_Launched] = deque()
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
@@ -145,9 +95,23 @@ class RunAhead:
         view = StepView(step, membership, recompute=nothing_to_recompute)
         run.take_passes(view, synchronous(index, run.recipe.virtual_workers))
         run.reducer.wait()
-        report = self._update.end(step)
+        report = self._end(step)
         precision.grow()
         self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before))
+
+    def _end(self, step: Step) -> Tensor:
+        # Launches all of a step that follows its messages; the verdict's report.
+        run, total, control = self._step, self._step.reducer.sum, self._step.control
+        statistics = run.state.batch_norm
+        assert isinstance(total, DeviceGradientSum)
+        assert isinstance(control, DeviceControl)
+        run.reducer.show_means()
+        run.update.set_rates(step)
+        report = torch.empty(REPORT, dtype=torch.float64, device=run.world.device)
+        total.decide(control.message, self._ordinary, statistics.running, statistics.momenta, report)
+        total.write_mean(run.reducer.means, run.state.precision.loss_scale)
+        self._flat.update(total.going)
+        return report
 
     def _stats_of(self, launched: _Launched) -> StepStats | None:
         # What a step did; None if the device has refused it.

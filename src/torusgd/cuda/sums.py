@@ -2,7 +2,7 @@
 
 The integers, messages, scales and status are those of `BucketedSum` and `ControlMessage`. No operator makes the host
 wait or changes a shape, and all write into memory that never moves: they may be captured in a CUDA graph. The forms
-here and in `bucketed_sum` are made of torch's own operators; `triton_kernels` has kernels with the same bits.
+here and in `integer_sum` are made of torch's own operators; `triton_kernels` has kernels with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,7 @@ from ..arithmetic.reductions import over
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
 from ..gradients import integer_sum
-from ..gradients.bucketed_sum import BucketedSum, add_bounds, add_gradients, mean
-from ..gradients.integer_sum import power_of_two_scale
+from ..gradients.integer_sum import BucketedSum, add_bounds, add_gradients, mean, power_of_two_scale
 from ..gradients.layout import Bucket, Span
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
@@ -40,7 +39,7 @@ class DeviceGradientSum(BucketedSum):
 
     def clear(self) -> None:
         self._all.zero_()
-        self._filled = [True] * len(self._filled)
+        self._filled, self._waiting = [True] * len(self._filled), [{} for _ in self.buckets]
 
     def _add_all(self, bucket: int, gradients: Sequence[Tensor]) -> None:
         b, message, found = self.buckets[bucket], self._messages[bucket], self._found[bucket]
@@ -71,7 +70,7 @@ class DeviceGradientSum(BucketedSum):
         self.load_state(self._pending)
 
     def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave, where a captured verdict reads and writes them."""
+        """Takes back the bounds that `state` gave; the scales stay where captured passes read them."""
         self._bounds.copy_(state)
         self.needs_measure = False
         self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
@@ -82,7 +81,7 @@ class DeviceGradientSum(BucketedSum):
 
 
 class DeviceControl(ControlMessage):
-    """A control vector that never moves, since CUDA graphs read and write it, with `room` words for all sections."""
+    """A control vector that never moves, since CUDA graphs write it, with `room` words for all sections."""
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor], room: int) -> None:
         super().__init__(width, device, to_host)
@@ -104,7 +103,7 @@ class DeviceControl(ControlMessage):
 
     def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
         memory, work = self._memory, super().send(allreduce, sections)
-        assert self._memory is memory, "graphs read it there"
+        assert self._memory is memory, "graphs write it there"
         return work
 
 

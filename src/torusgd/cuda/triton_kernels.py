@@ -7,7 +7,7 @@ Each is one kernel, those of gradients and bounds one a bucket, but for two:
               `_block_norms` of 4,096 elements each, and `_rates`, one program a layer: the tree over its blocks' norms,
               and the rate that a variant of LARS makes of it
 
-`add_gradients` reads a gradient once, in its own dtype and layout, and its sum once, and writes that: 0.07 to 0.1 ms
+`add_gradients` reads a gradient once, in its own layout, and its sum once, and writes that: 0.07 to 0.1 ms
 for a ResNet-50 by an H100's bandwidth. For `look_up` torch's own operators take six launches, and read and write 29
 bytes for each value, where 5 would do.
 
@@ -33,7 +33,6 @@ from .kernels import blocks_of, cached_table, table_of
 from .sums import Verdict
 
 BLOCK = tl.constexpr(1024)  # elements of one program
-BFLOAT16 = tl.constexpr(1)  # the number of this dtype in a table
 LIMBS, TOP = tl.constexpr(exact_sum.NARROW.limbs), tl.constexpr(exact_sum.NARROW.top)
 BITS = tl.constexpr(exact_sum.LIMB_BITS)
 COUNT_BITS, HEADROOM = tl.constexpr(integer_sum.COUNT_BITS), tl.constexpr(integer_sum.HEADROOM)
@@ -43,7 +42,6 @@ LANE_STAGES = tl.constexpr(definition.LANES.bit_length() - 1)
 WIDTH, STAGES = tl.constexpr(1024), tl.constexpr(10)
 """block norms that a tree takes at a time, a power of two; a layer has at most the square of it, 4e9 elements"""
 _BYTES = 4
-_KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16.value, torch.float16: 2}
 
 
 @triton.jit
@@ -59,16 +57,11 @@ def _add_gradients(how, blocks, scales, message, found, slots):
     # One block of one slot: rounds and adds its elements, and finds the largest and those that vanish.
     block = blocks + 4 * tl.program_id(0)
     slot, begin, count, target = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
-    address, kind = tl.load(how + 4 * slot), tl.load(how + 4 * slot + 1)
-    channels, points = tl.load(how + 4 * slot + 2), tl.load(how + 4 * slot + 3)
+    address, channels, points = tl.load(how + 3 * slot), tl.load(how + 3 * slot + 1), tl.load(how + 3 * slot + 2)
     here = tl.arange(0, BLOCK)
-    kinds = kind.to(tl.int32) + tl.zeros_like(here)
     is_here = here < count
     at = offset_in_memory(begin + here, channels, points)
-    single = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=is_here & (kinds == 0), other=0.0)
-    brain = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=is_here & (kinds == 1), other=0.0)
-    half = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=is_here & (kinds == 2), other=0.0)
-    value = tl.where(kinds == 0, single, tl.where(kinds == 1, brain.to(tl.float32), half.to(tl.float32)))
+    value = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=is_here, other=0.0)
     scaled = value * tl.load(scales + slot)
     # Half to even, as torch.round: what is left above the floor is exact.
     low = tl.floor(scaled)
@@ -291,12 +284,11 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if is_read else gradient.contiguous()
 
 
-def layout_of(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Address, kind, channels, points of a channel of a contiguous or channels-last tensor; else one channel."""
-    kind = _KINDS[tensor.dtype]
+def layout_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Address, channels and points of a channel of a channels-last tensor; of a contiguous one as of one channel."""
     if tensor.is_contiguous():
-        return tensor.data_ptr(), kind, 1, tensor.numel()
-    return tensor.data_ptr(), kind, tensor.shape[1], tensor.shape[2] * tensor.shape[3]
+        return tensor.data_ptr(), 1, tensor.numel()
+    return tensor.data_ptr(), tensor.shape[1], tensor.shape[2] * tensor.shape[3]
 
 
 @triton.jit
@@ -404,25 +396,6 @@ def _momentum(
 
 
 @triton.jit
-def _copy_weights(tensors, blocks):
-    # One block of one weight: rounds its elements to nearest, ties to even, and puts each where the copy has it.
-    block = blocks + 4 * tl.program_id(0)
-    number, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
-    row = tensors + 5 * number
-    here = tl.arange(0, BLOCK)
-    is_here = here < count
-    value = tl.load(tl.load(row).to(tl.pointer_type(tl.float32)) + begin + here, mask=is_here, other=0.0)
-    target, kind = tl.load(row + 1), tl.load(row + 2)
-    at = offset_in_memory(begin + here, tl.load(row + 3), tl.load(row + 4))
-    is_brain = kind.to(tl.int32) + tl.zeros_like(here) == BFLOAT16
-    # The upper half of a float32, rounded as integers: Triton's interpreter would cut the lower half off.
-    bits = value.to(tl.int32, bitcast=True)
-    upper = tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-    tl.store(target.to(tl.pointer_type(tl.int16)) + at, upper.to(tl.int16), mask=is_here & is_brain)
-    tl.store(target.to(tl.pointer_type(tl.float16)) + at, value.to(tl.float16), mask=is_here & (is_brain == 0))
-
-
-@triton.jit
 def _look_up(pixels, table, out, values, channels, points, IS_LAST: tl.constexpr):
     # One block of the values, in the order in which they lie in memory afterwards.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -466,13 +439,6 @@ def update(u: Update) -> None:
         RATE_INSIDE=row is not None and row.rate_in_buffer, NESTEROV=u.rule == "nesterov",
         HAS_MOMENTUM=row is not None or u.momentum > 0, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    device = weights[0].device
-    rows = tuple((weight.data_ptr(), *layout_of(copy)) for weight, copy in zip(weights, copies, strict=True))
-    blocks = blocks_of(tuple(weight.numel() for weight in weights), BLOCK.value, device)
-    _copy_weights[(len(blocks),)](cached_table(rows, device), blocks)
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:

@@ -31,10 +31,9 @@ from ..comm.groups import Group
 from ..comm.monitor import DeviceClock, Mark
 from ..comm.tuning.profile import Profile
 from ..errors import RunError
-from .bucketed_sum import BucketedSum
 from .float_sum import FloatGradientSum
 from .integer_hash import IntegerHash
-from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
+from .integer_sum import BucketedSum, GradientSum, IntegerGradientSum, SumReport, runs_of
 from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
 MAX_ATTEMPTS = 3
@@ -301,19 +300,18 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
     return sorted(slots, key=lambda slot: slot.is_wide)
 
 
-def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) -> list[RemovableHandle]:
-    """Hands each parameter's (or leaf's, one a slot) gradient to the reducer as soon as autograd has it."""
+def hook_parameters(reducer: Reducer) -> list[RemovableHandle]:
+    """Hands each parameter's gradient to the reducer as soon as autograd has it."""
 
-    def take(slot: int, leaf: Tensor) -> None:
+    def take(slot: int, parameter: Tensor) -> None:
         # Gradient 3: autograd has a parameter's gradient; once added it is dropped, so that one copy is in memory.
-        assert leaf.grad is not None
-        reducer.add(slot, leaf.grad)
-        leaf.grad = None
+        assert parameter.grad is not None
+        reducer.add(slot, parameter.grad)
+        parameter.grad = None
 
-    held = reducer.layout.held
     return [
-        leaf.register_post_accumulate_grad_hook(partial(take, number))
-        for number, (slot, leaf) in enumerate(zip(held, leaves or [slot.tensor for slot in held], strict=True))
+        slot.tensor.register_post_accumulate_grad_hook(partial(take, number))
+        for number, slot in enumerate(reducer.layout.held)
         if slot.layer is None
     ]
 
