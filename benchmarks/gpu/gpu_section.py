@@ -24,9 +24,9 @@ CEILINGS = {
     "launch_in_graph_us": "us a launch in a graph",
 }
 AIMS = {"H100": {32: 3400, 64: 4200, 256: 5200}, "H200": {32: 3600, 64: 4500, 256: 5600}}
-"""images/s of ResNet-50 at 224 px by images of a pass: from the ceilings of each layer (docs/gpu.md)"""
+"""images/s of ResNet-50 at 224 px by images of a pass: predicted from the ceilings of each layer, with fused kernels"""
 TRIAL = (
-    "This was a trial of the script on a CPU; no GPU has been measured yet. It proves that each part of the script "
+    "This was a trial of the script on a CPU. It proves that each part of the script "
     "that needs no GPU runs to its end in the time it has, that its figures become this section, and that the weights "
     "have one hash on 1, 2 and 4 ranks. It proves nothing of a GPU's speed, of CUDA graphs, of NCCL or of kernels: "
     "none of them runs here, and the times below are those of a small network on one core of a busy machine."

@@ -1,7 +1,7 @@
 """Passes captured as CUDA graphs, the CUDA streams on which they run, and all-reduces that leave during the last one.
 
 A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 ms; an H100 computes one of 32 images in
-8 (docs/gpu.md). So a pass is captured once for each shape of its images: from their look-up to the gradients as one
+8, by prediction. So a pass is captured once for each shape of its images: from their look-up to the gradients as one
 graph, the sums of gradients and statistics as another. A replay finds images, targets and the loss scale in memory of
 the pass's own, weights and sums in memory that never moves. It launches the same kernels, so the bits are those of a
 plain pass. A pass is plain that looks for the largest gradients, or whose gradients a watcher looks at, and so are all

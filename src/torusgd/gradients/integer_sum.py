@@ -307,6 +307,7 @@ class BucketedSum(IntegerGradientSum):
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
         if hash_into is None:
+            assert slot not in self._waiting[bucket], "a worker's gradients come before the next one's"
             self._waiting[bucket][slot] = gradient
         else:  # which takes them one by one
             super().add(bucket, slot, gradient, hash_into)
@@ -382,11 +383,18 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
 
 def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
     """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket."""
-    values = torch.cat(list(sums)).float()
-    values.mul_(_of_elements(factors, out))
-    if scale != 1.0:
-        values.mul_(scale)
-    torch._foreach_copy_([target.view(-1) for target in out], list(values.split([target.numel() for target in out])))
+    first = 0
+    for each in sums:  # by buckets, as the sums were made: memory for one at a time, and the same tables
+        numels, stop = [out[first].numel()], first + 1
+        while sum(numels) < len(each):
+            numels.append(out[stop].numel())
+            stop += 1
+        targets = out[first:stop]
+        values = each.float().mul_(_of_elements(factors[first:stop], targets))
+        if scale != 1.0:
+            values.mul_(scale)
+        torch._foreach_copy_([target.view(-1) for target in targets], list(values.split(numels)))
+        first = stop
 
 
 def _of_elements(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -395,7 +403,7 @@ def _of_elements(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 # On a GPU torch's `repeat_interleave` gives a thread one value, and so a large tensor to one thread.
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _owners(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(numels), dtype=np.int32), numels)).to(device)
 

@@ -200,7 +200,9 @@ class ShardedUpdate:
             )
         self._gather.wait()  # new weights travel in the memory of the sums
         assert parameter.grad is not None
-        self._reducer.add(slot, parameter.grad)
+        # On a GPU a gradient waits for its bucket, while the caller may change it in place, if it stays for a redo.
+        gradient = parameter.grad.clone() if self._may_redo and parameter.is_cuda else parameter.grad
+        self._reducer.add(slot, gradient)
         self._sent[slot] = True
         if not self._may_redo:
             parameter.grad = None
