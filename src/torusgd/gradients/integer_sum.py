@@ -402,7 +402,7 @@ def _of_elements(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return values.index_select(0, _owners(tuple(tensor.numel() for tensor in tensors), values.device))
 
 
-# On a GPU torch's `repeat_interleave` gives a thread one value, and so a large tensor to one thread.
+# A table and a look-up, since torch's `repeat_interleave` goes value by value, and tensors are of very unlike sizes.
 @lru_cache(maxsize=4096)
 def _owners(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(numels), dtype=np.int32), numels)).to(device)
