@@ -385,15 +385,16 @@ def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Te
     """Writes sum * factor * scale of every slot (float32), from the sums (integers) of each bucket."""
     first = 0
     for each in sums:  # by buckets, as the sums were made: memory for one at a time, and the same tables
-        numels, stop = [out[first].numel()], first + 1
-        while sum(numels) < len(each):
-            numels.append(out[stop].numel())
+        stop, count = first, 0
+        while count < len(each):
+            count += out[stop].numel()
             stop += 1
         targets = out[first:stop]
         values = each.float().mul_(_of_elements(factors[first:stop], targets))
         if scale != 1.0:
             values.mul_(scale)
-        torch._foreach_copy_([target.view(-1) for target in targets], list(values.split(numels)))
+        parts = values.split([target.numel() for target in targets])
+        torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
         first = stop
 
 
