@@ -16,7 +16,7 @@ back only a shard of a sum, or not all slots, the trailers travel in a message o
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -214,13 +214,8 @@ class IntegerGradientSum(GradientSum):
     def end_worker(self, bucket: int) -> None:
         b = self.buckets[bucket]
         maxima = torch.maximum(-self._low[b.first : b.stop], self._high[b.first : b.stop])
-        finite = maxima.isfinite()
-        bound = (maxima * (self._scales[b.first : b.stop] / self._shift)).ceil_().clamp_(max=self._cap)
-        bounds, bad, lost = self._trailer(bucket)
-        bounds += torch.where(finite, bound, 0.0).to(self._dtype)
-        bad += (~finite).to(self._dtype)
-        lost[0] += self._lost[bucket] & ((1 << COUNT_BITS) - 1)
-        lost[1] += self._lost[bucket] >> COUNT_BITS
+        scales, trailer = self._scales[b.first : b.stop], self._messages[bucket][b.length :]
+        _add_to_trailer(trailer, maxima, scales, self._lost[bucket], self._shift, self._cap)
         self._lost[bucket] = 0
         self._low[b.first : b.stop].zero_()
         self._high[b.first : b.stop].zero_()
@@ -245,14 +240,16 @@ class IntegerGradientSum(GradientSum):
         )
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32).unbind()
-        for view, target, factor in zip(runs_of(self._views, spans), out, factors, strict=True):
+        self._write_means(out, (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32), spans)
+        self._bounds = self._pending
+        self._take_scales()
+
+    def _write_means(self, out: Sequence[Tensor], factors: Tensor, spans: Sequence[Span] | None) -> None:
+        for view, target, factor in zip(runs_of(self._views, spans), out, factors.unbind(), strict=True):
             flat = target.view(-1)
             # A product of integers with a float is six times slower than a copy and a product in the cache.
             for begin in range(0, flat.numel(), self._chunk):
                 flat[begin : begin + self._chunk].copy_(view[begin : begin + self._chunk]).mul_(factor)
-        self._bounds = self._pending
-        self._take_scales()
 
     def scratch(self, bucket: int) -> Tensor:
         """The memory of the sums as float32, or of int64 the first half of it."""
@@ -288,18 +285,15 @@ class BucketedSum(IntegerGradientSum):
     would be three quarters of a step. The integers, messages, scales and status are those of `IntegerGradientSum`.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        addends: int,
-        device: torch.device,
-        places: Sequence[int] | None = None,
-        sections: Sequence[int] | None = None,
-        elements: int | None = None,
-    ) -> None:
-        super().__init__(buckets, addends, device, places, sections, elements)
-        self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
-        self._waiting: list[dict[int, Tensor]] = [{} for _ in buckets]
+    @cached_property
+    def _found(self) -> list[Tensor]:
+        """Of each bucket what `add_gradients` finds."""
+        return [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=self._scales.device) for b in self.buckets]
+
+    @cached_property
+    def _waiting(self) -> list[dict[int, Tensor]]:
+        """Of each bucket the gradients of a virtual worker so far, by slot."""
+        return [{} for _ in self.buckets]
 
     def clear(self) -> None:
         super().clear()
@@ -335,15 +329,12 @@ class BucketedSum(IntegerGradientSum):
         add_gradients(gradients, scales, message, found)
         add_bounds(found, scales, message, b.length, self._shift, self._cap)
 
-    def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
+    def _write_means(self, out: Sequence[Tensor], factors: Tensor, spans: Sequence[Span] | None) -> None:
         if spans is not None:
-            super().mean(out, addends, spans)
+            super()._write_means(out, factors, spans)
             return
-        factors = (1.0 / (self._scales.double() * addends)).float()
         payloads = [message[: b.length] for b, message in zip(self.buckets, self._messages, strict=True)]
         mean(payloads, factors, 1.0, out)
-        self._bounds = self._pending
-        self._take_scales()
 
 
 def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
@@ -369,16 +360,21 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
     `found` is as `add_gradients` left it; the elements of `message` from `length` on are the trailer of
     `IntegerGradientSum`; bounds are in units of `shift`, and at most `cap`.
     """
-    slots = len(scales)
-    maxima = found[:-1].view(torch.float32)
+    _add_to_trailer(message[length:], found[:-1].view(torch.float32), scales, found[-1:], shift, cap)
+    found.zero_()
+
+
+def _add_to_trailer(
+    trailer: Tensor, maxima: Tensor, scales: Tensor, lost: int | Tensor, shift: float, cap: float
+) -> None:
+    # Of one virtual worker: each slot's largest magnitude, and the count of elements that were rounded to zero.
     finite = maxima.isfinite()
     units = (maxima * (scales / shift)).ceil_().clamp_(max=cap)
-    bounds, bad, lost = message[length:].split([slots, slots, 2])
-    bounds += torch.where(finite, units, 0.0).to(message.dtype)
+    bounds, bad, counts = trailer.split([len(scales), len(scales), 2])
+    bounds += torch.where(finite, units, 0.0).to(trailer.dtype)
     bad += ~finite
-    lost[:1] += found[-1:] & ((1 << COUNT_BITS) - 1)
-    lost[1:] += found[-1:] >> COUNT_BITS
-    found.zero_()
+    counts[:1] += lost & ((1 << COUNT_BITS) - 1)
+    counts[1:] += lost >> COUNT_BITS
 
 
 def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
