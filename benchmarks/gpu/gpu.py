@@ -238,11 +238,11 @@ def parts(args: argparse.Namespace) -> dict[str, Any]:
 def precision(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step, by precision; the winner by the median."""
     images, graphs = args.images[len(args.images) // 2], args.device == "cuda"
-    programs = {
+    programs: dict[str, Program] = {
         name: Program(partial(our_step, args, images, f"precision={name}", cuda_graphs=graphs), deterministic=True)
         for name in DTYPES
     }
-    found = in_turn(args, dict[str, Program](programs))
+    found = in_turn(args, programs)
     times = found["seconds"]
     faster = min(times, key=lambda name: statistics.median(times[name]))
     return {"images": images, **found, "faster": faster}
@@ -251,8 +251,8 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
 def portable(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step in portable arithmetic, and in float32 and the precision of a run."""
     images, usual = args.images[0], make_recipe(args, 1).precision
-    programs = {
-        str(name): Program(partial(our_step, args, images, f"precision={name}"), deterministic=True)
+    programs: dict[str, Program] = {
+        name: Program(partial(our_step, args, images, f"precision={name}"), deterministic=True)
         for name in dict.fromkeys((usual, "float32", "portable"))
     }
     few = argparse.Namespace(**{**vars(args), "rounds": min(args.rounds, 3), "steps": 1})
