@@ -38,8 +38,8 @@ def start_forkserver() -> None:
     with suppress(FileNotFoundError):  # the launcher's removes its socket itself, and the folder that held it
         server._stop()
     os.makedirs(multiprocessing.util.get_temp_dir(), exist_ok=True)
-    # An optimizer's first step imports torch._dynamo, which takes seconds.
-    of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"]
+    # An optimizer's first step imports torch._dynamo, which takes seconds, and a rank this module.
+    of_tests = ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook", __name__]
     multiprocessing.set_forkserver_preload([*of_tests, *PRELOAD])
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -43,7 +43,7 @@ def test_steps_are_the_schedules_own_and_those_of_published_rows_come_in_stages_
 
 
 @pytest.mark.parametrize(("name", "cluster", "software", "seconds", "overrides"), [
-    ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
+    pytest.param("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"], marks=pytest.mark.slow),
     ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
     ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
 ])  # fmt: skip

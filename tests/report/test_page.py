@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.messages import refuses
 from tests.run.processes import summary as summary_of
-from tests.run.runs import run_here
+from tests.run.runs import DIGITS_NET, run_here
 
 from torusgd.errors import UserError
 from torusgd.report import page as pages
@@ -76,7 +76,7 @@ def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    run_here(folder)
+    run_here(folder, DIGITS_NET)
     return folder
 
 

@@ -24,15 +24,18 @@ from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.step.membership import Membership
 
+DIGITS_NET = "model={name: digits-net, options: {dropout: 0.1, zero_gamma: true}}"
+SMALL = "model={name: 'tests.run.sources:small_net', options: {dropout: 0.1, zero_gamma: true}}"
 # The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
 TINY = (
     "data={source: synthetic, train_images: 96, eval_images: 24, image_size: 8, channels: 1, classes: 4, "
     "mean: [0.5], std: [0.25], augment: {crop: shift, shift: 1, flip: 0.5}}",
+    SMALL,
     "virtual_workers=4",
     "stages=[{until: 2st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
     "evaluate={every: 2st, images_per_chunk: 10}",
-    "polish={images_per_batch: 8}",
+    "polish={images: 24, images_per_batch: 8}",
 )
 
 

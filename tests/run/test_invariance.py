@@ -16,7 +16,7 @@ from tests.data.pictures import write_folder
 from tests.data.tables import write_lists, write_parquet
 from tests.data.tars import write_shards
 from tests.run.processes import summary
-from tests.run.runs import TINY, events
+from tests.run.runs import SMALL, TINY, events
 from tests.step.trainers import train_on_ranks
 from torusgd.comm import exact_sum
 from torusgd.comm.groups import group_of
@@ -38,10 +38,12 @@ class Case(NamedTuple):
 
 # Real digits over a change of stage, with dropout, shifts, batch norm, LARS, and a polish of uneven batches.
 DIGITS = (
+    SMALL,
+    "virtual_workers=7",
     "data.eval_images=70",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 4.0, warmup: {length: 2st}}",
-    *("evaluate={every: 3st, images_per_chunk: 50}", "polish={images: 250, images_per_batch: 100}"),
+    *("evaluate={every: 3st, images_per_chunk: 50}", "polish={images: 90, images_per_batch: 40}"),
 )
 SENT: dict[str, dict[str, Any]] = {
     "small buckets": {"buckets": 0.001}, "halving-doubling": {"allreduce": "halving-doubling"},
@@ -52,7 +54,7 @@ OF_DIGITS: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("precision=bfloat16",),
     "float16": (  # which a CPU computes slowly
-        "precision=float16", "loss_scale.initial=1.0e+12", "virtual_workers=7",
+        "precision=float16", "loss_scale.initial=1.0e+12",
         "stages=[{until: 1st, images_per_worker: 3}, {until: 3st, images_per_worker: 2}]",
     ),
     "torn images": (
@@ -122,6 +124,7 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 # The sharded update, which has the weights of the replicated one over any all-reduce. Norms have several blocks here,
 # and a shard ends within a tensor.
 WIDE = (
+    "virtual_workers=7",
     "model.options={width: 24, dropout: 0.1}",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     *("rate={lr: 4.0, warmup: {length: 2st}}", "data.eval_images=90"),
@@ -203,7 +206,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lists(write_folder(root / "folder"))
     if "parquet" in FOLDERS:
         write_parquet(root / "tables")
-    network = Model(name="digits-net", options=load_recipe("digits").recipe.model.options)
+    network = Model(name="tests.run.sources:small_net", options={"zero_gamma": True})
     save_file(build_model(network, classes=10, channels=1, image_size=8, seed=5).state_dict(), root / "ten.safetensors")
     return root
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tests.commands import command, ran
 from tests.messages import refused
 from tests.run.processes import Process, held_port
-from tests.run.runs import TINY, run_here, sets
+from tests.run.runs import DIGITS_NET, TINY, run_here, sets
 from torusgd.arithmetic import METHODS, portable
 from torusgd.arithmetic.mode import PortableMode
 from torusgd.data.decode import DECODER_SET
@@ -174,11 +174,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "a0e1378e7dc206983d22029632afae2816dfd9c216d5fde39f9892b1c07aab2c",
         f"data={{source: folder, image_size: 16, resize: 20, pixels: portable, {IMAGES}, augment: {{crop: resized, "
         "flip: 0.5, policy: trivialaugment, erase: 0.3, mixup: 0.3, cutmix: 2.0}}",
+        DIGITS_NET,
     ),
     "synthetic": (
         "a98130dcde99a38758cac8d4287b03770291aeb1e27d0960501d3160c6ecf0b7",
         f"data={{source: synthetic, train_images: 48, eval_images: 20, image_size: 12, classes: 4, {IMAGES}, "
         "augment: {crop: shift, shift: 1, rotation: 0.2, distortion: 0.1, brightness: 0.1, contrast: 1.2}}",
+        DIGITS_NET,
+        "polish={images_per_batch: 8}",
     ),
     "frames": (
         "270e8a097e1bcccc991d0f5f711f71ca2973aaa709efb0eb243612abb8dc71f2",

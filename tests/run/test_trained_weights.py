@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.messages import refused
-from tests.run.runs import TINY, run_here
+from tests.run.runs import DIGITS_NET, TINY, run_here
 from tests.step.trainers import job_of, run_of
 from torusgd.errors import UserError
 from torusgd.models import build_model
@@ -22,11 +22,11 @@ from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
 from torusgd.runtime import resolve_auto
 from torusgd.weights import Tensors, save_weights
 
-SHORT = ("stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
+SHORT = (DIGITS_NET, "stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
 
 
 def tiny() -> Any:
-    return resolve_auto(load_recipe("digits", TINY).recipe, "cpu")
+    return resolve_auto(load_recipe("digits", [*TINY, DIGITS_NET]).recipe, "cpu")
 
 
 def weights(classes: int = 4, **options: Any) -> Tensors:
@@ -136,7 +136,7 @@ def ten_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_frozen_layer_keeps_its_weights_and_its_statistics(tmp_path: Path, ten_classes: Path) -> None:
-    run_here(tmp_path, "model.freeze=[body]", init=str(ten_classes))
+    run_here(tmp_path, DIGITS_NET, "model.freeze=[body]", init=str(ten_classes))
     before, after = load_file(ten_classes), load_file(tmp_path / "model.safetensors")
     assert {name for name in after if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
 
@@ -187,7 +187,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, case: str, change:
     path = tmp_path / "w.safetensors"
     save_file(change(), path)
     with refused(f"initial weights of another model: {case}", f"--init {path}", TMP=tmp_path):
-        run_here(tmp_path / "out", init=str(path))
+        run_here(tmp_path / "out", DIGITS_NET, init=str(path))
 
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

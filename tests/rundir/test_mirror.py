@@ -19,7 +19,7 @@ from tests.data.buckets import KINDS, bucket
 from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import Process
-from tests.run.runs import TINY, run_here, sets
+from tests.run.runs import DIGITS_NET, TINY, run_here, sets
 
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
@@ -162,7 +162,7 @@ def begin(mirror: Mirror) -> Path:
 def test_what_a_finished_run_left_is_used_by_its_url(move, tmp_path: Path, run_cli, mistake) -> None:
     mirror = move("a")
     with mirror.held(fresh=False):
-        summary, _ = run_here(mirror.folder)
+        summary, _ = run_here(mirror.folder, DIGITS_NET)
         mirror.put_result()
     move("b")
     assert RunView(Path(URL)).read().reported["weights_sha256"] == summary["weights_sha256"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.comm.gloo_world import on_ranks
-from tests.run.runs import run_here
+from tests.run.runs import DIGITS_NET, run_here
 from tests.step.trainers import recipe_of
 from torch import nn
 
@@ -85,7 +85,7 @@ def test_the_diagonal_of_a_confusion_matrix_is_top1_and_ranks_count_together() -
 
 
 def test_eval_prints_few_classes_as_they_are_named_and_writes_all(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
-    summary, _ = run_here(tmp_path / "run")
+    summary, _ = run_here(tmp_path / "run", DIGITS_NET)
     code, out, _ = run_cli("eval", tmp_path / "run", "--json", tmp_path / "e.json")
     told = json.loads((tmp_path / "e.json").read_text())
     assert (code, told["top1"]) == (0, summary["top1"])

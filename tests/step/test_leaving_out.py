@@ -12,7 +12,7 @@ from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import last_step, summary
-from tests.run.runs import events
+from tests.run.runs import SMALL, events
 from tests.step.trainers import job_of, run_of, trainer_of
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from torusgd.step.deadlines import PassThread, deadlines_of
 from torusgd.step.journal import JournalEntry, entry_of, read_journal, synchronous
 
 BASE = (
-    "virtual_workers=8", "stages=[{until: 8st, images_per_worker: 3}]", "rate={lr: 4.0, warmup: {length: 2st}}",
-    "data.eval_images=70", "evaluate={every: 4st, images_per_chunk: 50}", "polish={images: 250, images_per_batch: 100}",
+    SMALL, "virtual_workers=8", "stages=[{until: 8st, images_per_worker: 3}]", "rate={lr: 4.0, warmup: {length: 2st}}",
+    "data.eval_images=70", "evaluate={every: 4st, images_per_chunk: 50}", "polish={images: 50, images_per_batch: 25}",
 )  # fmt: skip
 SYNCHRONOUS = "{form: synchronous}"
 IDLE = {"all": "{form: cutoff, count: 8, warmup: 2}", "forever": "{form: cutoff, threshold: 1.0e+9, warmup: 2}"}

@@ -45,9 +45,8 @@ CASES: dict[str, tuple[str, ...]] = {
 FEW: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
     1: [(case, 1, {}) for case in CASES if case != "bfloat16"],
     2: [("sgd", 2, {}), ("all tail", 2, {}), ("lars", 2, {"update": "sharded"})],
-    4: [("float16", 4, {}), ("torn images", 4, {}), ("lars", 4, {"update": "sharded", "allreduce": "ring"}),
+    4: [("float16", 4, {}), ("torn images", 4, {}), ("lars", "auto", {"update": "sharded", "allreduce": "ring"}),
         ("sgd", 2, {"update": "sharded", "buckets": 0.0005})],
-    8: [("lars", "auto", {"update": "sharded"})],
 }  # fmt: skip
 # Slow: beside them
 MORE: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
@@ -57,9 +56,10 @@ MORE: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
         ("sgd", 2, {"buckets": 0.0005}), ("lars", 2, {"allreduce": "ring"}), ("sgd", 2, {"update": "sharded"}),
         ("float16", 2, {"update": "sharded", "buckets": 0.0005}),
         ("all tail", 2, {"update": "sharded", "allreduce": "halving-doubling"})],
-    8: [("sgd", 2, {}), ("sgd", 4, {"allreduce": "halving-doubling"}), ("bfloat16", "auto", {})],
+    8: [("lars", "auto", {"update": "sharded"}),
+        ("sgd", 2, {}), ("sgd", 4, {"allreduce": "halving-doubling"}), ("bfloat16", "auto", {})],
 }  # fmt: skip
-"""A run that is begun on one world and carried on by the next ones: (ranks, model-parallel ranks, up to step)."""
+"""A run that each world carries on from the one before: (ranks, model-parallel ranks, up to step)."""
 RELAY = [(8, 4, 1), (4, 2, 2), (2, 1, 3), (1, 1, STEPS)]
 COMPARED = ("weights_sha256", "top1", "loss", "train_loss", "redone_steps", "skipped_steps", "replaced_images")
 
@@ -79,14 +79,16 @@ def train(out: Path, case: str, world: Group, steps: int | None = None, **option
     return run_of(job, world).run().summary
 
 
-def train_all(out: Path, all_runs: bool) -> dict[str, dict[str, Any]]:
+def train_all(out: Path, runs: dict[int, list[tuple[str, int | str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
     rank, store, found = dist.get_rank(), dist.distributed_c10d._get_default_store(), {}
     for size, parallel, until in RELAY:
+        if size not in runs:
+            continue
         if rank >= size:
             break
         of_size, cpu = PrefixStore(f"{size} ranks", store), torch.device("cpu")
         world = groups.build(of_size, range(size), rank, device=cpu, timeout=240)
-        for number, (case, shared, options) in enumerate(FEW[size] + (MORE[size] if all_runs else [])):
+        for number, (case, shared, options) in enumerate(runs[size]):
             summary = train(out / f"{size}-{number}", case, world, model_parallel=shared, **options)
             found[f"{case}: {size} ranks, {shared} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
         update = "sharded" if size in (8, 2) else "replicated"
@@ -96,10 +98,13 @@ def train_all(out: Path, all_runs: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+ALL = {size: FEW.get(size, []) + more for size, more in MORE.items()}
+
+
+@pytest.fixture(scope="module", params=[FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("hybrid")
-    found = run_ranks(max(FEW), train_all, out, request.param == "all", timeout=400)[0]
+    found = run_ranks(max(request.param), train_all, out, request.param, timeout=400)[0]
     relay = json.loads((out / "relay" / "summary.json").read_text())
     return found | {"lars: in a relay": {key: relay[key] for key in COMPARED}}
 

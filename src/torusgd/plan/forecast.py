@@ -224,12 +224,16 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
         same += stage.steps * on_one(stage.batch).seconds
         balance += stage.steps * stage.batch / (stage.images * speed * number)
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
-    memory = max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages)
     return Forecast(
         devices, run.steps, tuple(stage.batch for stage in workload.stages), run, low, high,
         images_per_second=workload.images / run.training, efficiency=efficiency, speedup=same / run.training,
-        memory=memory, limit=_limit(workload, cluster, software, run, devices),
+        memory=memory_of(workload, software), limit=_limit(workload, cluster, software, run, devices),
     )  # fmt: skip
+
+
+def memory_of(workload: Workload, software: Software) -> float:
+    """Bytes that a device needs, about."""
+    return max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages)
 
 
 def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:

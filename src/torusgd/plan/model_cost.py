@@ -120,7 +120,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     (10010, ['bias', 'weight'])
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutDraws():
             model = build().train()
         # Two runs separate the work of each kernel that grows with the images from that which doesn't (the weights).
         # Two images at least: batch norm refuses one value a channel.
@@ -144,6 +144,13 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     return ModelCost(*kernels, tuple(few.gradients), tuple(few.layers), len(norms), few.written / 2, statistics)
 
 
+class _WithoutDraws(TorchDispatchMode):
+    """Leaves out what writes in place: on the meta device draws take longer than all else of a network."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func._schema.name.endswith("_") else func(*args, **(kwargs or {}))
+
+
 class _Row(NamedTuple):
     name: str
     flops: int
@@ -161,7 +168,7 @@ class _Trace(TorchDispatchMode):
         self.written = 0  # number of values that the forward pass wrote
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = _BATCH_NORM.get(func.overloadpacket)
+        shapes = _SHAPES.get(func.overloadpacket)
         out = shapes(args) if shapes else func(*args, **(kwargs or {}))
         # Each operator counts as one kernel that reads all of its tensors and writes all of its results.
         name = func._schema.name.removeprefix("aten::")
@@ -187,8 +194,12 @@ def _norm_backward(args: Any) -> list[Tensor | None]:
     return [gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)]
 
 
-# On the meta device torch decomposes batch norm into some thirty operators in Python: most of a trace's time.
-_BATCH_NORM = {torch.ops.aten.native_batch_norm: _norm, torch.ops.aten.native_batch_norm_backward: _norm_backward}
+# On the meta device torch decomposes these into many operators in Python: most of a trace's time.
+_SHAPES = {
+    torch.ops.aten.native_batch_norm: _norm,
+    torch.ops.aten.native_batch_norm_backward: _norm_backward,
+    torch.ops.aten.threshold_backward: lambda args: torch.empty_like(args[0]),
+}
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..comm.tuning.cost import candidates
 from .cluster import Buckets, Cluster, Software
-from .forecast import Forecast, PlannedStage, Workload, forecast, with_communication
+from .forecast import Forecast, PlannedStage, Workload, forecast, memory_of, run_time, with_communication
 
 KNEE_EFFICIENCY = 0.8  # fraction of one device's work that one more device still gives at the knee of the curve
 
@@ -107,8 +107,8 @@ class SearchResult(NamedTuple):
 def search_settings(workload: Workload, cluster: Cluster, software: Software, devices: int) -> SearchResult:
     """Chooses all-reduce and grid, buckets, update, groups of split layers, and the cut of the batch."""
 
-    def seconds(chosen: dict[str, tuple[str, Change]]) -> float:
-        return forecast(workload, cluster, _apply(software, chosen), devices).run.seconds
+    def seconds(chosen: dict[str, tuple[str, Change]], of: Workload = workload) -> float:
+        return run_time(of, cluster, _apply(software, chosen), devices).seconds
 
     before = forecast(workload, cluster, software, devices)
     chosen: dict[str, tuple[str, Change]] = {}
@@ -124,14 +124,13 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
                 chosen[setting], least, is_better = value, time, True
     found = _apply(software, chosen)
     # The cut of the batch comes last, since it alone may change the recipe: batch norm sees other images together.
-    cuts = [(forecast(cut, cluster, found, devices), cut) for cut in _cuts(workload, cluster, found, devices)]
-    after, cut = min(cuts, key=lambda item: item[0].run.seconds)
-    choices = []
+    cuts = _cuts(workload, cluster, found, devices)
+    cut = min(cuts, key=lambda each: run_time(each, cluster, found, devices).seconds)
+    after, choices = forecast(cut, cluster, found, devices), []
     # What a choice saves is counted with all others made, since they depend on each other.
     for setting, (name, _) in chosen.items():
-        others = _apply(software, {key: other for key, other in chosen.items() if key != setting})
-        without = forecast(cut, cluster, others, devices).run.seconds
-        choices.append(ChosenSetting(setting, name, without - after.run.seconds))
+        others = {key: other for key, other in chosen.items() if key != setting}
+        choices.append(ChosenSetting(setting, name, seconds(others, cut) - after.run.seconds))
     if after.run.seconds < least * (1 - 1e-3):
         images = " > ".join(str(stage.images) for stage in cut.stages)
         name = f"{images} ({cut.stages[-1].workers} virtual workers)"
@@ -180,6 +179,6 @@ def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int
     for w in range(devices, most + 1, devices):
         if all(batch % w == 0 for batch in batches):
             cut = replace(workload, stages=tuple(_cut(stage, w) for stage in workload.stages))
-            if limit is None or forecast(cut, cluster, software, devices).memory <= limit:
+            if limit is None or memory_of(cut, software) <= limit:
                 cuts.append(cut)
     return cuts

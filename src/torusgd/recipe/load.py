@@ -1,5 +1,6 @@
 """Built-in recipes, and how a recipe is read: a name or a YAML file, overrides, validation, code of a user's own."""
 
+import copy
 import importlib
 import json
 import logging
@@ -7,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -113,6 +115,11 @@ def recipe_source(name: str) -> str:
     return (files(__package__) / f"{name}.yaml").read_text()
 
 
+@cache
+def _built_in(name: str) -> dict[str, Any]:
+    return parse_mapping(recipe_source(name), f"recipe {name}")  # a sweep loads the same one a thousand times
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     """Reads a recipe by built-in name or from a YAML file; UserError of one line with key, value and what is allowed.
 
@@ -126,7 +133,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     """
     is_path = name.endswith((".yaml", ".yml")) or "/" in name or (name not in recipe_names() and Path(name).is_file())
     where = f"recipe {name}"
-    tree = parse_mapping(read_file(Path(name), where) if is_path else recipe_source(name), where)
+    tree = parse_mapping(read_file(Path(name), where), where) if is_path else copy.deepcopy(_built_in(name))
     apply_overrides(tree, _pick_batch(tree, overrides, name))
     runtime = tree.pop("runtime", None) or {}
     return Loaded(validate(Recipe, tree, where), validate(RuntimeOptions, runtime, f"{where}: runtime"))
