@@ -36,7 +36,7 @@ SHORT = (
     "rate={lr: 4.0, warmup: {length: 20sa, shape: linear, start: 0.1}, decay: {shape: polynomial, power: 2.0}}",
     "data.train_images=150",
     "data.eval_images=4",
-    "polish={images_per_batch: 48, images: 100}",
+    "polish={images_per_batch: 9, images: 20}",
 )
 
 

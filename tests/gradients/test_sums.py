@@ -22,7 +22,7 @@ from torusgd.models import MODELS
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
-NUMEL, MANY_STEPS, DISTINCT = 512, 50, 64
+NUMEL, MANY_STEPS, DISTINCT = 512, 20, 64
 ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}
 """relative L2 error of the mean, by virtual workers"""
 
@@ -92,7 +92,7 @@ def test_bits_are_equal_for_any_sharing_and_order(seed: int, workers: int, ranks
     assert all(map(torch.equal, alone, shared))
 
 
-@pytest.mark.parametrize("workers", [1, 12, 2048])
+@pytest.mark.parametrize("workers", [1, 12, 600])
 def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None:
     grads = gradients(workers, seed=1)
     _, mean = run(measured(exact(workers), grads), [grads])

@@ -9,7 +9,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ from tests.commands import command, ran
 from tests.data.buckets import bucket
 from tests.polling import until
 from tests.run.processes import summary
+from tests.run.runs import DIGITS_NET, run_here, sets
 from tests.run.runs import TINY as BASE
-from tests.run.runs import run_here, sets
+from tests.run.sources import small_net
 from tests.step.trainers import train_on_ranks
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
 from torusgd.launch import verification
 from torusgd.launch.verification import Range, drawn
+from torusgd.models import MODELS
 from torusgd.precision import arithmetic_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -47,7 +49,7 @@ from torusgd.weights import weights_sha256
 
 TINY = (
     "precision=portable",
-    "model.options.width=4",
+    "model={name: small-net, options: {width: 4, dropout: 0.1}}",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
     "augment: {crop: shift, shift: 1, flip: 0.5}}",
     "virtual_workers=2",
@@ -57,6 +59,15 @@ TINY = (
     "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
 )
 EVERY_TWO = RuntimeOptions(verify_every=Duration(2, "st"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """A small network counts as built in, and nobody times what portable arithmetic costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "small-net", small_net)
+        patch.setattr("torusgd.run.newest_state.portable_price", lambda *_: "")
+        yield
 
 
 def of_two(out: Path, *overrides: str, **job: Any) -> Path:
@@ -362,7 +373,8 @@ def test_a_run_that_goes_on_is_checked_as_far_as_it_has_come(copy: Path, verify:
     verify(copy, "--final", code=2)
 
 
-def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(tmp_path: Path) -> None:
+    run = of_two(tmp_path / "run", DIGITS_NET)
     words, environment = command("verify", run, "--all", "--workers", "1"), {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     until(lambda: list(tmp_path.glob("torusgd-verify-*/run/recipe.yaml")), "steps are computed")
@@ -385,6 +397,7 @@ def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatc
 @pytest.mark.parametrize("precision", ["float32", pytest.param("portable", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path, run: Path) -> None:
+    MODELS["small-net"] = small_net
     recipe = resolve_auto(load_recipe("digits", [*BASE, *TINY, f"precision={precision}"]).recipe, "cpu")
     for update in ("replicated", "sharded"):
         options = RuntimeOptions(verify_every=Duration(2, "st"), update=update)
@@ -466,7 +479,11 @@ def test_a_run_in_s3_is_checked(tmp_path: Path, verify: Any, monkeypatch: pytest
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     with bucket("s3", monkeypatch) as (_, url):
         out = f"{url}/run"
-        ran(command("train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *sets(*TINY)))
+        ran(
+            command(
+                "train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *sets(*TINY, DIGITS_NET)
+            )
+        )
         monkeypatch.setenv(CACHE, str(tmp_path / "elsewhere"))
         assert len(verify(out, "--all")) == 4
         store, name = Store(out), "verify/step-0000000{}.safetensors"

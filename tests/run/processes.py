@@ -28,7 +28,7 @@ data:
   mean: [0.5]
   std: [0.25]
   augment: {{crop: shift, shift: 1, flip: 0.5}}
-model: {{name: digits-net, options: {{dropout: 0.1}}}}
+model: {{name: tests.run.sources:small_net, options: {{dropout: 0.1}}}}
 virtual_workers: 4
 stages:
   - {{until: 12st, images_per_worker: 3}}

@@ -27,7 +27,7 @@ def test_progress_of_200_workers_by_200_seconds(text: str, median: float, spread
 
 
 @pytest.mark.parametrize(("text", "until"), [
-    *((text, 80.0) for text in ("bsp", "pbsp:10", "pbsp:64", "asp")),
+    *((text, 80.0) for text in ("bsp", "pbsp:64", "asp")),
     *(pytest.param(text, 400.0, marks=pytest.mark.slow) for text in PROGRESS),
 ])  # fmt: skip
 def test_progress_of_the_papers_figure(text: str, until: float) -> None:
