@@ -52,7 +52,8 @@ def held_run(folder: Path, out: Path, recipe: Path, pause: float, *flags: str) -
 
 def assert_verified(folder: Path, out: Path) -> None:
     """Two ranks compute all steps of the run anew, and find its records, whoever wrote them."""
-    words = command("verify", out, "--all", "--workers", "2", *sets("data.source=tests.run.slow:Held"))
+    names = sets("data.source=tests.run.slow:Held", "model.name=tests.run.sources:small_net")
+    words = command("verify", out, "--all", "--workers", "2", *names)
     process = Process(folder, *words, environment={"TORUSGD_HELD": str(out.with_name("held"))})
     assert process.end() == 0, process.output
     assert f"equal: {summary(out)['steps']} of" in process.out

@@ -48,7 +48,7 @@ from torusgd.storage import CACHE, Store
 from torusgd.weights import weights_sha256
 
 TINY = (
-    "precision=portable",
+    "precision=float32",
     "model={name: small-net, options: {width: 4, dropout: 0.1}}",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
     "augment: {crop: shift, shift: 1, flip: 0.5}}",
@@ -374,7 +374,7 @@ def test_a_run_that_goes_on_is_checked_as_far_as_it_has_come(copy: Path, verify:
 
 
 def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(tmp_path: Path) -> None:
-    run = of_two(tmp_path / "run", DIGITS_NET)
+    run = of_two(tmp_path / "run", DIGITS_NET, "precision=portable")
     words, environment = command("verify", run, "--all", "--workers", "1"), {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     until(lambda: list(tmp_path.glob("torusgd-verify-*/run/recipe.yaml")), "steps are computed")

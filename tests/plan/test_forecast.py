@@ -124,7 +124,7 @@ def test_start_up_extra_passes_and_held_out_images_are_priced() -> None:
     program, cluster = load_software("composer"), load_cluster("hgx-a100-80gb")
 
     def evaluation(size: int) -> float:
-        return forecast(workload("resnet50-27ep", f"evaluate.image_size={size}"), cluster, program, 8).run.evaluation
+        return forecast(workload("resnet50", f"evaluate.image_size={size}"), cluster, program, 8).run.evaluation
 
     assert evaluation(176) < 0.9 * evaluation(224)
     works = (workload("fujitsu-74s", *changes) for changes in ([], ["stages.1.extra_pass=true"]))

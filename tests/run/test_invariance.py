@@ -232,12 +232,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Callable[[st
     [
         (3, [*OF_DIGITS, *SENT]),
         (3, [*TINIES, *SOURCES]),
-        (7, ["float32", "bfloat16"]),
+        (7, ["float32"]),
         pytest.param(2, ["float32", "bfloat16", *TINIES, *SOURCES], marks=pytest.mark.slow),
         *(pytest.param(size, ["float32", "bfloat16"], marks=pytest.mark.slow) for size in (4, 5)),
         (1, ["LARS, ring"]),
-        (2, ["LARS, bfloat16, torus", "AdamW", "LAMB"]),
-        (3, ["LARS, ring", "skipped steps", "redone steps", "64-bit sums"]),
+        (2, ["LARS, bfloat16, torus", "LAMB"]),
+        (3, ["redone steps", "64-bit sums"]),
         pytest.param(5, ["SGD with averages, native"], marks=pytest.mark.slow),
         pytest.param(3, [*SHARDED], marks=pytest.mark.slow),
         pytest.param(3, [*NETWORKS], marks=pytest.mark.slow),
@@ -276,7 +276,7 @@ def test_float_sums_whose_bits_depend_on_who_adds_up_what_are_close(given: Path,
 
 def test_a_checkpoint_goes_on_with_any_ranks_in_either_form(alone: Any, given: Path, tmp_path: Path) -> None:
     """Begun sharded on 3 ranks, gone on replicated on 2, and ended sharded on 5."""
-    names = ["LARS, ring", "AdamW"]
+    names = ["AdamW"]
     for size, update, until, begun in ((3, "sharded", 1, 0), (2, "replicated", 3, 1), (5, "sharded", None, 3)):
         run_ranks(size, partial(train_cases, max_steps=until, update=update), given, tmp_path, names)
         for name in names:
