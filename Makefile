@@ -18,13 +18,13 @@ demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to
 # They start hundreds of processes, each of which would compile the package for itself if none wrote bytecode.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
-	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 test-all: .venv/installed-all ## run the tests with every extra installed, and count what is skipped
-	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -r s $(ARGS)
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r s $(ARGS)
 
 # Its environment is a folder of its own, .venv-torch-VERSION; constraints.txt pins all but torch and what it needs.
 test-torch: .venv/made ## run the tests with another torch: make test-torch TORCH=2.9.1, or TORCH=newest
@@ -34,7 +34,7 @@ test-torch: .venv/made ## run the tests with another torch: make test-torch TORC
 	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	.venv-torch-$(TORCH)/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$(TORCH)/constraints.txt \
 		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH)) -e '.[digits,images,tensorboard]' --group dev
-	.venv-torch-$(TORCH)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/installed-dev ## check style and types
 	.venv/bin/ruff check .

@@ -33,10 +33,12 @@ def sums_are_right(allreduce: AllReduce) -> bool:
 @on_ranks(4)
 def test_every_name_on_four_ranks(tmp_path):
     """What each says of itself is the same on all ranks, and so are the errors of mistakes."""
-    seen = []
+    seen, profile = [], tmp_path / "profile.json"
+    if dist.get_rank() == 0:
+        write_profile(tmp_path, 4)
+    dist.barrier()
     for name, grid in [*((name, None) for name in (*NAMES, "torus:halving/direct")), ("torus", (2, 2))]:
-        with patch.object(module, "_PROBE_SECONDS", 0.1):  # `auto` measures so long
-            allreduce = create(name, grid=grid, timeout=240)
+        allreduce = create(name, grid=grid, timeout=240, profile=profile if name == "auto" else None)
         assert isinstance(allreduce, AllReduce)
         assert allreduce.name == name
         assert sums_are_right(allreduce)
@@ -52,6 +54,15 @@ def test_every_name_on_four_ranks(tmp_path):
         seen.append(error_of(create, name, **options))
         assert seen[-1].startswith(about)
     alike(seen)
+
+
+@on_ranks(2)
+def test_auto_measures_by_itself():
+    with patch.object(module, "_PROBE_SECONDS", 0.1):
+        allreduce = create("auto", timeout=240)
+    assert alike(allreduce.explanation).startswith("allreduce auto: 2 ranks on 1 host;")
+    assert sums_are_right(allreduce)
+    allreduce.close()
 
 
 def explained_with(path: Path, streams: int = 1) -> str:

@@ -26,7 +26,7 @@ FURTHER = {
     "sony-122s": (*PICTURES, "noise_scale.batch=4"),
 }
 
-ALIKE = {"sony-224s", "sony-85k", "sony-119k", "fujitsu-74s", "you-resnet50-14min", "you-alexnet-11min"}
+ALIKE = {"sony-224s", "sony-85k", "sony-119k", "fujitsu-74s", "fujitsu-62s", "you-resnet50-14min", "you-alexnet-11min"}
 """Each has a sister with its network or optimizer, which runs in every `make test`."""
 FLOAT32 = ("precision=float32", "loss_scale={}")
 
