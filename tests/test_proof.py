@@ -172,6 +172,7 @@ def test_a_job_that_is_ended_ends_its_training_and_counts_its_time(tmp_path: Pat
         assert process.communicate()[0].split() == ["-15", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_plan_goes_on_where_it_was_ended(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One training, stopped before it began, then trained to its end and looked at."""

@@ -82,7 +82,15 @@ MIXUP = [f"data.augment={{crop: shift, shift: 1, mixup: {alpha}}}" for alpha in 
 
 
 @pytest.mark.parametrize(
-    ("steps", "change"), [(2, ""), (20, ""), (3, "polish=null"), *((2, change) for change in MIXUP)]
+    ("steps", "change"),
+    [
+        (2, ""),
+        (20, ""),
+        (3, "polish=null"),
+        (2, MIXUP[1]),
+        (2, MIXUP[-2]),
+        *(pytest.param(2, change, marks=pytest.mark.slow) for change in MIXUP),
+    ],
 )
 def test_a_short_run_has_the_same_weights_by_both(tmp_path: Path, steps: int, change: str) -> None:
     changes = (*SHORT, change) if change else SHORT
@@ -158,7 +166,15 @@ CHANGES = {
 LONGER = {"block": 8, "gamma 2": 8}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+# Of a polynomial's coefficients the first and the last one; those between in the slow group.
+BETWEEN = {
+    f"{name} {n}" for name in ("exp2", "atanh", "centre", "tail") for n in range(1, len(getattr(PLAIN, name)) - 1)
+}
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, marks=pytest.mark.slow if each in BETWEEN else ()) for each in MUTANTS]
+)
 def test_one_changed_constant_of_numpys_is_found(mutant: str) -> None:
     name, value = MUTANTS[mutant]
     numbers, changes, steps = replace(PLAIN, **{name: value}), CHANGES.get(mutant, ()), LONGER.get(mutant, 2)

@@ -2,13 +2,13 @@
 
 import importlib.util
 import shutil
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from tests.messages import refused, refuses
 from tests.run.runs import TINY, run_here
 from torch import nn
@@ -89,7 +89,7 @@ def test_residual_networks_are_compiled_block_by_block_and_layers_alone_as_one(m
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(deterministic=False))
+    monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace(deterministic=False))
     assert (compile_blocks(net, CPU), asked) == ([""], [net])
 
 
@@ -100,7 +100,7 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     refuses("compile without Triton", compile_blocks, nn.Linear(2, 2), torch.device("cuda"))
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
+    monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace())
     refuses("compile by a torch that may time kernels", compile_blocks, nn.Linear(2, 2), CPU, TORCH=torch.__version__)
     refuses("compile of a network in column blocks", load_recipe, "digits", [*TINY, "compile=true", "column_blocks=2"])
 
