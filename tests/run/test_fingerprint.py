@@ -15,6 +15,7 @@ from tests.comm.gloo_world import on_ranks
 from tests.run.processes import RECIPE, run_alone
 from tests.run.runs import run_here
 from torusgd.arithmetic import operators_of
+from torusgd.arithmetic.mode import PortableMode, _Recorder
 from torusgd.comm.groups import group_of
 from torusgd.data.file_lists import Names
 from torusgd.data.pictures import PictureFiles, list_pictures
@@ -163,6 +164,12 @@ def test_a_torch_with_other_operators_is_refused_and_the_first_is_named(monkeypa
     monkeypatch.setattr(F, "cross_entropy", by_parts)
     with pytest.raises(UserError, match=r"digits-net otherwise than .* from operator 21 of \d+ on, logsumexp:"):
         check_stored("digits-net")
+
+
+@pytest.mark.parametrize("mode", [PortableMode, _Recorder])
+def test_a_mode_is_not_wrapped_by_what_imports_torch_dynamo(mode: type) -> None:
+    """It takes two seconds, which every rank of every portable run would pay."""
+    assert not hasattr(mode.__dict__["__torch_dispatch__"], "__wrapped__")
 
 
 class Thrice(nn.Module):

@@ -77,7 +77,14 @@ def is_portable() -> bool:
     return any(isinstance(mode, PortableMode) for mode in _get_current_dispatch_mode_stack())
 
 
-class PortableMode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch calls `__torch_dispatch__` through a wrapper: as slow as a small rule, and 2 s to import."""
+        return False
+
+
+class PortableMode(_Mode):
     """Sends each ATen operator to its rule."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,11 +106,6 @@ class PortableMode(TorchDispatchMode):
                 f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; {remedy}"
             )
         return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch calls `__torch_dispatch__` through a wrapper, which costs as much as a small rule."""
-        return False
 
 
 class Attention(TorchFunctionMode):
@@ -167,7 +169,7 @@ def operators_of(passes: Callable[[], object]) -> tuple[str, ...]:
     return tuple(recorder.words)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self.words: list[str] = []
