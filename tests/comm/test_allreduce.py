@@ -58,11 +58,9 @@ def test_every_name_on_four_ranks(tmp_path):
 
 @on_ranks(2)
 def test_auto_measures_by_itself():
-    with patch.object(module, "_PROBE_SECONDS", 0.1):
-        allreduce = create("auto", timeout=240)
+    with patch.object(module, "_PROBE_SECONDS", 0.1), closing(create("auto", timeout=240)) as allreduce:
+        assert sums_are_right(allreduce)
     assert alike(allreduce.explanation).startswith("allreduce auto: 2 ranks on 1 host;")
-    assert sums_are_right(allreduce)
-    allreduce.close()
 
 
 def explained_with(path: Path, streams: int = 1) -> str:

@@ -27,13 +27,9 @@ SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
 
 
 def make_trainer(
-    cuda_graphs: bool,
-    *overrides: str,
-    world: Group | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    options: RuntimeOptions | None = None,
-    watchers: Sequence[StepWatch] = (),
-) -> Trainer:
+    cuda_graphs: bool, *overrides: str, world: Group | None = None, stop: Callable[[], bool] = lambda: False,
+    options: RuntimeOptions | None = None, watchers: Sequence[StepWatch] = (),
+) -> Trainer:  # fmt: skip
     """A trainer whose weights nobody looks at before its end."""
     world, liveness = world or alone(), Liveness()
     options = (options or RuntimeOptions()).model_copy(update={"cuda_graphs": cuda_graphs})

@@ -165,12 +165,9 @@ def warps(augment: Augment, count: int = 500):
 def test_draws_of_warps_fill_their_ranges_and_tones_follow_the_formula() -> None:
     found = warps(WARPS)
     for values, low, high in (
-        (found.angles, -0.5, 0.5),
-        (found.distortions, math.exp(-0.2) - 1, math.exp(0.2) - 1),
-        (found.brightness, -0.1, 0.1),
-        (found.contrast, 1 / 1.5, 1.5),
-        (found.noise, 0.0, 0.05),
-    ):
+        (found.angles, -0.5, 0.5), (found.distortions, math.exp(-0.2) - 1, math.exp(0.2) - 1),
+        (found.brightness, -0.1, 0.1), (found.contrast, 1 / 1.5, 1.5), (found.noise, 0.0, 0.05),
+    ):  # fmt: skip
         reach = high - low
         assert low - 1e-4 <= values.min() < low + 0.02 * reach
         assert high - 0.02 * reach < values.max() <= high + 1e-4

@@ -63,10 +63,9 @@ EVERY_TWO = RuntimeOptions(verify_every=Duration(2, "st"))
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """A small network counts as built in, and nobody times what portable arithmetic costs."""
+    """A small network counts as built in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "small-net", small_net)
-        patch.setattr("torusgd.run.newest_state.portable_price", lambda *_: "")
         yield
 
 
@@ -479,11 +478,8 @@ def test_a_run_in_s3_is_checked(tmp_path: Path, verify: Any, monkeypatch: pytest
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     with bucket("s3", monkeypatch) as (_, url):
         out = f"{url}/run"
-        ran(
-            command(
-                "train", "digits", "--out", out, "--workers", "1", "--verify-every", "2st", *sets(*TINY, DIGITS_NET)
-            )
-        )
+        options = ["--workers", "1", "--verify-every", "2st", *sets(*TINY, DIGITS_NET)]
+        ran(command("train", "digits", "--out", out, *options))
         monkeypatch.setenv(CACHE, str(tmp_path / "elsewhere"))
         assert len(verify(out, "--all")) == 4
         store, name = Store(out), "verify/step-0000000{}.safetensors"

@@ -123,8 +123,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
     own, change = CHANGES[key]
     # Polish takes a third of so short a run, and each virtual worker as much as the first.
-    before = [*([] if key.startswith("polish.") else ["polish=null"])]
-    before += [*([] if key.startswith("synchrony.") else ["virtual_workers=2"]), *own]
+    quick = {"polish.": "polish=null", "synchrony.": "virtual_workers=2"}
+    before = [*(each for part, each in quick.items() if not key.startswith(part)), *own]
     assert runs(*before) != runs(*before, change)
 
 

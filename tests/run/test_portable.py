@@ -74,7 +74,6 @@ def test_no_floating_operator_of_a_run_is_beside_the_rules(tmp_path: Path, monke
             return dispatch(self, func, types, args, kwargs)
 
     monkeypatch.setattr(PortableMode, "__torch_dispatch__", marked)
-    monkeypatch.setattr("torusgd.run.newest_state.portable_price", lambda *_: "")  # it times float32's own pass
     for name in ("check_stored", "operators_of_passes"):  # which record torch's own operators, and use no value
         monkeypatch.setattr(f"torusgd.run.fingerprint.{name}", lambda *_: ())
     every_thread = _ExperimentalConfig(profile_all_threads=True)

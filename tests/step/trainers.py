@@ -29,12 +29,9 @@ def recipe_of(*overrides: str) -> Recipe:
 
 
 def job_of(
-    *overrides: str,
-    options: RuntimeOptions | None = None,
-    out: Path = Path("nowhere"),
-    recipe: Recipe | None = None,
+    *overrides: str, options: RuntimeOptions | None = None, out: Path = Path("nowhere"), recipe: Recipe | None = None,
     **more: Any,
-) -> Job:
+) -> Job:  # fmt: skip
     return Job(recipe or recipe_of(*overrides), options or RuntimeOptions(), "cpu", out, **more)
 
 

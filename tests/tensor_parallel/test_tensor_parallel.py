@@ -80,9 +80,7 @@ def train(out: Path, case: str, world: Group, steps: int | None = None, **option
 
 def train_all(out: Path, runs: dict[int, list[tuple[str, int | str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
     rank, store, found = dist.get_rank(), dist.distributed_c10d._get_default_store(), {}
-    for size, parallel, until in RELAY:
-        if size not in runs:
-            continue
+    for size, parallel, until in (each for each in RELAY if each[0] in runs):
         if rank >= size:
             break
         of_size, cpu = PrefixStore(f"{size} ranks", store), torch.device("cpu")
