@@ -149,7 +149,7 @@ def test_shares_have_the_mean_and_variance_of_beta(alpha: float) -> None:
     assert found.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
 
 
-@pytest.mark.parametrize("alpha", [0.3, *(pytest.param(each, marks=pytest.mark.slow) for each in BETA)])
+@pytest.mark.parametrize("alpha", [0.3, *(pytest.param(each, marks=pytest.mark.slow) for each in (*BETA, 2.0))])
 def test_draws_of_any_alpha_have_the_moments_of_beta_and_the_same_bits_on_any_machine(alpha: float) -> None:
     found = np.array([arithmetic.beta(alpha, 7, number) for number in range(2000)])
     assert abs(found.mean() - 0.5) < 0.02

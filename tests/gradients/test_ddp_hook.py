@@ -95,7 +95,7 @@ def compare_with_plain_ddp(profile: Path) -> None:
 
 
 def test_gradients_are_those_of_plain_ddp(tmp_path):
-    run_ranks(3, compare_with_plain_ddp, write_profile(tmp_path, 3))
+    run_ranks(4, compare_with_plain_ddp, write_profile(tmp_path, 4))
 
 
 MICRO_BATCHES = 12

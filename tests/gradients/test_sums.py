@@ -92,7 +92,7 @@ def test_bits_are_equal_for_any_sharing_and_order(seed: int, workers: int, ranks
     assert all(map(torch.equal, alone, shared))
 
 
-@pytest.mark.parametrize("workers", [1, 12, 600])
+@pytest.mark.parametrize("workers", [1, 12, 600, pytest.param(2048, marks=pytest.mark.slow)])
 def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None:
     grads = gradients(workers, seed=1)
     _, mean = run(measured(exact(workers), grads), [grads])

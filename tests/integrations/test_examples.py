@@ -21,10 +21,10 @@ def weights(text: str) -> str:
 
 def test_a_loop_of_ones_own_on_one_and_three_ranks_and_stopped_between(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    alone = weights(printed("own_loop.py", 1, "--steps", 6))
+    alone = weights(printed("own_loop.py", 1, "--steps", 9))
     state = tmp_path / "state.pt"
-    assert weights(printed("own_loop.py", 3, "--steps", 3, "--checkpoint", state)) != alone
-    assert weights(printed("own_loop.py", 2, "--steps", 6, "--checkpoint", state)) == alone
+    assert weights(printed("own_loop.py", 3, "--steps", 4, "--checkpoint", state)) != alone
+    assert weights(printed("own_loop.py", 2, "--steps", 9, "--checkpoint", state)) == alone
 
 
 @pytest.mark.parametrize("name", ["segmentation.py", pytest.param("causal_text.py", marks=pytest.mark.slow)])

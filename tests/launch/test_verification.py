@@ -380,7 +380,7 @@ def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(tmp_path: Path)
     process.terminate()
     assert (process.communicate(timeout=240)[1], process.returncode) == ("torusgd: stopped by SIGTERM\n", 143)
     assert not list(tmp_path.glob("torusgd-verify-*"))
-    done = ran(command("verify", run, "--steps", "2:4", "--workers", "2"))
+    done = ran(command("verify", run, "--all", "--workers", "2"))
     assert (done.stderr, "steps 2:4  equal" in done.stdout) == ("", True)
 
 
@@ -405,7 +405,7 @@ def test_a_sharded_update_leaves_the_same_records(precision: str, tmp_path: Path
     replicated, sharded = (states_of(tmp_path / update) for update in ("replicated", "sharded"))
     assert len(sharded) == 3
     assert sharded == replicated
-    if precision == "portable":
+    if precision == "float32":
         assert sharded == {step: found for step, found in states_of(run).items() if step <= 4}
 
 
@@ -460,7 +460,7 @@ def test_a_run_of_given_weights_begins_with_them(tmp_path: Path, other: Path, ru
     "{form: local, local_steps: 3}",
 ])  # fmt: skip
 def test_relaxed_forms_are_verified_by_their_journal(form: str, tmp_path: Path, verify: Any) -> None:
-    folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", f"synchrony={form}")
+    folder = of_two(tmp_path / "run", "virtual_workers=4", f"synchrony={form}")
     if "delays" in form:
         assert summary(folder)["left_out_workers"] > 0
     verify(folder, "--all")
@@ -470,7 +470,7 @@ def test_relaxed_forms_are_verified_by_their_journal(form: str, tmp_path: Path, 
 
 
 def test_sums_whose_bits_depend_on_the_ranks_are_not_compared(tmp_path: Path, verify: Any) -> None:
-    found = verify(of_two(tmp_path / "run", "precision=float32", "reduction=float32"), "--all", code=2)
+    found = verify(of_two(tmp_path / "run", "reduction=float32"), "--all", code=2)
     assert "summed as float32: the bits depend on the ranks" in found["steps 0:2"]
 
 
@@ -501,7 +501,7 @@ def test_nothing_is_equal_without_a_comparison(copy: Path, tmp_path: Path, verif
 
 
 def test_arithmetic_of_other_conditions_is_apart(tmp_path: Path, verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = of_two(tmp_path / "run", "precision=float32")
+    folder = of_two(tmp_path / "run")
     verify(folder, "--all")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     found = verify(folder, "--all", code=2)
@@ -511,7 +511,7 @@ def test_arithmetic_of_other_conditions_is_apart(tmp_path: Path, verify: Any, mo
 
 def test_a_journal_that_was_edited_is_found(tmp_path: Path, verify: Any) -> None:
     """A cutoff run: its journal says whose work entered each update."""
-    folder = of_two(tmp_path / "run", "precision=float32", "virtual_workers=4", "synchrony={form: cutoff, count: 3}")
+    folder = of_two(tmp_path / "run", "virtual_workers=4", "synchrony={form: cutoff, count: 3}")
     verify(folder, "--all")
     path, text = folder / "journal.txt", (folder / "journal.txt").read_text()
     path.write_text(text.replace("\n2 - ", "\n2 1 "))

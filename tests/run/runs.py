@@ -27,7 +27,7 @@ from torusgd.step.membership import Membership
 
 DIGITS_NET = "model={name: digits-net, options: {dropout: 0.1, zero_gamma: true}}"
 SMALL = "model={name: 'tests.run.sources:small_net', options: {dropout: 0.1, zero_gamma: true}}"
-# The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
+# The digits recipe, made tiny: two stages, four virtual workers, keyed images, dropout, batch norm, LARS.
 TINY = (
     "data={source: synthetic, train_images: 96, eval_images: 24, image_size: 8, channels: 1, classes: 4, "
     "mean: [0.5], std: [0.25], augment: {crop: shift, shift: 1, flip: 0.5}}",
@@ -55,8 +55,7 @@ def run_here(
             run = Run(Job(loaded, options or RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
             console = Console(width=200, record=True, file=io.StringIO())
             console.print(plan_table(loaded, run.schedule, 1))
-            # Nobody times what portable arithmetic costs.
-            with patch("torusgd.run.newest_state.portable_price", return_value=""):
+            with patch("torusgd.run.newest_state.portable_price", return_value=""):  # which times some passes
                 return run.run().summary, console.export_text()
     finally:
         torch.set_num_threads(threads)

@@ -50,5 +50,5 @@ class Counting(nn.Module):
 
 
 def small_net(classes: int, channels: int, width: int = 16, **options: Any) -> SmallResNet:
-    """`digits-net` of a single block: as many kinds of layers in half the time."""
+    """`digits-net` of a single block, in half the time: it lacks a stride, and the convolution of a shortcut."""
     return SmallResNet((1,), (1,), classes=classes, channels=channels, width=width, **options)

@@ -19,7 +19,7 @@ from torusgd.simulate import Setting, simulate
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
 STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
 # A CPU computes float16 slowly.
-HALF = ("precision=float16", "model.options={width: 4}", "virtual_workers=2")
+HALF = ("precision=float16", "model.options={width: 4}")
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
 CUTOFF = "synchrony={form: cutoff, count: 2, warmup: 2, delays: exponential}"

@@ -166,7 +166,7 @@ def test_a_torch_with_other_operators_is_refused_and_the_first_is_named(monkeypa
         check_stored("digits-net")
 
 
-def test_no_mode_is_wrapped_by_what_imports_torch_dynamo() -> None:
+def test_no_mode_of_portable_arithmetic_is_wrapped_by_what_imports_torch_dynamo() -> None:
     """It takes two seconds, which every rank of every portable run would pay."""
     assert not any(hasattr(vars(mode)["__torch_dispatch__"], "__wrapped__") for mode in (PortableMode, _Recorder))
 

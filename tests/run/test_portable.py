@@ -245,6 +245,7 @@ def test_ranks_under_other_conditions_train_in_shards_and_go_on_elsewhere(tmp_pa
     ranks = [Process(tmp_path / str(rank), *words, environment={**pair, "RANK": str(rank), **kernels})
              for rank, kernels in enumerate(({}, FAR))]  # fmt: skip
     assert [rank.end() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert "images takes about" in ranks[0].out, "what it costs is told"
     assert trained(out, *FEW, MKL_CBWR="COMPATIBLE", **pair | {"WORLD_SIZE": "1", "RANK": "0"}) == GOLDEN_OF_FEW
     assert not json.loads((out / "summary.json").read_text())["other_conditions"]
 
