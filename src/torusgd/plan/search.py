@@ -124,8 +124,7 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
                 chosen[setting], least, is_better = value, time, True
     found = _apply(software, chosen)
     # The cut of the batch comes last, since it alone may change the recipe: batch norm sees other images together.
-    cuts = _cuts(workload, cluster, found, devices)
-    cut = min(cuts, key=lambda each: run_time(each, cluster, found, devices).seconds)
+    cut = min(_cuts(workload, cluster, found, devices), key=partial(seconds, chosen))
     after, choices = forecast(cut, cluster, found, devices), []
     # What a choice saves is counted with all others made, since they depend on each other.
     for setting, (name, _) in chosen.items():
