@@ -8,16 +8,17 @@ file NAME.json, whose newest run is shown.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from torusgd.plan.published import error_sizes, read_rows, system_left_out
 
 from .__main__ import docstrings
 from .accuracy import proof
+from .allreduce.allreduce import DESCRIBED, EMULATIONS, show_size
 from .record import RESULTS, runs
 
 ROOT = Path(__file__).parents[1]
@@ -84,32 +85,88 @@ AIMS = {4 << 10: 8.0, 64 << 10: 6.0, 256 << 10: 4.0, 1 << 20: 3.0, 4 << 20: 1.4}
 """of `auto` over Gloo's own, on 16 hosts at 5 ms and 1 Gb/s, by bytes"""
 
 
-def all_reduces() -> str:
-    """`auto` beside the best single algorithm and Gloo's own: the newest run of each command, a line a size."""
-    newest = {run["command"]: run for run in runs(RESULTS / "allreduce-allreduce.json")}
-    if not newest:
-        return "No run is recorded yet; notes/benchmarks.md has the earlier ones, timed from a barrier."
-    names = ("set-up", "bytes", "`auto`, ms (quartiles)", "best single, ms", "best / `auto`", "Gloo / `auto`", "aim")
-    found = [f"| {' | '.join(names)} | skew | n | load |", "|---" * (len(names) + 3) + "|"]
-    for run in newest.values():
-        cases = defaultdict[tuple[str, str, str, str], dict[str, list[float]]](dict)
+class AllReduce(NamedTuple):
+    """One size of one set-up, of the newest run of its command."""
+
+    setup: str
+    size: int
+    run: dict[str, Any]
+    samples: dict[str, list[float]]
+
+    def times(self) -> dict[str, list[float]]:
+        """Milliseconds by algorithm."""
+        return {name.removesuffix(", ms"): v for name, v in self.samples.items() if re.fullmatch("[^,]*, ms", name)}
+
+    def gain(self) -> float:
+        """Gloo's time over that of `auto`."""
+        return median(self.times()["native"]) / median(self.times()["auto"])
+
+
+def _all_reduces() -> Iterator[AllReduce]:
+    for run in {run["command"]: run for run in runs(RESULTS / "allreduce-allreduce.json")}.values():
+        cases = defaultdict[tuple[str, int], dict[str, list[float]]](dict)
         for name, values in run["samples"].items():
-            setup, emulation, size, streams, rest = name.split(", ", 4)
-            cases[setup, emulation, size, streams][rest] = values
-        for (setup, emulation, size, _), samples in cases.items():
-            times = {rest.removesuffix(", ms"): each for rest, each in samples.items() if rest.count(", ") == 1}
-            auto, gloo = times.pop("auto"), median(times["native"])
-            best = min(times, key=lambda name: median(times[name]))
-            low, _, high = quantiles(auto, n=4, method="inclusive")
-            number = int(size.removesuffix(" bytes"))
-            aim = f"{AIMS[number]:g}" if setup == "far" and number in AIMS else ""
-            cells = [f"{setup}, {emulation}", f"{number:,}", f"{median(auto):.1f} ({low:.1f} to {high:.1f})"]
-            cells += [f"{best}, {median(times[best]):.1f}", f"{median(times[best]) / median(auto):.2f}"]
-            skew = median(samples["auto, skew and error of clocks, ms"])
-            doubtful = " *" * (skew > 0.05 * median(auto))
-            cells += [f"{gloo / median(auto):.2f}", aim, f"{skew:.1f}{doubtful}", str(len(auto))]
-            found.append(f"| {' | '.join(cells)} | {min(run['load']):.0f} to {max(run['load']):.0f} |")
+            setup, emulation, size, _, rest = name.split(", ", 4)
+            cases[f"{setup}, {emulation}", int(size.removesuffix(" bytes"))][rest] = values
+        for (setup, size), samples in cases.items():
+            yield AllReduce(setup, size, run, samples)
+
+
+def all_reduces() -> str:
+    """`auto` beside the best single algorithm and Gloo's own: a line a size."""
+    names = ("set-up", "bytes", "`auto` ran", "ms (quartiles)", "best single, ms", "best / `auto`", "Gloo / `auto`")
+    found = [f"| {' | '.join(names)} | aim | skew | n | load |", "|---" * (len(names) + 4) + "|"]
+    for each in _all_reduces():
+        times = each.times()
+        auto = times.pop("auto")
+        best = min(times, key=lambda name: median(times[name]))
+        low, _, high = quantiles(auto, n=4, method="inclusive")
+        ran = next((name.partition("ran as ")[2] for name in each.samples if "ran as" in name), "")
+        skew = median(each.samples["auto, skew and error of clocks, ms"])
+        cells = [each.setup, f"{each.size:,}", ran, f"{median(auto):.1f} ({low:.1f} to {high:.1f})"]
+        cells += [
+            f"{best}, {median(times[best]):.1f}",
+            f"{median(times[best]) / median(auto):.2f}",
+            f"{each.gain():.2f}",
+        ]
+        cells += [f"{AIMS[each.size]:g}" if each.setup.startswith("far, ") and each.size in AIMS else ""]
+        cells += [f"{skew:.1f}" + " *" * (skew > 0.05 * median(auto)), str(len(auto))]
+        found.append(f"| {' | '.join(cells)} | {min(each.run['load']):.0f} to {max(each.run['load']):.0f} |")
     return "\n".join(found)
+
+
+def setups() -> str:
+    """By how much `auto` is quicker than Gloo's own: a line a set-up."""
+    gains = defaultdict[str, dict[int, float]](dict)
+    dates, counts = {}, {}
+    for each in _all_reduces():
+        gains[each.setup][each.size] = each.gain()
+        dates[each.setup], counts[each.setup] = each.run["date"][:10], len(each.times()["auto"])
+    sizes = sorted({size for found in gains.values() for size in found})
+    lines = [f"| hosts | {' | '.join(show_size(size) for size in sizes)} | n | date |", "|---" * (len(sizes) + 3) + "|"]
+    for setup, found in gains.items():
+        kind, _, emulation = setup.partition(", ")
+        told = DESCRIBED[kind] + (f"; {EMULATIONS[emulation].told}" if emulation != "plain" else "")
+        cells = [f"{found[size]:.2f}" if size in found else "" for size in sizes]
+        lines.append(f"| {' | '.join([told, *cells, str(counts[setup]), dates[setup]])} |")
+    return "\n".join(lines)
+
+
+def torus() -> str:
+    """A torus beside the ring and the hierarchical all-reduce, where a run had all three."""
+    lines = [
+        "| set-up | bytes | torus, ms (range) | ring | torus / ring | hierarchical | torus / it | n |",
+        "|---" * 8 + "|",
+    ]
+    for each in _all_reduces():
+        times = each.times()
+        if len(found := [times[name] for name in ("torus", "ring", "hierarchical") if name in times]) < 3:
+            continue
+        ours, ring, other = (f"{median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in found)
+        ratios = [f"{median(found[0]) / median(off):.2f}" for off in found[1:]]
+        cells = [each.setup, f"{each.size:,}", ours, ring, ratios[0], other, ratios[1], str(len(found[0]))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def portable() -> str:
@@ -151,9 +208,7 @@ def readme() -> str:
         for name, each in portable.items()
         if name.endswith(", portable, ms")
     }
-    far = next(run for run in runs(RESULTS / "allreduce-allreduce.json")[::-1] if "far, plain" in str(run["samples"]))
-    auto = {name: median(each) for name, each in far["samples"].items() if name.endswith(" streams, auto, ms")}
-    gains = [median(far["samples"][name.replace(", auto,", ", native,")]) / each for name, each in auto.items()]
+    gains = [each.gain() for each in _all_reduces() if each.setup == "far, plain"]
     published = read_rows()
     off = f"{error_sizes(published, system_left_out)} ({len(published)} rows)"
     hosts = "(4 KiB to 4 MiB, 16 emulated hosts, 5 ms, 1 Gb/s)"
@@ -173,12 +228,14 @@ def readme() -> str:
 
 WRITERS: dict[str, Callable[[], str]] = {
     "all-reduces": all_reduces,
+    "set-ups": setups,
     "commands": listed,
     "portable": portable,
     "proof": proof.table,
     "proof-choices": proof.choices,
     "proof-noise": proof.noise,
     "readme": readme,
+    "torus": torus,
     "step-records": partial(pooled, "step-records"),
 }
 """tables that are not the newest run of a file"""

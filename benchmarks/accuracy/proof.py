@@ -112,12 +112,12 @@ def needed(known: Known) -> Iterator[Task]:
                 yield claim, arm, seed, is_final
 
 
-def left(known: Known) -> list[Task]:
-    """What of it is not done on this machine."""
+def left(known: Known, only: str = "") -> list[Task]:
+    """What of it is not done on this machine, of claims whose technique has `only` in its name."""
     found = []
     for claim, arm, seed, is_final in needed(known):
         key = arm.key(seed)
-        if key not in known.held_out and (is_final or key not in known.validation):
+        if only in claim.technique and key not in known.held_out and (is_final or key not in known.validation):
             found.append((claim, arm, seed, is_final))
     return found
 
@@ -143,7 +143,7 @@ def show_plan(known: Known) -> None:
         print(f"  {claim.technique:55} {len(to_do):3} trainings, {after}")
 
 
-def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
+def run(data: Path, out: Path, minutes: float, jobs: int, only: str) -> None:
     """Goes on with the first trainings that are left, `jobs` at a time and each on one core, until the time is up."""
     end = time.monotonic() + 60 * minutes
     flying: dict[Future[bool], tuple[Arm, int]] = {}
@@ -159,7 +159,8 @@ def run(data: Path, out: Path, minutes: float, jobs: int) -> None:
     # A process for each job, since the processor time of a training is that of the process's children.
     with ProcessPoolExecutor(jobs, get_context("spawn"), _ignore_sigterm) as pool:
         while True:
-            task = None if time.monotonic() >= end or len(flying) == jobs else next_task(Known(), set(flying.values()))
+            is_full = time.monotonic() >= end or len(flying) == jobs
+            task = None if is_full else next_task(Known(), set(flying.values()), only)
             if task is not None:
                 claim, arm, seed, is_final = task
                 print(f"{claim.technique}: {' '.join(arm.words(seed))}", flush=True)
@@ -178,10 +179,10 @@ def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while a job waits for work; `ended` has its own
 
 
-def next_task(known: Known, flying: set[tuple[Arm, int]]) -> Task | None:
+def next_task(known: Known, flying: set[tuple[Arm, int]], only: str = "") -> Task | None:
     """The first training that is left, within the budget, which no job is at."""
     is_spent = known.core_hours() >= BUDGET
-    for claim, arm, seed, is_final in left(known):
+    for claim, arm, seed, is_final in left(known, only):
         if (arm, seed) in flying or (is_spent and claim.in_budget):
             continue
         if is_final or seed == 0:  # else it stands for a choice that is not yet made
@@ -316,6 +317,7 @@ def main(
     out: Annotated[Path, Option(help="where trainings go on")] = Path("runs/proof"),
     minutes: Annotated[float, Option("--run", help="go on with the plan for so many minutes")] = 0.0,
     jobs: Annotated[int, Option(help="trainings at a time, each on a core")] = 1,
+    only: Annotated[str, Option(help="only claims whose technique has this in its name")] = "",
     messages_only: Annotated[bool, Option("--messages", help="only the table that is computed")] = False,
 ) -> None:
     """Shows the plan, and goes on with it."""
@@ -324,7 +326,7 @@ def main(
         return
     show_plan(Known())
     if minutes:
-        run(data, out, minutes, jobs)
+        run(data, out, minutes, jobs, only)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,8 @@ def main(
     for record in records:
         case = f"{setup}, {emulation}, {record['bytes']} bytes, {record['streams']} streams, {record['algorithm']}"
         sample(f"{case}, ms", [1e3 * each for each in record["samples_s"]])
+        if record["algorithm"] == "auto":
+            sample(f"{case}, ran as {record['runs']}", [record["n"]])
         sample(f"{case}, skew and error of clocks, ms", [1e3 * (record["skew_s"] + record["bound_s"])])
         sample(f"{case}, processor time of a rank, ns a byte", [1e9 * record["cpu_s"] / record["bytes"]])
     print(table(setup, emulation, records))

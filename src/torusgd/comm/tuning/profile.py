@@ -21,7 +21,7 @@ Backend = Literal["nccl", "gloo"]
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
 # The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
-# say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more).
+# say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more). In a ring no two meet.
 _FAR_MARGIN = 0.9
 # factor of the quickest rival's time within which rivals are level, and the formulas decide between them
 _LEVEL = 1.04
@@ -157,7 +157,7 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
     # Between rivals that differ by noise only the formulas decide, so that neighbouring sizes get one algorithm.
     level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
     chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
-    margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
+    margin = _MARGIN if size <= 2 * max(sizes) or chosen.algorithm == "ring" else _FAR_MARGIN
     return (chosen, least, native) if least <= margin * native else (None, native, native)
 
 

@@ -67,7 +67,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
     for size in sizes:
         before = time.perf_counter()
-        ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
+        ahead = _foreseen(profile, size, 2 + rivals + 2 * repetitions, took)
         # The slowest rank's clock decides for all: a rank alone in a timing would wait for the others for ever.
         if took and connection.slowest([before - begin + ahead])[0] > until:
             continue
@@ -108,7 +108,9 @@ def _rivals(
     ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
     # An engine may run several alike (`Engine.effective`).
     plans = [*dict.fromkeys(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)]
-    left: list[Plan] = [None, *plans[:rivals]]
+    # In a ring alone no two flows meet in a link, which costs more than the formulas say once links are full.
+    ring = [plan for plan in plans[rivals:] if plan.algorithm == "ring" and size >= _CHUNKED]
+    left: list[Plan] = [None, *plans[:rivals], *ring]
     times = defaultdict[Plan, list[Elapsed]](list)
     begun = 0.0
     for plan in left:
