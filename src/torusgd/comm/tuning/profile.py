@@ -21,10 +21,10 @@ Backend = Literal["nccl", "gloo"]
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
 # The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
-# say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more). In a ring no two meet.
+# say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more).
 _FAR_MARGIN = 0.9
-# factor of the quickest rival's time within which rivals are level, and the formulas decide between them
-_LEVEL = 1.04
+# fraction of a timing that is noise: within it rivals are level, and the formulas decide between them
+_NOISE = 0.04
 
 
 class _Part(BaseModel):
@@ -144,20 +144,20 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
     nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
     per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     native = 0.0
-    rivals: list[tuple[Algorithm, float]] = []
+    rivals: list[tuple[Algorithm, float, float]] = []
     for timing in profile.timings:
         if timing.size == nearest and (timed := timing.as_algorithm(ranks)) is not None:
             change = seconds(timed, size, topology) - seconds(timed, nearest, topology)
             if size > 2 * nearest and profile.backend == "gloo":  # chunks overlap nothing over NCCL
                 timed = replace(timed, chunks=max(timed.chunks, usual_chunks(size)))
-            rivals.append((timed, max(0.0, timing.median + change)))
+            rivals.append((timed, max(0.0, timing.median + change), _NOISE * timing.median))
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
-    quickest = min(expected for _, expected in rivals)
+    _, quickest, noise = min(rivals, key=lambda rival: rival[1])
     # Between rivals that differ by noise only the formulas decide, so that neighbouring sizes get one algorithm.
-    level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
-    chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
-    margin = _MARGIN if size <= 2 * max(sizes) or chosen.algorithm == "ring" else _FAR_MARGIN
+    level = [rival for rival in rivals if rival[1] <= quickest + noise]
+    chosen, least, _ = min(level, key=lambda rival: seconds(rival[0], size, topology))
+    margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
     return (chosen, least, native) if least <= margin * native else (None, native, native)
 
 

@@ -69,9 +69,10 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         before = time.perf_counter()
         ahead = _foreseen(profile, size, 2 + rivals + 2 * repetitions, took)
         # The slowest rank's clock decides for all: a rank alone in a timing would wait for the others for ever.
-        if took and connection.slowest([before - begin + ahead])[0] > until:
+        spent, ahead = connection.slowest([before - begin, ahead])
+        if took and spent + ahead > until:
             continue
-        timings += _rivals(connection, profile, size, rivals, repetitions, (until - before + begin) / 2, known)
+        timings += _rivals(connection, profile, size, rivals, repetitions, (until - spent) / 2, known)
         took[size] = time.perf_counter() - before
     profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
     among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_FRACTION * seconds)
