@@ -88,13 +88,14 @@ def _by_key(path: Path, name: str) -> dict[Key, float]:
 Task = tuple[Claim, Arm, int, bool]
 
 
-def needed(known: Known) -> Iterator[Task]:
+def needed(known: Known, only: str = "") -> Iterator[Task]:
     """Claim, arm, seed, and whether the held-out images are to be looked at, in the table's order, each once.
 
-    What a choice will be nobody knows before; its first arm stands for it in the plan.
+    Of claims whose technique has `only` in its name. What a choice will be nobody knows before; its first arm stands
+    for it in the plan.
     """
     seen = set()
-    for claim in CLAIMS:
+    for claim in (claim for claim in CLAIMS if only in claim.technique):
         on, off = known.chosen(claim.on), known.chosen(claim.off)
         trials = [
             (each, 0, False) for side, arm in ((claim.on, on), (claim.off, off)) if arm is None for each in side.arms
@@ -113,11 +114,11 @@ def needed(known: Known) -> Iterator[Task]:
 
 
 def left(known: Known, only: str = "") -> list[Task]:
-    """What of it is not done on this machine, of claims whose technique has `only` in its name."""
+    """What of it is not done on this machine."""
     found = []
-    for claim, arm, seed, is_final in needed(known):
+    for claim, arm, seed, is_final in needed(known, only):
         key = arm.key(seed)
-        if only in claim.technique and key not in known.held_out and (is_final or key not in known.validation):
+        if key not in known.held_out and (is_final or key not in known.validation):
             found.append((claim, arm, seed, is_final))
     return found
 
@@ -324,6 +325,8 @@ def main(
     if messages_only:
         messages()
         return
+    if not any(only in claim.technique for claim in CLAIMS):
+        raise SystemExit(f"--only {only}: none of the techniques has that in its name")
     show_plan(Known())
     if minutes:
         run(data, out, minutes, jobs, only)
