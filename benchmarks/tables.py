@@ -3,7 +3,7 @@
     python -m benchmarks.tables
 
 A table stands between `<!-- benchmarks.tables: NAME -->` and `<!-- end of NAME -->`. NAME is that of WRITERS, or of a
-file NAME.json, whose newest run is shown.
+file NAME.json, whose newest run is shown, or each-NAME for the newest run of each of its commands.
 """
 
 import re
@@ -264,7 +264,11 @@ WRITERS: dict[str, Callable[[], str]] = {
 
 def made(name: str) -> str:
     """A table by its name."""
-    return WRITERS[name]() if name in WRITERS else table(runs(RESULTS / f"{name}.json")[-1])
+    if name in WRITERS:
+        return WRITERS[name]()
+    found = runs(RESULTS / f"{name.removeprefix('each-')}.json")
+    newest = {run["command"]: run for run in found} if name.startswith("each-") else {"": found[-1]}
+    return "\n\n".join(map(table, newest.values()))
 
 
 def written(text: str) -> str:
