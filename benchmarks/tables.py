@@ -62,13 +62,33 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def pooled(name: str) -> str:
-    """Each figure of a file with the samples of all its runs, for a benchmark that is run in parts."""
-    found = runs(RESULTS / f"{name}.json")
+def _pooled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
     samples = defaultdict[str, list[float]](list)
     for run in found:
         for figure, values in run["samples"].items():
             samples[figure] += values
+    return samples
+
+
+def plans_for_workers() -> str:
+    """Plans for 2 and 3 workers from a run with one, beside runs on as many: all rounds of the benchmark."""
+    samples = _pooled(runs(RESULTS / "plan-workers.json"))
+    lines = ["| network, workers | step, ms | planned | error, % (range) | n |", "|---|---|---|---|---|"]
+    middles = []
+    for name in (each.removesuffix(": step, ms") for each in samples if each.endswith(": step, ms")):
+        took, planned, errors = (
+            samples[f"{name}: {what}"] for what in ("step, ms", "planned step, ms", "error of the plan, %")
+        )
+        middles.append(median(errors))
+        spread = f"{median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})"
+        lines.append(f"| {name} | {median(took):,.0f} | {median(planned):,.0f} | {spread} | {len(errors)} |")
+    return "\n".join([*lines, "", f"Median size of the error over all: {median(map(abs, middles)):.1f} %."])
+
+
+def pooled(name: str) -> str:
+    """Each figure of a file with the samples of all its runs, for a benchmark that is run in parts."""
+    found = runs(RESULTS / f"{name}.json")
+    samples = _pooled(found)
     dates, loads = sorted({run["date"][:10] for run in found}), [load for run in found for load in run["load"]]
     machines = ", ".join(sorted({run["processor"] for run in found}))
     lines = [
@@ -251,6 +271,7 @@ WRITERS: dict[str, Callable[[], str]] = {
     "all-reduces": all_reduces,
     "set-ups": setups,
     "commands": listed,
+    "plan-workers": plans_for_workers,
     "portable": portable,
     "proof": proof.table,
     "proof-choices": proof.choices,
