@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone
 from torusgd.data.pipeline import Batch
-from torusgd.gradients import integer_sum
 from torusgd.models import model_of
 from torusgd.models.networks import MaxPool2d
 from torusgd.precision import arithmetic_of
@@ -129,26 +128,28 @@ def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Step:
 
 def parts_left_out() -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """By the part of the GPU form what leaves it out, of a step that is made and taken inside; a GPU must be there."""
-    from torusgd.cuda import form, run_ahead, sums, triton_kernels
+    from torusgd.cuda import form, run_ahead
 
-    by_torch = ("add_gradients", "add_bounds", "add_statistics", "mean", "verdict")
     return {
         "captured passes": partial(_changed, (form, "pass_streams", lambda device, count: [])),
         "steps in advance": partial(_changed, (run_ahead, "AHEAD", 0)),
-        "Triton's sums": partial(_changed, *((triton_kernels, name, getattr(sums, name)) for name in by_torch)),
+        "Triton's sums": _sums_by_torch(),
     }
 
 
 def plain_changes() -> dict[str, Callable[[], AbstractContextManager[object]]]:
-    """Changes of the plain step, by what they put in place of a part."""
-    from torusgd.cuda import kernels, sums  # noqa: F401  # which makes the operators
-
-    names = ("add_gradients", "add_bounds", "mean")
-    by_triton = ((integer_sum, name, getattr(kernels.operators, name)) for name in names)
+    """Changes of the plain step, by what they put in place of a part; a GPU must be there."""
     return {
-        "Triton's sums": partial(_changed, *by_triton),
+        "torch's sums": _sums_by_torch(),
         "torch's max pooling": partial(_changed, (MaxPool2d, "forward", nn.MaxPool2d.forward)),
     }
+
+
+def _sums_by_torch() -> Callable[[], AbstractContextManager[object]]:
+    from torusgd.cuda import sums, triton_kernels
+
+    names = ("add_gradients", "add_bounds", "add_statistics", "mean", "verdict")
+    return partial(_changed, *((triton_kernels, name, getattr(sums, name)) for name in names))
 
 
 @contextmanager

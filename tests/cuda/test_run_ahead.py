@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import group_of
-from torusgd.cuda.form import check_gpu
+from torusgd.cuda.form import GpuForm, plain_sum
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
@@ -177,13 +177,14 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
 @pytest.mark.parametrize(("name", "capability", "triton"), [
     ("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None),
 ])  # fmt: skip
-def test_a_gpu_without_the_kernels_is_refused(
-    name: str, capability: tuple[int, int], triton: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_the_kernels_is_refused_or_sums_without(name, capability, triton, monkeypatch):
+    device = torch.device("cuda", 0)
+    assert plain_sum(Mock(reduction="exact", precision="portable"), device) is None, "its rules are for torch's"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("torusgd.cuda.form.find_spec", {"triton": triton}.get)
     with refused(name, "cuda_graphs"):
-        check_gpu(torch.device("cuda", 0))
+        GpuForm(Mock(), Mock(), Mock(device=device))
+    assert plain_sum(Mock(reduction="exact"), device) is None
 
 
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])

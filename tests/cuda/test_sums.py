@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torusgd.cuda.sums import DeviceGradientSum
+from torusgd.cuda.sums import DeviceGradientSum, KernelSum
 from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.gradients.integer_sum import BucketedSum, IntegerGradientSum
 from torusgd.gradients.layout import plan_buckets
@@ -15,7 +15,7 @@ SHAPES = [(5,), (4, 3, 3, 3), (7, 11), (1,), (300,)]
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 BUCKETS = plan_buckets(NUMELS, limit=200)  # all but the last, and the last
 CPU = torch.device("cpu")
-KINDS = (IntegerGradientSum, BucketedSum, DeviceGradientSum)
+KINDS = (IntegerGradientSum, BucketedSum, KernelSum, DeviceGradientSum)
 
 
 def gradients(worker: int) -> list[Tensor]:
@@ -73,7 +73,7 @@ def test_messages_status_and_mean_are_those_of_one_gradient_after_another(
         assert all(map(torch.equal, (message, total.state(), *out), (messages[0], sums[0].state(), *means[0])))
 
 
-@pytest.mark.parametrize("make", [IntegerGradientSum, BucketedSum])
+@pytest.mark.parametrize("make", [IntegerGradientSum, BucketedSum, KernelSum])
 def test_until_a_steps_first_gradient_its_memory_is_left_alone(make: type[IntegerGradientSum]) -> None:
     """There a sharded update still has weights under way."""
     total = begun(make, 3)

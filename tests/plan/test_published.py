@@ -33,7 +33,6 @@ def test_every_row_is_predicted_with_its_band_within_which_most_published_values
 
 def test_leave_one_out_errors_are_within_the_aims() -> None:
     counted = [row for rows in counted_groups(ROWS).values() for row in rows]
-    assert len(counted) == 27
     errors = {row.id: abs((left_out(row) or 0) / row.value - 1) for row in counted}
     assert median(errors.values()) <= 0.03
     assert max(errors.values()) <= 0.11

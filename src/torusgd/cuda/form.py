@@ -4,6 +4,7 @@ Which runs can is in `recipe.compatibility`. On a CPU the same parts work withou
 the plain step.
 """
 
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +14,7 @@ from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..errors import UserError
 from ..gradients.layout import ParameterLayout
-from ..gradients.reducer import Reducer, hook_parameters
+from ..gradients.reducer import MakeSum, Reducer, exact_sum, hook_parameters
 from ..optim import Lars, Sgd
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -24,7 +25,7 @@ from ..step.step import TrainStep
 from .flat_weights import FlatUpdate
 from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import RunAhead
-from .sums import DeviceControl, DeviceGradientSum
+from .sums import DeviceControl, DeviceGradientSum, KernelSum
 
 # compute capability
 _TRITON_FROM = (8, 0)
@@ -34,8 +35,8 @@ class GpuForm:
     """The parts of one rank's step; UserError if the GPU can't run the kernels."""
 
     def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
-        if world.device.type == "cuda":
-            check_gpu(world.device)
+        if world.device.type == "cuda" and (missing := _missing(world.device)):
+            raise UserError(f"cuda_graphs = true: {missing}")
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._flat: FlatUpdate | None = None
 
@@ -76,10 +77,18 @@ class GpuForm:
         return RunAhead(step, self._flat, monitor)
 
 
-def check_gpu(device: torch.device) -> None:
+def plain_sum(recipe: Recipe, device: torch.device) -> MakeSum | None:
+    """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where the GPU can't run them."""
+    # Portable arithmetic has rules for torch's operators alone.
+    if recipe.reduction != "exact" or recipe.precision == "portable" or _missing(device):
+        return None
+    return partial(exact_sum, KernelSum, recipe.virtual_workers, device)
+
+
+def _missing(device: torch.device) -> str:
+    # What Triton's kernels need and is not here.
     capability = torch.cuda.get_device_capability(device)
     if capability < _TRITON_FROM:
-        what = f"need compute capability 8.0, and this GPU has {'.'.join(map(str, capability))}; leave it out"
-        raise UserError(f"cuda_graphs = true: Triton's kernels {what}")
-    if find_spec("triton") is None:
-        raise UserError("cuda_graphs = true: needs Triton; pip install triton (the extra triton), or leave it out")
+        has = ".".join(map(str, capability))
+        return f"Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
+    return "" if find_spec("triton") else "needs Triton; pip install triton (the extra triton), or leave it out"

@@ -23,7 +23,19 @@ from .kernels import operators, register
 REPORT = 3  # values of the verdict's report: 1 or 0 (refused), loss, underflow
 
 
-class DeviceGradientSum(BucketedSum):
+register(add_gradients, writes={"message", "found"})
+register(add_bounds, writes={"message", "found"})
+register(mean, writes={"out"})
+register(add_statistics, writes={"sums"})
+
+
+class KernelSum(BucketedSum):
+    """`BucketedSum` by kernels of a whole bucket, each in place of a dozen of torch's; the bits are the same."""
+
+    _add_gradients, _add_bounds, _mean = operators.add_gradients, operators.add_bounds, operators.mean
+
+
+class DeviceGradientSum(KernelSum):
     """Adds and decides by operators that a CUDA graph may hold; `going` is 1 until the device has refused a step."""
 
     def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device) -> None:
@@ -40,12 +52,6 @@ class DeviceGradientSum(BucketedSum):
     def clear(self) -> None:
         self._all.zero_()
         self._filled, self._waiting = [True] * len(self._filled), [{} for _ in self.buckets]
-
-    def _add_all(self, bucket: int, gradients: Sequence[Tensor]) -> None:
-        b, message, found = self.buckets[bucket], self._messages[bucket], self._found[bucket]
-        scales = self._scales[b.first : b.stop]
-        operators.add_gradients(gradients, scales, message, found)
-        operators.add_bounds(found, scales, message, b.length, self._shift, self._cap)
 
     def message(self, bucket: int) -> Tensor:
         return self._messages[bucket]
@@ -153,8 +159,4 @@ def verdict(v: Verdict) -> None:
     v.running.copy_(torch.where(is_going, moved, v.running))
 
 
-register(add_gradients, writes={"message", "found"})
-register(add_bounds, writes={"message", "found"})
-register(add_statistics, writes={"sums"})
 register(verdict, writes={"going", "bounds", "scales", "factors", "running", "report"})
-register(mean, writes={"out"})

@@ -278,65 +278,6 @@ class IntegerGradientSum(GradientSum):
         self._scale_items = self._scales.unbind()
 
 
-class BucketedSum(IntegerGradientSum):
-    """As a GPU takes them: gradients, of any memory format, wait for the others of their bucket, and are added at once.
-
-    A kernel takes a GPU less time than its host needs to launch it: a dozen for each of a ResNet-50's 161 gradients
-    would be three quarters of a step. The integers, messages, scales and status are those of `IntegerGradientSum`.
-    """
-
-    @cached_property
-    def _found(self) -> list[Tensor]:
-        """Of each bucket what `add_gradients` finds."""
-        return [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=self._scales.device) for b in self.buckets]
-
-    @cached_property
-    def _waiting(self) -> list[dict[int, Tensor]]:
-        """Of each bucket the gradients of a virtual worker so far, by slot."""
-        return [{} for _ in self.buckets]
-
-    def clear(self) -> None:
-        super().clear()
-        self._waiting = [{} for _ in self.buckets]  # without those of a step that was given up
-
-    def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
-        if hash_into is None:
-            assert slot not in self._waiting[bucket], "a worker's gradients come before the next one's"
-            self._waiting[bucket][slot] = gradient
-        else:  # which takes them one by one
-            super().add(bucket, slot, gradient, hash_into)
-
-    def end_worker(self, bucket: int) -> None:
-        b, waiting = self.buckets[bucket], self._waiting[bucket]
-        if not waiting:
-            super().end_worker(bucket)
-            return
-        # Not before: until a step's first gradient the memory may hold what is still under way (`scratch`).
-        if any(self._filled[b.first : b.stop]):
-            self.message(bucket)  # zeros where there was no gradient yet
-        else:
-            self._messages[bucket][: b.length].zero_()
-        self._filled[b.first : b.stop] = [True] * (b.stop - b.first)
-        for slot, numel in zip(range(b.first, b.stop), b.numels, strict=True):
-            if slot not in waiting:
-                waiting[slot] = torch.zeros(numel, device=self._scales.device)
-        self._add_all(bucket, [waiting[slot] for slot in range(b.first, b.stop)])
-        waiting.clear()
-
-    def _add_all(self, bucket: int, gradients: Sequence[Tensor]) -> None:
-        b, message, found = self.buckets[bucket], self._messages[bucket], self._found[bucket]
-        scales = self._scales[b.first : b.stop]
-        add_gradients(gradients, scales, message, found)
-        add_bounds(found, scales, message, b.length, self._shift, self._cap)
-
-    def _write_means(self, out: Sequence[Tensor], factors: Tensor, spans: Sequence[Span] | None) -> None:
-        if spans is not None:
-            super()._write_means(out, factors, spans)
-            return
-        payloads = [message[: b.length] for b, message in zip(self.buckets, self._messages, strict=True)]
-        mean(payloads, factors, 1.0, out)
-
-
 def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
     """Adds the rounded gradients (float32, of any memory format) of one virtual worker to a bucket's message.
 
@@ -392,6 +333,64 @@ def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Te
         parts = values.split([target.numel() for target in targets])
         torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
         first = stop
+
+
+class BucketedSum(IntegerGradientSum):
+    """As a GPU takes them: gradients, of any memory format, wait for the others of their bucket, and are added at once.
+
+    A kernel takes a GPU less time than its host needs to launch it: a dozen for each of a ResNet-50's 161 gradients
+    would be three quarters of a step. The integers, messages, scales and status are those of `IntegerGradientSum`.
+    """
+
+    # The operators of a bucket; torusgd.cuda has others.
+    _add_gradients, _add_bounds, _mean = staticmethod(add_gradients), staticmethod(add_bounds), staticmethod(mean)
+
+    @cached_property
+    def _found(self) -> list[Tensor]:
+        """Of each bucket what `add_gradients` finds."""
+        return [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=self._scales.device) for b in self.buckets]
+
+    @cached_property
+    def _waiting(self) -> list[dict[int, Tensor]]:
+        """Of each bucket the gradients of a virtual worker so far, by slot."""
+        return [{} for _ in self.buckets]
+
+    def clear(self) -> None:
+        super().clear()
+        self._waiting = [{} for _ in self.buckets]  # without those of a step that was given up
+
+    def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
+        if hash_into is None:
+            assert slot not in self._waiting[bucket], "a worker's gradients come before the next one's"
+            self._waiting[bucket][slot] = gradient
+        else:  # which takes them one by one
+            super().add(bucket, slot, gradient, hash_into)
+
+    def end_worker(self, bucket: int) -> None:
+        b, waiting = self.buckets[bucket], self._waiting[bucket]
+        if not waiting:
+            super().end_worker(bucket)
+            return
+        # Not before: until a step's first gradient the memory may hold what is still under way (`scratch`).
+        if any(self._filled[b.first : b.stop]):
+            self.message(bucket)  # zeros where there was no gradient yet
+        else:
+            self._messages[bucket][: b.length].zero_()
+        self._filled[b.first : b.stop] = [True] * (b.stop - b.first)
+        for slot, numel in zip(range(b.first, b.stop), b.numels, strict=True):
+            if slot not in waiting:
+                waiting[slot] = torch.zeros(numel, device=self._scales.device)
+        message, found, scales = self._messages[bucket], self._found[bucket], self._scales[b.first : b.stop]
+        self._add_gradients([waiting[slot] for slot in range(b.first, b.stop)], scales, message, found)
+        waiting.clear()
+        self._add_bounds(found, scales, message, b.length, self._shift, self._cap)
+
+    def _write_means(self, out: Sequence[Tensor], factors: Tensor, spans: Sequence[Span] | None) -> None:
+        if spans is not None or not self.buckets:
+            super()._write_means(out, factors, spans)
+            return
+        payloads = [message[: b.length] for b, message in zip(self.buckets, self._messages, strict=True)]
+        self._mean(payloads, factors, 1.0, list(out))
 
 
 def _of_elements(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:

@@ -43,6 +43,14 @@ T = TypeVar("T")
 MakeSum = Callable[[ParameterLayout], GradientSum]
 
 
+def exact_sum(
+    make: type[IntegerGradientSum], addends: int, device: torch.device, layout: ParameterLayout
+) -> IntegerGradientSum:
+    """The sum of a layout's gradients over so many virtual workers, of a kind."""
+    elements = sum(slot.tensor.numel() for slot in layout.slots)
+    return make(layout.buckets, addends, device, layout.places, layout.sections, elements=elements)
+
+
 class Channel(NamedTuple):
     """How the ranks that hold the same slots sum them: into whole buckets, or with `shards` into one shard each."""
 
@@ -120,9 +128,8 @@ class Reducer:
 
     def _usual_sum(self, layout: ParameterLayout) -> GradientSum:
         if self._reduction == "exact":
-            elements = sum(slot.tensor.numel() for slot in layout.slots)
             make = IntegerGradientSum if self._device.type == "cpu" else BucketedSum
-            return make(layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements)
+            return exact_sum(make, self._addends, self._device, layout)
         wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
         return FloatGradientSum(layout.buckets, self._addends, self._device, getattr(torch, self._reduction), wide=wide)
 

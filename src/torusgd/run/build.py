@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..gradients.reducer import BucketRebuild, hook_parameters
+from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
 from ..observe.trace import StepTrace
 from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
@@ -82,8 +82,8 @@ def build(
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     # Before any group but the first is made: ranks with other options would make others, and wait for each other.
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
-    form, monitor = _gpu_form(job, world), Monitor(liveness)
-    sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
+    (form, make_sum), monitor = _on_gpu(job, world), Monitor(liveness)
+    sums = sums_of(network.model, recipe, options, world, monitor, make_sum)
     requests = requests or Requests(lambda: False, liveness)
     state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
     drift = _drift_of(job, world, state)
@@ -140,9 +140,13 @@ def _watches_of(
         yield NoiseWatch(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
 
 
-def _gpu_form(job: Job, world: Group) -> "GpuForm | None":
-    if not job.options.cuda_graphs:
-        return None
-    from ..cuda.form import GpuForm  # the only way to cuda/
+def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
+    # The parts of steps as CUDA graphs, and what makes the sums; None: the plain step's.
+    if not job.options.cuda_graphs and world.device.type == "cpu":
+        return None, None
+    from ..cuda.form import GpuForm, plain_sum  # the only way to cuda/
 
-    return GpuForm(job.recipe, job.options, world)
+    if not job.options.cuda_graphs:
+        return None, plain_sum(job.recipe, world.device)
+    form = GpuForm(job.recipe, job.options, world)
+    return form, form.make_sum
