@@ -22,13 +22,11 @@ def test_lines_are_appended_behind_what_stays(tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "deleted": Path.unlink,
-    "moved": lambda path: path.rename(path.with_name("y")),
+    "deleted": Path.unlink, "moved": lambda path: path.rename(path.with_name("y")),
     "its folder deleted": lambda path: shutil.rmtree(path.parent),
     "replaced": lambda path: (path.rename(path.with_name("y")), path.write_text("one\n")),
-    "cut": lambda path: os.truncate(path, 2),
-    "longer": lambda path: path.write_text("one\nmore\n"),
-}
+    "cut": lambda path: os.truncate(path, 2), "longer": lambda path: path.write_text("one\nmore\n"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import group_of
-from torusgd.cuda.form import GpuForm, plain_sum
+from torusgd.cuda import form
 from torusgd.cuda.graphs import GraphedNetwork
+from torusgd.cuda.sums import KernelSum
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
 from torusgd.errors import RunError
@@ -174,17 +175,23 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("name", "capability", "triton"), [
-    ("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None),
-])  # fmt: skip
-def test_a_gpu_without_the_kernels_is_refused_or_sums_without(name, capability, triton, monkeypatch):
-    device = torch.device("cuda", 0)
-    assert plain_sum(Mock(reduction="exact", precision="portable"), device) is None, "its rules are for torch's"
+@pytest.mark.parametrize(("name", "capability"), [("graphs on an old GPU", (7, 5)), ("graphs uncompiled", (9, 0))])
+def test_where_kernels_do_not_run_graphs_are_refused(name, capability, monkeypatch):
+    monkeypatch.setattr(form, "_trial", form._trial.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("torusgd.cuda.form.find_spec", {"triton": triton}.get)
+    monkeypatch.setattr(form, "plan_buckets", Mock(side_effect=OSError("no compiler\nfor it")))
     with refused(name, "cuda_graphs"):
-        GpuForm(Mock(), Mock(), Mock(device=device))
-    assert plain_sum(Mock(reduction="exact"), device) is None
+        form.GpuForm(Mock(), Mock(), Mock(device=torch.device("cuda", 0)))
+
+
+def test_plain_sums_are_torchs_where_the_kernels_give_others_or_arithmetic_is_portable(monkeypatch, capsys):
+    monkeypatch.setattr(form, "_trial", form._trial.__wrapped__)
+    recipe, world = Mock(reduction="exact", precision="float32"), Mock(device=torch.device("cpu"), rank=0)
+    assert getattr(form.plain_sum(recipe, world), "args", ())[0] is KernelSum
+    assert form.plain_sum(Mock(reduction="exact", precision="portable"), world) is None
+    monkeypatch.setattr(KernelSum, "_mean", staticmethod(lambda sums, factors, scale, out: out[0].add_(1.0)))
+    assert form.plain_sum(recipe, world) is None
+    assert "their sums are not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])
@@ -291,11 +298,11 @@ def test_a_step_of_replayed_passes_is_four_calls_a_pass_and_nine(passes: int, ch
 def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
     streams: int, precision: str, optimizer: str
 ) -> None:
-    """Captured passes and kernels are in the one and not in the other."""
+    """Captured passes and kernels are in the one and not in the other; a third has kernels alone."""
     changes = (optimizer, f"precision={precision}", "model.options={dropout: 0.3}")
     with on_gpu() as gpu:
-        plain = make_trainer(False, *changes, world=gpu)
-        all_steps(plain)
+        plain, by_kernels = (make_trainer(False, *changes, world=gpu, by_kernels=each) for each in (False, True))
+        steps_of_all([plain, by_kernels])
         ahead = make_trainer(True, *changes, world=gpu, options=RuntimeOptions(cuda_streams=streams))
 
         def take_step(index: int) -> None:

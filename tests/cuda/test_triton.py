@@ -146,7 +146,7 @@ def test_the_verdict_and_what_follows_are_the_same(fault: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_mean_is_the_same(dtype: torch.dtype) -> None:
-    payloads = [message[: sum(each)] for message, each in zip(messages(dtype), SLOTS, strict=True)]
+    payloads = [m[: sum(each)].clone() for m, each in zip(messages(dtype)[::-1], SLOTS[::-1], strict=True)][::-1]
     sizes = [numel for each in SLOTS for numel in each]
     means = [[torch.zeros(numel) for numel in sizes] for _ in range(2)]
     for kernels, out in zip((triton_kernels, sums), means, strict=True):

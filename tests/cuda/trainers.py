@@ -1,9 +1,10 @@
 """Trainers of the tiny recipe, plain or in the GPU form on the CPU, and what their steps leave."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tests.step.trainers import job_of
@@ -28,9 +29,9 @@ SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
 
 def make_trainer(
     cuda_graphs: bool, *overrides: str, world: Group | None = None, stop: Callable[[], bool] = lambda: False,
-    options: RuntimeOptions | None = None, watchers: Sequence[StepWatch] = (),
+    options: RuntimeOptions | None = None, watchers: Sequence[StepWatch] = (), by_kernels: bool = False,
 ) -> Trainer:  # fmt: skip
-    """A trainer whose weights nobody looks at before its end."""
+    """A trainer whose weights nobody looks at before its end; a plain one sums by torch's operators unless asked."""
     world, liveness = world or alone(), Liveness()
     options = (options or RuntimeOptions()).model_copy(update={"cuda_graphs": cuda_graphs})
     job = replace(job_of(LONG, "rate={lr: 0.05}", *overrides, options=options), device=world.device.type)
@@ -40,7 +41,8 @@ def make_trainer(
         data.loader.close()
         loader = Loader(pipeline, StreamOrder(96, recipe.seed), threads=1, ahead=4)
         data = replace(data, training=pipeline, loader=loader)
-    return build(job, data, world, liveness, Requests(stop, liveness), watchers)
+    with nullcontext() if cuda_graphs or by_kernels else patch("torusgd.run.build._on_gpu", lambda *_: (None, None)):
+        return build(job, data, world, liveness, Requests(stop, liveness), watchers)
 
 
 @contextmanager

@@ -57,13 +57,12 @@ PIPELINES = {
     "not square": Data(**TILES, image_size=(11, 39), augment=Augment(crop="shift", shift=2)),
     "resized": Data(**TILES, image_size=12, resize=15, augment=Augment(crop="resized")),
     "warped": Data(**TILES, image_size=12, augment=WARPS),
-    "by a policy": Data(**TILES, image_size=12, augment=Augment(policy="randaugment", magnitude=20)),
     "erased": Data(**TILES, image_size=12, augment=Augment(erase=0.9)),
-    "folder": folder_data(),
-    "folder, not square": folder_data(image_size=(16, 24)),
+    "by a policy": Data(**TILES, image_size=12, augment=Augment(policy="randaugment", magnitude=20)),
+    "folder": folder_data(), "folder, not square": folder_data(image_size=(16, 24)),
     "folder, one channel": folder_data(channels=1, mean=(0.5,), std=(0.5,)),
     "folder, shifted": folder_data(augment=Augment(crop="shift", shift=3, flip=0.5)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -38,13 +38,11 @@ class Case(NamedTuple):
 
 # Real digits over a change of stage, with dropout, shifts, batch norm, LARS, and a polish of uneven batches.
 DIGITS = (
-    SMALL,
-    "virtual_workers=7",
-    "data.eval_images=70",
+    SMALL, "virtual_workers=7", "data.eval_images=70",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
-    "rate={lr: 4.0, warmup: {length: 2st}}",
-    *("evaluate={every: 3st, images_per_chunk: 50}", "polish={images: 90, images_per_batch: 40}"),
-)
+    "rate={lr: 4.0, warmup: {length: 2st}}", "evaluate={every: 3st, images_per_chunk: 50}",
+    "polish={images: 90, images_per_batch: 40}",
+)  # fmt: skip
 SENT: dict[str, dict[str, Any]] = {
     "small buckets": {"buckets": 0.001}, "halving-doubling": {"allreduce": "halving-doubling"},
     "torus": {"allreduce": "torus", "buckets": 0.01},
@@ -141,16 +139,13 @@ SHARDED: dict[str, Case] = {
         ("LARS, ring", (), {"allreduce": "ring", "buckets": 0.05}),
         ("LARS, bfloat16, torus", ("precision=bfloat16",), {"allreduce": "torus", "buckets": 0.02}),
         ("LARS of tensorflow, halving", ("optimizer.variant=tensorflow",), {"allreduce": "halving-doubling"}),
-        ("SGD with averages, native", AVERAGED, {}),
         ("SGD, bfloat16, doubling", (*SGD, "precision=bfloat16"), {"allreduce": "doubling", "buckets": 0.1}),
-        ("skipped steps", SKIPPED, {"allreduce": "hierarchical"}),
+        ("SGD with averages, native", AVERAGED, {}), ("skipped steps", SKIPPED, {"allreduce": "hierarchical"}),
         ("redone steps", ("virtual_workers=12",), {"allreduce": "direct", "buckets": 0.05}),
-        ("64-bit sums", (), {"allreduce": "torus", "buckets": 0.05}),
-        ("auto", (), {"allreduce": "auto"}),
-        ("AdamW", ADAMW, {"allreduce": "ring"}),
-        ("LAMB", LAMB, {"allreduce": "ring"}),
+        ("64-bit sums", (), {"allreduce": "torus", "buckets": 0.05}), ("auto", (), {"allreduce": "auto"}),
+        ("AdamW", ADAMW, {"allreduce": "ring"}), ("LAMB", LAMB, {"allreduce": "ring"}),
     )
-}
+}  # fmt: skip
 FLOATS: dict[str, Case] = {
     f"{wire} sums": Case((*WIDE, f"reduction={wire}", f"float32_norms={norms}"), {"allreduce": allreduce})
     for wire, norms, allreduce in (("float32", "false", "native"), ("float16", "true", "ring"))

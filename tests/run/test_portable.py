@@ -264,9 +264,8 @@ MACHINES: list[dict[str, str]] = [
     *({"ONEDNN_MAX_CPU_ISA": value} for value in ("SSE41", "AVX", "AVX2")),
     *({"MKL_ENABLE_INSTRUCTIONS": value} for value in ("SSE4_2", "AVX", "AVX2")),
     *({"MKL_CBWR": value} for value in ("COMPATIBLE", "SSE4_2", "AVX2")),
-    {"NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3"},
-    FAR,
-]
+    {"NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3"}, FAR,
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs: what a GPU does otherwise than the plain step, with the runtime option `cuda_graphs`.
+"""Steps as CUDA graphs, with the runtime option `cuda_graphs`, and exact sums by Triton's kernels, on any GPU.
 
-It has run on one GPU (docs/gpu.md). A run without the option imports nothing from here.
+It has run on one GPU (docs/gpu.md). A run on a CPU without the option imports nothing from here.
 
     form           what a run can have it, and the parts that it puts in place of the plain step's
     run_ahead      steps that the host launches before it knows how the last ones ended

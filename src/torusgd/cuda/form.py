@@ -4,16 +4,16 @@ Which runs can is in `recipe.compatibility`. On a CPU the same parts work withou
 the plain step.
 """
 
-from functools import partial
-from importlib.util import find_spec
+from functools import cache, partial
 
 import torch
 from torch.optim import Optimizer
 
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..errors import UserError
-from ..gradients.layout import ParameterLayout
+from ..errors import UserError, first_line, warn
+from ..gradients.integer_sum import BucketedSum
+from ..gradients.layout import ParameterLayout, plan_buckets
 from ..gradients.reducer import MakeSum, Reducer, exact_sum, hook_parameters
 from ..optim import Lars, Sgd
 from ..recipe.runtime_options import RuntimeOptions
@@ -35,8 +35,8 @@ class GpuForm:
     """The parts of one rank's step; UserError if the GPU can't run the kernels."""
 
     def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
-        if world.device.type == "cuda" and (missing := _missing(world.device)):
-            raise UserError(f"cuda_graphs = true: {missing}")
+        if world.device.type == "cuda" and (why := _trial(world.device)):
+            raise UserError(f"cuda_graphs = true: Triton's kernels don't run here: {why}; mend that, or leave it out")
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._flat: FlatUpdate | None = None
 
@@ -77,18 +77,31 @@ class GpuForm:
         return RunAhead(step, self._flat, monitor)
 
 
-def plain_sum(recipe: Recipe, device: torch.device) -> MakeSum | None:
-    """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where the GPU can't run them."""
-    # Portable arithmetic has rules for torch's operators alone.
-    if recipe.reduction != "exact" or recipe.precision == "portable" or _missing(device):
+def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:
+    """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where they don't run."""
+    # Portable arithmetic has rules for torch's operators alone; AMD's GPUs nobody has tried.
+    if recipe.reduction != "exact" or recipe.precision == "portable" or torch.version.hip is not None:
         return None
-    return partial(exact_sum, KernelSum, recipe.virtual_workers, device)
+    if (why := _trial(world.device)) and world.rank == 0:
+        warn(f"exact sums by torch's operators, since Triton's kernels don't run here: {why}")
+    return None if why else partial(exact_sum, KernelSum, recipe.virtual_workers, world.device)
 
 
-def _missing(device: torch.device) -> str:
-    # What Triton's kernels need and is not here.
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _TRITON_FROM:
-        has = ".".join(map(str, capability))
-        return f"Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
-    return "" if find_spec("triton") else "needs Triton; pip install triton (the extra triton), or leave it out"
+@cache
+def _trial(device: torch.device) -> str:
+    # Why the kernels don't run: Triton, a compiler or a folder may be missing. Found here, and not within a step.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _TRITON_FROM:
+        return "they need a GPU of compute capability 8.0"
+    try:
+        sums = [make(plan_buckets([5, 300], limit=100), 2, device) for make in (BucketedSum, KernelSum)]
+        means = [[torch.linspace(-1.0, 0.3, numel, device=device) for numel in (5, 300)] for _ in sums]
+        for total, out in zip(sums, means, strict=True):
+            total.set_maxima(torch.ones(2, device=device))
+            for number, each in enumerate(out):
+                total.add(number, number, each)
+                total.end_worker(number)
+            total.finish()
+            total.mean(out, 2)
+    except Exception as error:  # whatever a compiler has to say
+        return first_line(error)
+    return "" if all(map(torch.equal, *means)) else "their sums are not those of torch's operators"

@@ -120,4 +120,5 @@ def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tens
     for number, numel in enumerate(numels):
         rows += [(number, at, min(block, numel - at), offset + at) for at in range(0, numel, block)]
         offset += numel
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4).to(device)
+    values = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -52,7 +52,7 @@ def offset_in_memory(index, channels, points):
     return filter_ * channels * points + index % points * channels + channel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])  # or each kind of bucket compiles one
 def _add_gradients(how, blocks, scales, message, found, slots):
     # One block of one slot: rounds and adds its elements, and finds the largest and those that vanish.
     block = blocks + 4 * tl.program_id(0)
@@ -76,7 +76,7 @@ def _add_gradients(how, blocks, scales, message, found, slots):
     tl.atomic_add(found + slots, tl.sum(((value != 0.0) & (rounded == 0.0)).to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "slots"])
 def _add_bounds(found, scales, message, length, slots, unit, cap, SLOTS: tl.constexpr):
     # All slots of a bucket in one program.
     slot = tl.arange(0, SLOTS)

@@ -127,15 +127,9 @@ class IntegerGradientSum(GradientSum):
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        addends: int,
-        device: torch.device,
-        places: Sequence[int] | None = None,
-        sections: Sequence[int] | None = None,
-        elements: int | None = None,
-        headroom: float = HEADROOM,
-    ) -> None:
+        self, buckets: Sequence[Bucket], addends: int, device: torch.device, places: Sequence[int] | None = None,
+        sections: Sequence[int] | None = None, elements: int | None = None, headroom: float = HEADROOM,
+    ) -> None:  # fmt: skip
         self.buckets, self._addends, self._headroom = buckets, addends, headroom
         self._elements = sum(b.length for b in buckets) if elements is None else elements
         self._dtype = gradient_integers(addends)

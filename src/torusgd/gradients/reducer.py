@@ -81,16 +81,10 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        reduction: str,
-        addends: int,
-        channels: Mapping[int, Channel],
-        maximum_over_ranks: Callable[[Tensor], object],
-        rule: BucketRule,
-        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-        make_sum: MakeSum | None = None,
-    ) -> None:
+        self, slots: Sequence[Slot], reduction: str, addends: int, channels: Mapping[int, Channel],
+        maximum_over_ranks: Callable[[Tensor], object], rule: BucketRule,
+        to_host: Callable[[Tensor], Tensor] = Tensor.cpu, make_sum: MakeSum | None = None,
+    ) -> None:  # fmt: skip
         self.to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
         self.is_sharded = channels[1].shards is not None  # whether each rank gets back a shard of each bucket only

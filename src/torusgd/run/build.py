@@ -147,6 +147,6 @@ def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
     from ..cuda.form import GpuForm, plain_sum  # the only way to cuda/
 
     if not job.options.cuda_graphs:
-        return None, plain_sum(job.recipe, world.device)
+        return None, plain_sum(job.recipe, world)
     form = GpuForm(job.recipe, job.options, world)
     return form, form.make_sum
