@@ -78,7 +78,7 @@ def explained_with(path: Path, streams: int = 1) -> str:
 def test_auto_uses_a_profile_from_a_file(tmp_path):
     path = tmp_path / "profile.json"
     (explained,) = set(run_ranks(3, explained_with, path))
-    assert explained.endswith(f"(from {path})")
+    assert f"(from {path}" in explained  # then perhaps that timings are doubtful
     (told,) = set(run_ranks(2, explained_with, path))
     assert "of other ranks" in told
     assert all("of other ranks or streams" in told for told in run_ranks(3, explained_with, path, 2))
