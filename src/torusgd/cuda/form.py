@@ -1,4 +1,4 @@
-"""What a run puts in place of the plain step's parts to take its steps as CUDA graphs.
+"""What a run puts in place of the plain step's parts to take its steps as CUDA graphs; sums of plain steps on a GPU.
 
 Which runs can is in `recipe.compatibility`. On a CPU the same parts work without graphs and kernels, with the bits of
 the plain step.

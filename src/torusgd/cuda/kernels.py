@@ -86,11 +86,13 @@ def tables_of_capture(device: torch.device) -> Iterator[Tables]:
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """int64 [rows, columns] for a kernel; the host does not wait."""
     values = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    if device.type != "cuda":
-        return values
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _of_capture[-1].take(values)
-    return values.pin_memory().to(device, non_blocking=True)
+    return _sent(values, device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def write_table(table: Tensor, rows: Sequence[Sequence[float]]) -> None:
@@ -120,5 +122,4 @@ def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tens
     for number, numel in enumerate(numels):
         rows += [(number, at, min(block, numel - at), offset + at) for at in range(0, numel, block)]
         offset += numel
-    values = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    return _sent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), device)
