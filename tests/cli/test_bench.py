@@ -20,7 +20,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 @pytest.mark.slow
 def test_tune_writes_a_profile_and_bench_measures_auto_by_it_and_names_what_it_does_not_know(tmp_path: Path) -> None:
     profile, file = tmp_path / "profile.json", tmp_path / "records.json"
-    ran(command("tune", "--workers", "2", "--seconds", "1", "--out", profile))
+    ran(command("tune", "digits", "--workers", "2", "--seconds", "1", "--out", profile))
     measured = Profile.load(profile)
     assert ([crowd.ranks for crowd in measured.crowding], measured.hosts) == ([2], (0, 0))
     assert [point.size for point in measured.in_steps] == [16 << 10, 256 << 10]
@@ -42,7 +42,7 @@ def test_tune_writes_a_profile_and_bench_measures_auto_by_it_and_names_what_it_d
 def test_mistakes_are_one_line_and_exit_code_2(mistake: Callable[..., None]) -> None:
     for words in (
         "bench allreduce --sizes 4q", "bench allreduce --grid 2by2", "bench allreduce --json /nowhere/x.json",
-        "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json",
+        "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json", "tune --set seed=1",
         "bench scaling digits --workers 1", "bench scaling digits --workers 1:2",
     ):  # fmt: skip
         mistake(*words.split(), MOST=re.compile(r"(?<=at most )\d+"))

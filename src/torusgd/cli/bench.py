@@ -7,9 +7,9 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Exit
+from typer import Argument, Exit
 
 from ..comm.algorithms import SCHEDULED
 from ..errors import UserError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
+_TUNED_FOR = "Measure how workers slow each other by this recipe's network, for plans of it; else by a small one."
 _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
 
 
@@ -79,15 +80,24 @@ def show_records(records: "Sequence[Record]") -> None:
 
 def tune(
     runtime: RuntimeFlags,
+    recipe: Annotated[str | None, Argument(metavar="RECIPE", help=_TUNED_FOR)] = None,
+    data: DataPath = None,
+    overrides: Overrides = None,
     out: Path = flag("Write the profile to this file.", OUTPUT, default=Path("profile.json")),
     seconds: float = flag("Measure for about so long.", min=1.0, default=40.0),
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
     from ..comm.tuning.profile import Profile
+    from ..recipe.load import load_recipe
+    from ..runtime import resolve_auto, resolve_device
 
     check_writable("--out", out)
+    if recipe is None and (data or overrides):
+        raise UserError("tune: --data and --set go with a recipe; give its name, such as: torusgd tune fashion")
+    written = None if recipe is None else load_recipe(recipe, overrides or []).recipe
     options = runtime.over()
-    text = on_ranks(options, tune_on_rank, seconds, options.streams)
+    resolved = written and resolve_auto(written, resolve_device(options))
+    text = on_ranks(options, tune_on_rank, seconds, options.streams, resolved, data)
     if text is None:
         return
     profile = Profile.parse(text)
@@ -96,13 +106,25 @@ def tune(
     console().print(f"in {out}; give it as --profile {out}")
 
 
-def tune_on_rank(seconds: float, streams: int, world: "Group") -> str:
+def tune_on_rank(seconds: float, streams: int, recipe: "Recipe | None", data: Path | None, world: "Group") -> str:
     """A profile as JSON; `on_ranks` runs it on each rank."""
     from ..comm.tuning.tune import tune as measure
+    from ..data.registry import open_sources
+    from ..precision import arithmetic_of
     from ..runtime import keep_freed_memory
+    from ..step.forward_backward import one_pass
 
     keep_freed_memory()  # as a run does, whose computation is timed
-    return measure(seconds, group=world, streams=streams).model_dump_json()
+    if recipe is None:
+        return measure(seconds, group=world, streams=streams).model_dump_json()
+    classes = recipe.data.classes or len(open_sources(recipe.data, data, recipe.seed)[0].classes)
+    task = one_pass(recipe, classes, world.device, recipe.stages[0].images_per_worker)
+
+    def within() -> None:
+        with arithmetic_of(recipe):
+            task()
+
+    return measure(seconds, group=world, streams=streams, one_pass=within).model_dump_json()
 
 
 def show_profile(profile: "Profile") -> None:
@@ -217,7 +239,7 @@ def scaling(
     else:
         console().print(f"measuring the network of {most} ranks for about {seconds:g} s")
         ranks = RuntimeOptions.model_validate({"workers": most, "device": device})
-        profile = Profile.parse(on_ranks(ranks, tune_on_rank, seconds, 1))
+        profile = Profile.parse(on_ranks(ranks, tune_on_rank, seconds, 1, resolved, data))
     with TemporaryDirectory(prefix="torusgd-scaling-") as folder:
         runs = {n: Path(folder) / str(n) for n in counts}
         for number, n in enumerate(counts, 1):

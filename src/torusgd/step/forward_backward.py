@@ -225,26 +225,37 @@ def blank(recipe: Recipe, step: Step) -> Batch:
     return Batch(torch.zeros(shape), torch.zeros(images, dtype=torch.int64), np.arange(images), replaced=0)
 
 
-def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
-    """What a pass by portable arithmetic costs here, on a network of its kind: the method of products, and the time."""
-    height, width = recipe.data.sizes.sides
-    count = min(recipe.stages[0].images_per_worker, max(2, _PIXELS // (height * width)))
-    with torch.random.fork_rng(devices=[]):  # anew, for the run's own has hooks that send its gradients
-        trial = model_of(recipe, classes).to(device).train()
-    images = torch.zeros(count, recipe.data.channels, height, width, device=device)
-    images.view(count, -1)[:, ::3] = 1.0
-    labels = torch.zeros(count, dtype=torch.int64, device=device)
-    batch = Batch(images, labels, np.arange(count), 0)
+def one_pass(recipe: Recipe, classes: int, device: torch.device, images: int) -> Callable[[], None]:
+    """A pass over so many images of the first stage, on a network drawn anew: what measurements of compute time."""
+    precision, sides = Precision(recipe, device), recipe.training_sizes(recipe.stages[0]).sides
+    with torch.random.fork_rng(devices=[]):  # anew, for a run's own network has hooks that send its gradients
+        network = model_of(recipe, classes).to(device).train()
+    pixels = torch.zeros(images, recipe.data.channels, *sides)
+    pixels.view(images, -1)[:, ::3] = 1.0
+    labels = torch.zeros(images, dtype=torch.int64, device=device)
+    batch = Batch(pixels, labels, np.arange(images), 0)
+    placed = place(batch, device, precision.memory_format)
 
     def one() -> None:
-        loss_of(recipe, trial(images), labels, batch).backward()
+        with precision.autocast():
+            logits = network(placed)
+        loss_of(recipe, logits.float(), labels, batch).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    return one
+
+
+def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
+    """What a pass by portable arithmetic costs here, on a network of its kind: the method of products, and the time."""
+    height, width = recipe.training_sizes(recipe.stages[0]).sides
+    count = min(recipe.stages[0].images_per_worker, max(2, _PIXELS // (height * width)))
+    recipes = recipe.model_copy(update={"precision": "float32"}), recipe
+    passes = [one_pass(each, classes, device, count) for each in recipes]
     with torch.random.fork_rng(devices=[]), _disable_current_modes():
-        theirs = _seconds(one, device)
+        theirs = _seconds(passes[0], device)
         with portable():
-            ours, method = _seconds(one, device), fastest_method(device)
+            ours, method = _seconds(passes[1], device), fastest_method(device)
     times = f"{ours / theirs:.1f} times float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
     return f"portable arithmetic: products by {method}; a pass of {count} images takes about {times}"
 

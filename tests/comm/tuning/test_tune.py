@@ -1,20 +1,23 @@
 """Which all-reduces `auto` times before it chooses, and how often; the benchmark of all of them."""
 
 import json
+import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
 from tests.messages import refuses
 from tests.plan.measured import link, network
 
 from torusgd.comm.algorithms import NAMES, Algorithm
-from torusgd.comm.connection import Clock, Span, shuffled
-from torusgd.comm.groups import alone
+from torusgd.comm.connection import Clock, Span, connect, shuffled
+from torusgd.comm.groups import alone, group_of
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.bench import Record, bench_allreduce
 from torusgd.comm.tuning.profile import Profile, expect
@@ -113,6 +116,15 @@ def test_mistakes_are_told():
     for about, options in wrong:
         with pytest.raises(UserError, match=f"^{about}:"):
             bench_allreduce(**options)
+
+
+@on_ranks(2)
+def test_crowding_is_of_the_task_that_is_given():
+    """Rank 1 takes three times as long, so two at once take three times as long as rank 0 alone."""
+    seconds = (0.02, 0.06)[torch.distributed.get_rank()]
+    with closing(connect(group_of())) as connection:
+        (crowd,) = tune.crowding(connection, 0.0, lambda: time.sleep(seconds))
+    assert (crowd.ranks, crowd.slowdown) == (2, pytest.approx(3, rel=0.3))
 
 
 def test_of_one_rank_there_is_nothing_to_measure():

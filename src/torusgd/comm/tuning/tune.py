@@ -31,8 +31,8 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
-# fractions of the time for all sizes alone and for each size among computation; crowding takes a few seconds more
-_SIZES_FRACTION, _IN_STEPS_FRACTION = 0.6, 0.15
+# fractions of the time for all sizes alone, for each size among computation, and for crowding, which may take more
+_SIZES_FRACTION, _IN_STEPS_FRACTION, _CROWDING_FRACTION = 0.6, 0.15, 0.5
 # bytes of messages that are timed among computation
 _IN_STEPS = (1 << 14, 1 << 18)
 # number of dependent rounds of a chain
@@ -44,17 +44,25 @@ _FAN, _FAN_ROUNDS = 8, 4
 
 
 def tune(
-    seconds: float = 40.0, group: AnyGroup | None = None, device: torch.device | str = "cpu", streams: int = 1
+    seconds: float = 40.0,
+    group: AnyGroup | None = None,
+    device: torch.device | str = "cpu",
+    streams: int = 1,
+    one_pass: Callable[[], object] | None = None,
 ) -> Profile:
-    """Measures the network between the ranks of `group` (None: all), for runs with as many `streams`."""
+    """Measures the network between the ranks of `group` (None: all), for runs with as many `streams`; how much ranks
+    slow each other by `one_pass`, forward and backward of the network that will train, or by a small one.
+    """
     ranks = group_of(group, device)
     if ranks.size == 1:
         raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
     with closing(connect(ranks, streams=streams)) as connection:
-        return measure(connection, seconds)
+        return measure(connection, seconds, one_pass=one_pass)
 
 
-def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
+def measure(
+    connection: Connection, seconds: float, short: bool = False, one_pass: Callable[[], object] | None = None
+) -> Profile:
     """A profile in about `seconds`; `short` is the probe before a run: fewer sizes, rivals and repetitions."""
     begin = time.perf_counter()
     hosts = hosts_of(connection.group)
@@ -77,7 +85,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
     among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_FRACTION * seconds)
     in_steps = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
-    crowds = () if short else crowding(connection, repetitions=max(3, min(9, round(seconds))))
+    crowds = () if short else crowding(connection, seconds, one_pass or _Task(connection.engine.device, images=32))
     return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
 
 
@@ -215,8 +223,8 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
-# number of tasks of a timing of crowding, some 100 ms on one core
-_TASKS = 4
+# seconds of a rank alone in a timing of crowding
+_CROWDED = 0.1
 # number of all-reduces among a computation, so that their cost stands out from the noise
 _MESSAGES = 16
 
@@ -232,12 +240,16 @@ class _Task:
                 layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
         self._network = nn.Sequential(*layers).to(device)
 
-    def run(self, times: int) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # as a worker of a CPU recipe
-        for _ in range(times):
-            self._network(self._images).sum().backward()
-        torch.set_num_threads(before)
+    def __call__(self) -> None:
+        self._network(self._images).sum().backward()
+
+
+def _repeat(task: Callable[[], object], times: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a worker of a CPU recipe
+    for _ in range(times):
+        task()
+    torch.set_num_threads(before)
 
 
 def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -> float:
@@ -245,16 +257,21 @@ def _slowest(connection: Connection, run: Callable[[int], object], tasks: int) -
     return connection.clock.elapsed([connection.clock.span(partial(run, tasks))])[0].seconds
 
 
-def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
+def crowding(connection: Connection, seconds: float, task: Callable[[], object]) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
     # They share cores, memory and power; the figure holds for whatever it is, so that a plan need not know it.
     # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     group, device = connection.group, connection.engine.device
     counts = sorted({*(1 << power for power in range(group.size.bit_length())), group.size})
-    task, tasks = _Task(device, images=32), [_TASKS if group.rank < count else 0 for count in counts]
-    task.run(_TASKS)  # warms up
+    run = partial(_repeat, task)
+    run(1)  # warms up
+    # As many as make a timing of a rank alone stand out from the clock's errors.
+    each = max(1, round(_CROWDED / _slowest(connection, run, 1 if group.rank == 0 else 0)))
+    tasks = [each if group.rank < count else 0 for count in counts]
+    turns: list[list[float]] = []
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
-    turns = [[_slowest(connection, task.run, mine) for mine in tasks] for _ in range(repetitions)]
+    while len(turns) < 3 or (len(turns) < 9 and sum(map(sum, turns)) < _CROWDING_FRACTION * seconds):
+        turns.append([_slowest(connection, run, mine) for mine in tasks])
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     least = [max(1.0, ranks_a_core(group, count) if device.type == "cpu" else 0.0) for count in counts]
     pairs = zip(counts[1:], ratios[1:], least[1:], strict=True)
@@ -268,33 +285,34 @@ def in_step(connection: Connection, algorithm: Plan, size: int, seconds: float) 
     # share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
     # with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
     # computations without, with and between all-reduces in turn, 1 to 9 of each.
-    task, tensors = _Task(connection.engine.device, images=4), [connection.zeros(size) for _ in range(_MESSAGES)]
+    compute = partial(_repeat, _Task(connection.engine.device, images=4))
+    tensors = [connection.zeros(size) for _ in range(_MESSAGES)]
     start, slowest = partial(connection.engine.run, algorithm=algorithm), partial(_slowest, connection)
 
     def beside(tasks: int) -> None:
         # All-reduces begin during the first half of the tasks.
         sent, before_each = [], tasks // 2 // _MESSAGES
         for tensor in tensors:
-            task.run(before_each)
+            compute(before_each)
             sent.append(start(tensor))
-        task.run(tasks - _MESSAGES * before_each)
+        compute(tasks - _MESSAGES * before_each)
         for message in sent:
             message.wait()
 
     def between(tasks: int) -> None:
         for tensor in tensors:
-            task.run(tasks // _MESSAGES)
+            compute(tasks // _MESSAGES)
             start(tensor).wait()
 
     slowest(between, _MESSAGES)  # warms up
     # The least of three: a pause of the machine in the only one would make all that follows as much longer.
     at_once = min(slowest(beside, 0) for _ in range(3))
-    one = slowest(task.run, _MESSAGES) / _MESSAGES
+    one = slowest(compute, _MESSAGES) / _MESSAGES
     # Twice as long as the messages take at once, so that the second half of the computation still hides the last one.
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
     rows: list[list[float]] = []
     while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
-        rows.append([slowest(run, tasks) for run in (task.run, beside, between)])
+        rows.append([slowest(run, tasks) for run in (compute, beside, between)])
     alone, *added = (statistics.median(column) for column in zip(*rows, strict=True))
     hidden, waited = (max(0.0, each - alone) / _MESSAGES for each in added)
     return InStep(size=size, hidden=hidden, waited=waited)
