@@ -1,7 +1,6 @@
 """All tests run with one thread, as every rank of a CPU recipe does: bits differ between one and two."""
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 ask_for_repeatable_products()  # before any test's first product on a GPU
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whomever: kernels run on the CPU
 # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP; what they start would
 # inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
