@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -49,6 +49,12 @@ def recorded(name: str, command: str) -> Iterator[None]:
 def runs(path: Path) -> list[dict[str, Any]]:
     """The runs in a file, the newest last."""
     return json.loads(path.read_text()) if path.exists() else []
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def commit() -> str:

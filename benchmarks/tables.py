@@ -20,7 +20,7 @@ from .__main__ import docstrings
 from .accuracy import proof
 from .accuracy.claims import CLAIMS
 from .allreduce.allreduce import DESCRIBED, EMULATIONS, show_size
-from .record import RESULTS, runs
+from .record import RESULTS, markdown, runs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "notes").glob("*.md")]
@@ -31,7 +31,7 @@ _MARKED = re.compile(r"(<!-- benchmarks\.tables: (\S+) -->\n).*?(<!-- end of \2 
 
 def listed() -> str:
     """A line for each benchmark: what it shows, what it needs, how long it took, and how it is run."""
-    found = ["| command | shows | needs | took | run as |", "|---|---|---|---|---|"]
+    found = []
     for (group, command), text in docstrings().items():
         shows = text.partition("\n")[0].removesuffix(" Needs root.")
         needs, example = _NEEDS.search(text), _EXAMPLE.search(text)
@@ -40,26 +40,20 @@ def listed() -> str:
         asked = f"python -m benchmarks {group} {command}{example[1].partition(f'{group} {command}')[2]}"
         done = [run for run in runs(RESULTS / f"{group}-{command}.json") if run["command"] == asked]
         took = f"{done[-1]['seconds'] / 60:.1f} min" if done and "seconds" in done[-1] else ""
-        cells = (f"{group} {command}", shows, needs[1], took, f"`{example[1]}`")
-        found.append(f"| {' | '.join(cells)} |")
-    return "\n".join(found)
+        found.append((f"{group} {command}", shows, needs[1], took, f"`{example[1]}`"))
+    return markdown(("command", "shows", "needs", "took", "run as"), found)
 
 
 def table(run: dict[str, Any]) -> str:
     """Markdown: what ran where, and a line for each figure."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     low, high = sorted(run["load"])
-    lines = [
-        f"`{run['command']}`, {run['date'][:10]}, commit {run['commit']}, {run['processor']}, {versions},",
-        f"load {low:.1f} to {high:.1f}:",
-        "",
-        "| figure | median | quartiles | n |",
-        "| --- | --- | --- | --- |",
-    ]
+    head = f"`{run['command']}`, {run['date'][:10]}, commit {run['commit']}, {run['processor']}, {versions},\n"
+    lines = []
     for name, values in run["samples"].items():
         ends = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        lines.append(f"| {name} | {median(values):.4g} | {ends[0]:.4g} to {ends[2]:.4g} | {len(values)} |")
-    return "\n".join(lines)
+        lines.append((name, f"{median(values):.4g}", f"{ends[0]:.4g} to {ends[2]:.4g}", len(values)))
+    return f"{head}load {low:.1f} to {high:.1f}:\n\n{markdown(('figure', 'median', 'quartiles', 'n'), lines)}"
 
 
 def _pooled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -73,16 +67,16 @@ def _pooled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
 def plans_for_workers() -> str:
     """Plans for 2 and 3 workers from a run with one, beside runs on as many: all rounds of the benchmark."""
     samples = _pooled(runs(RESULTS / "plan-workers.json"))
-    lines = ["| network, workers | step, ms | planned | error, % (range) | n |", "|---|---|---|---|---|"]
-    middles = []
+    lines, middles = [], []
     for name in (each.removesuffix(": step, ms") for each in samples if each.endswith(": step, ms")):
         took, planned, errors = (
             samples[f"{name}: {what}"] for what in ("step, ms", "planned step, ms", "error of the plan, %")
         )
         middles.append(median(errors))
         spread = f"{median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})"
-        lines.append(f"| {name} | {median(took):,.0f} | {median(planned):,.0f} | {spread} | {len(errors)} |")
-    return "\n".join([*lines, "", f"Median size of the error over all: {median(map(abs, middles)):.1f} %."])
+        lines.append((name, f"{median(took):,.0f}", f"{median(planned):,.0f}", spread, len(errors)))
+    found = markdown(("network, workers", "step, ms", "planned", "error, % (range)", "n"), lines)
+    return f"{found}\n\nMedian size of the error over all: {median(map(abs, middles)):.1f} %."
 
 
 def pooled(name: str) -> str:
@@ -91,16 +85,13 @@ def pooled(name: str) -> str:
     samples = _pooled(found)
     dates, loads = sorted({run["date"][:10] for run in found}), [load for run in found for load in run["load"]]
     machines = ", ".join(sorted({run["processor"] for run in found}))
+    head = f"{len(found)} runs, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}, {machines}, "
     lines = [
-        f"{len(found)} runs, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}, {machines}, "
-        f"load {min(loads):.1f} to {max(loads):.1f}:",
-        "",
-        "| figure | median | least to most | n |",
-        "| --- | --- | --- | --- |",
+        (figure, f"{median(values):.4g}", f"{min(values):.4g} to {max(values):.4g}", len(values))
+        for figure, values in samples.items()
     ]
-    for figure, values in samples.items():
-        lines.append(f"| {figure} | {median(values):.4g} | {min(values):.4g} to {max(values):.4g} | {len(values)} |")
-    return "\n".join(lines)
+    ends = markdown(("figure", "median", "least to most", "n"), lines)
+    return f"{head}load {min(loads):.1f} to {max(loads):.1f}:\n\n{ends}"
 
 
 AIMS = {4 << 10: 8.0, 64 << 10: 6.0, 256 << 10: 4.0, 1 << 20: 3.0, 4 << 20: 1.4}
@@ -148,8 +139,7 @@ def _all_reduces() -> list[AllReduce]:
 
 def all_reduces() -> str:
     """`auto` beside the best single algorithm and Gloo's own: a line a size."""
-    names = ("set-up", "bytes", "`auto` ran", "ms (quartiles)", "best single, ms", "best / `auto`", "Gloo / `auto`")
-    found = [f"| {' | '.join(names)} | aim | skew | n | load |", "|---" * (len(names) + 4) + "|"]
+    found = []
     for each in _all_reduces():
         times = each.times()
         auto = times.pop("auto")
@@ -162,8 +152,9 @@ def all_reduces() -> str:
         aim = f"{AIMS[each.size]:g}" if each.setup.startswith("far, ") and each.size in AIMS else ""
         cells += [f"{each.gain():.2f}", aim]
         cells += [f"{skew:.1f}" + " *" * (skew > 0.05 * median(auto)), str(len(auto))]
-        found.append(f"| {' | '.join(cells)} | {min(each.run['load']):.0f} to {max(each.run['load']):.0f} |")
-    return "\n".join(found)
+        found.append([*cells, f"{min(each.run['load']):.0f} to {max(each.run['load']):.0f}"])
+    names = ("set-up", "bytes", "`auto` ran", "ms (quartiles)", "best single, ms", "best / `auto`", "Gloo / `auto`")
+    return markdown((*names, "aim", "skew", "n", "load"), found)
 
 
 def setups() -> str:
@@ -174,39 +165,33 @@ def setups() -> str:
         gains[each.setup][each.size] = each.gain()
         dates[each.setup], counts[each.setup] = each.run["date"][:10], len(each.times()["auto"])
     sizes = sorted({size for found in gains.values() for size in found})
-    lines = [f"| hosts | {' | '.join(show_size(size) for size in sizes)} | n | date |", "|---" * (len(sizes) + 3) + "|"]
+    lines = []
     for setup, found in gains.items():
         kind, emulation, *streams = setup.split(", ")
         told = "; ".join([DESCRIBED[kind], *([EMULATIONS[emulation].told] if emulation != "plain" else []), *streams])
         cells = [f"{found[size]:.2f}" if size in found else "" for size in sizes]
-        lines.append(f"| {' | '.join([told, *cells, str(counts[setup]), dates[setup]])} |")
-    return "\n".join(lines)
+        lines.append((told, *cells, counts[setup], dates[setup]))
+    return markdown(("hosts", *map(show_size, sizes), "n", "date"), lines)
 
 
 def torus() -> str:
     """A torus beside the ring and the hierarchical all-reduce, where a run had all three."""
-    lines = [
-        "| set-up | bytes | torus, ms (range) | ring | torus / ring | hierarchical | torus / it | n |",
-        "|---" * 8 + "|",
-    ]
+    lines = []
     for each in _all_reduces():
         times = each.times()
         if len(found := [times[name] for name in ("torus", "ring", "hierarchical") if name in times]) < 3:
             continue
         ours, ring, other = (f"{median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in found)
         ratios = [f"{median(found[0]) / median(off):.2f}" for off in found[1:]]
-        cells = [each.setup, f"{each.size:,}", ours, ring, ratios[0], other, ratios[1], str(len(found[0]))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((each.setup, f"{each.size:,}", ours, ring, ratios[0], other, ratios[1], len(found[0])))
+    names = ("torus, ms (range)", "ring", "torus / ring", "hierarchical", "torus / it")
+    return markdown(("set-up", "bytes", *names, "n"), lines)
 
 
 def portable() -> str:
     """What a step costs by portable arithmetic, from the newest runs of its two files."""
     times, sizes = (runs(RESULTS / f"portable-{name}.json")[-1]["samples"] for name in ("speed", "memory"))
-    found = [
-        "| network | float32, ms | bfloat16, of it | portable, of it | n | memory, of float32's | operators a step |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    found = []
     for name in (each.removesuffix(", float32, ms") for each in times if each.endswith(", float32, ms")):
         base, *others = (times[f"{name}, {kind}, ms"] for kind in ("float32", "bfloat16", "portable"))
         cells = [name, f"{median(base):.1f} ({min(base):.1f} to {max(base):.1f})"]
@@ -218,8 +203,9 @@ def portable() -> str:
             cells += [f"{inside[0]:,.0f}, a step on two images {floor:.2f} times these alone"]
         else:
             cells += [""]
-        found.append(f"| {' | '.join(cells)} |")
-    return "\n".join(found)
+        found.append(cells)
+    names = ("network", "float32, ms", "bfloat16, of it", "portable, of it", "n", "memory, of float32's")
+    return markdown((*names, "operators a step"), found)
 
 
 def _of_first_claim() -> str:
@@ -263,8 +249,7 @@ def readme() -> str:
          "docs/methods/portable-arithmetic.md"),
         ("the planner, on published systems of which the fit had seen no row", off, "docs/published.md"),
     ]  # fmt: skip
-    lines = [f"| {what} | {figure} | [more]({page}) |" for what, figure, page in rows]
-    return "\n".join(["| what | figure | |", "| --- | --- | --- |", *lines])
+    return markdown(("what", "figure", ""), [(what, figure, f"[more]({page})") for what, figure, page in rows])
 
 
 WRITERS: dict[str, Callable[[], str]] = {

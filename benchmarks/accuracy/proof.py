@@ -31,6 +31,7 @@ from typer import Option
 
 from torusgd.plan.model_cost import known_cost
 
+from ..record import markdown
 from .claims import CLAIMS, HELD, OPEN, REFUTED, WARM, Claim, Criterion, Side, resolved
 from .runs import LEDGER, RUNS, Arm, Key, go_on, has_weights, key_of, look, read
 
@@ -200,7 +201,7 @@ def _go_on(arm: Arm, seed: int, is_final: bool, data: Path, out: Path, end: floa
     return True
 
 
-def rows(known: Known) -> Iterator[str]:
+def rows(known: Known) -> Iterator[tuple[object, ...]]:
     """A line of the table for each claim."""
     for claim in CLAIMS:
         pairs = known.pairs(known.chosen(claim.on), known.chosen(claim.off))
@@ -213,8 +214,8 @@ def rows(known: Known) -> Iterator[str]:
         half = resolved(differences)
         told = [f"{mean(differences):+.2f}" if pairs else "", f"{half:.2f}" if half < math.inf else ""]
         machines = ", ".join(sorted({machine[0] for machine, _ in pairs}))
-        cells = [claim.technique, f"{claim.on.name}; {claim.off.name}", *sides, *told, claim.criterion, n, machines]
-        yield f"| {' | '.join(map(str, [*cells, verdict]))} |"
+        names = f"{claim.on.name}; {claim.off.name}"
+        yield claim.technique, names, *sides, *told, claim.criterion, n, machines, verdict
 
 
 def warm_up(known: Known) -> str:
@@ -246,25 +247,25 @@ def table() -> str:
     """The proof's table, from the files."""
     known = Known()
     names = ("technique", "on; off", "on: mean top-1, % (range)", "off", "difference", "resolved", "criterion", "n")
-    head = (f"| {' | '.join(names)} | machine | verdict |", "|---" * (len(names) + 2) + "|")
     trials = [line for line in known.lines if key_of(line) not in known.held_out]
     spent = (
         f"{len(known.lines)} trainings, {known.core_hours():.2f} core-hours of {BUDGET:g}; {len(known.held_out)} looks "
         f"at the held-out images, {len(trials)} trainings seen on the validation images alone."
     )
-    return "\n".join([spent, "", *head, *rows(known), "", f"Without a warm-up a lower rate fails: {warm_up(known)}."])
+    found = markdown((*names, "machine", "verdict"), rows(known))
+    return f"{spent}\n\n{found}\n\nWithout a warm-up a lower rate fails: {warm_up(known)}."
 
 
 def choices() -> str:
     """What was chosen by the validation images, from the files."""
-    known, found = Known(), ["| side | rate | top-1 on 5,000 validation images, seed 0, % | |", "|---|---|---|---|"]
+    known, found = Known(), []
     sides = dict.fromkeys(side for claim in CLAIMS for side in (claim.on, claim.off) if side.is_choice())
     for side in sides:
         best = known.chosen(side)
         for arm, top1 in known.trials(side).items():
             rate = next(change for change in reversed(arm.changes) if change.startswith("rate.lr="))
-            found.append(f"| {side.name} | {rate[8:]} | {100 * top1:.2f} | {'taken' if arm == best else ''} |")
-    return "\n".join(found)
+            found.append((side.name, rate[8:], f"{100 * top1:.2f}", "taken" if arm == best else ""))
+    return markdown(("side", "rate", "top-1 on 5,000 validation images, seed 0, %", ""), found)
 
 
 def noise() -> str:
@@ -273,11 +274,7 @@ def noise() -> str:
     McCandlish et al. (arXiv 1812.06162, equation 2.11): at batch B as much progress takes 1 + B / noise scale times the
     images of a small batch. The scale is that of the smallest batch's runs.
     """
-    known = Known()
-    found = [
-        "| batch | LARS: top-1, % | noise scale | images, predicted | SGD: top-1, % | noise scale | images |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    known, found = Known(), []
     first: dict[bool, float] = {}
     for claim in CLAIMS:
         if claim.batch is None:
@@ -293,8 +290,9 @@ def noise() -> str:
                 first.setdefault(is_lars, scale)
             more = f"{1 + claim.batch / first[is_lars]:.2f}" if is_lars in first else ""
             cells += [f"{mean(tops):.2f}" if tops else "", f"{scale:,.0f}" if scale is not None else "", more]
-        found.append(f"| {' | '.join(cells)} |")
-    return "\n".join(found)
+        found.append(cells)
+    columns = ("LARS: top-1, %", "noise scale", "images, predicted", "SGD: top-1, %", "noise scale", "images")
+    return markdown(("batch", *columns), found)
 
 
 def messages() -> None:

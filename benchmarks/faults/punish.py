@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ..record import sample
+from ..record import markdown, sample
 from .faults import KINDS, Case, Row
 
 DETECTED = {
@@ -65,8 +65,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line a kind, and one for each detector that was switched off."""
     heads = ["fault", "n", "same hash", "early end, then same hash", "wrong", "named right", "s until told", "redone"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    by_kind = defaultdict(list)
+    lines, by_kind = [], defaultdict(list)
     for row in rows:
         if not row["blind"]:
             by_kind[row["kind"]].append(row)
@@ -78,10 +77,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             sum(verdict.startswith("WRONG") for verdict in verdicts), f"{sum(named)} of {len(named)}" if named else "-",
             spread([row["seconds"] for row in found]), spread([row["redone"] for row in found]),
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, columns))} |")
-    lines += ["", "| switched off | fault | what came of it |", "|---|---|---|"]
-    lines += [f"| {DETECTED[row['kind']]} | {row['kind']} | {row['verdict']} |" for row in rows if row["blind"]]
-    return "\n".join(lines)
+        lines.append(columns)
+    blind = [(DETECTED[row["kind"]], row["kind"], row["verdict"]) for row in rows if row["blind"]]
+    return f"{markdown(heads, lines)}\n\n{markdown(('switched off', 'fault', 'what came of it'), blind)}"
 
 
 def spread(values: list[float | None]) -> str:
