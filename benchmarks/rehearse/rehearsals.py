@@ -72,6 +72,8 @@ IDEAS: dict[str, dict[str, Any]] = {
         "allreduce": "halving-doubling", "update": "sharded", "model_parallel": "auto",
     },
 }  # fmt: skip
+PLAIN = {"update": "replicated", "model_parallel": "1", "weights_first": False}
+"""what an idea does not change, whatever the record's own block has"""
 SPLIT_SECONDS = 48.0
 """a step of split layers: what the lab adds to each exchange, which is waited for at once, shrinks with it"""
 LADDER = ("native, no overlap", "native", "ring, sharded", "ring, sharded, hybrid")
@@ -98,7 +100,7 @@ def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str,
     if system.recipe == "resnet50":
         sets = [f"virtual_workers={devices}", f"stages=[{{until: 90ep, images_per_worker: {share}}}]"]
     seconds = SPLIT_SECONDS if "model_parallel" in IDEAS[idea] else system.seconds
-    flags = dict(IDEAS[idea])
+    flags = PLAIN | IDEAS[idea]
     overlap = flags.pop("overlap", True)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         rehearse(
