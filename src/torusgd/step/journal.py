@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, as_user_error
 from ..line_file import LineFile
 from ..recipe.schema import Recipe
 from ..untrusted import read_text
@@ -130,11 +130,9 @@ def read_journal(
     path: Path, recipe_sha256: str, virtual_workers: int, head: Head = None, reached: Head = None
 ) -> Journaled:
     """As `parse_journal`, of the text in a file; UserError also if it can't be read."""
-    try:
+    what, remedy = f"{path}: the journal can't be read", "a replay needs it as the run left it"
+    with as_user_error(what, remedy, (OSError, ValueError)):
         text = read_text(path, _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: the journal can't be read: {reason}; a replay needs it as the run left it") from None
     return parse_journal(text, str(path), recipe_sha256, virtual_workers, head, reached)
 
 
