@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -82,17 +83,21 @@ def in_one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def as_user_error(
-    what: str, remedy: str = "", of: type[Exception] | tuple[type[Exception], ...] = OSError
-) -> Iterator[None]:
-    """A block in which errors `of` these kinds become a UserError: what is wrong, the reason, the remedy if any."""
+def _as_error(
+    ours: type[UserError] | type[RunError],
+    what: str, remedy: str = "", of: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:  # fmt: skip
+    """A block in which errors `of` these kinds become one of ours: what is wrong, the reason, the remedy if any."""
     try:
         yield
     except UserError:  # a ValueError of our own
         raise
     except of as error:
         reason = getattr(error, "strerror", None) or in_one_line(error)
-        raise UserError(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from error
+        raise ours(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from error
+
+
+as_user_error, as_run_error = partial(_as_error, UserError), partial(_as_error, RunError)
 
 
 @contextmanager

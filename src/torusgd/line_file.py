@@ -2,9 +2,10 @@
 
 import errno
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from .errors import RunError
+from .errors import RunError, as_run_error
 
 
 class LineFile:
@@ -16,22 +17,18 @@ class LineFile:
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
-        try:
+        with self._writing():
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             if size is not None:
                 os.truncate(self._file, size)
             self._size = os.fstat(self._file).st_size
-        except OSError as error:
-            raise self._unwritten(error) from None
 
     def write(self, line: bytes) -> None:
         """Appends a line by one write, so that what was written survives a killed process."""
-        try:
+        with self._writing():
             self._check()
             if os.write(self._file, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise self._unwritten(error) from None
         self._size += len(line)
 
     def close(self) -> None:
@@ -56,8 +53,8 @@ class LineFile:
                 "it; the same command goes on from the last checkpoint, if there is one"
             )
 
-    def _unwritten(self, error: OSError) -> RunError:
-        return RunError(
-            f"{self.path}: can't be written: {error.strerror or error}; free space or mend the folder, and give the "
-            "same command again: it goes on from the last checkpoint, if there is one"
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = "free space or mend the folder, and give the same command again"
+        return as_run_error(
+            f"{self.path}: can't be written", f"{remedy}: it goes on from the last checkpoint, if there is one"
         )

@@ -5,7 +5,6 @@ Nothing here may change the trained weights.
 
 import ctypes
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from .recipe.schema import Recipe
 
 # Numbers of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Precision by (GPU's name, torch's version without its build), if benchmarks/gpu/gpu.py has found the faster one.
-_FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
 # Compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type.
 _BFLOAT16_FROM = (8, 0)
 
@@ -116,23 +113,10 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
     """Replaces `auto` by the fastest precision and memory format of the device, which become part of the recipe."""
     # By the kind of the device, never by timing it: the same machine always gets the same recipe.
     if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        precision = precision_of_gpu(torch.cuda.get_device_name(), capability, torch.__version__)
+        precision = "bfloat16" if torch.cuda.get_device_capability() >= _BFLOAT16_FROM else "float16"
     else:
         precision = "bfloat16" if {"avx512_bf16", "amx_bf16"} & cpu_flags() else "float32"
     return recipe.resolve(precision=precision, memory_format="channels_last")
-
-
-def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str) -> str:
-    """`float16` or `bfloat16`: the one measured as faster on this GPU with this torch, else by its tensor cores.
-
-    >>> precision_of_gpu("Tesla V100-SXM2-16GB", (7, 0), "2.13.0")
-    'float16'
-    >>> precision_of_gpu("NVIDIA A100-SXM4-80GB", (8, 0), "2.13.0+cu130")
-    'bfloat16'
-    """
-    by_capability = "bfloat16" if capability >= _BFLOAT16_FROM else "float16"
-    return _FASTEST_ON_GPU.get((name, torch_version.partition("+")[0]), by_capability)
 
 
 def cpu_info(key: str) -> str:

@@ -171,21 +171,16 @@ def die_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="torusgd-launcher-watch").start()
-    _die_with_parent()  # the fork server, without which the launcher can't learn of this rank's end
+    die_with_parent(os.getppid())  # the fork server, without which the launcher can't learn of this rank's end
 
 
-def die_with_agent() -> None:
-    """Ends this rank at once when the agent of torchrun, its parent, is gone: torchrun's ranks would go on."""
-    parent = os.getppid()
-    _die_with_parent()
-    if os.getppid() != parent:  # it went between the two lines, and nothing would tell this process
-        os._exit(1)
-
-
-def _die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when the thread of process `parent` that started it ends (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call, and nothing would tell this process
+        os._exit(1)
 
 
 def remove_empty_cache() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.plan.measured import measured_run, network
 from tests.run.runs import events, run_here, sets
 
-from torusgd.plan.cluster import cluster_names
+from torusgd.plan.cluster import names_in
 
 Run = Callable[..., tuple[int, str, str]]
 SIZES = sets("data.train_images=1000", "data.classes=10")
@@ -62,7 +62,7 @@ def test_a_runtime_block_has_the_flags_of_torusgd_which_override_it(plan, run_cl
     assert (otherwise["devices"], otherwise["stages"] == by_block["stages"]) == (8, False)
 
 
-@pytest.mark.parametrize("cluster", cluster_names())
+@pytest.mark.parametrize("cluster", names_in("clusters"))
 def test_a_plan_is_of_torusgd_unless_another_program_is_named(plan, cluster: str) -> None:
     out, found = plan("digits", *SIZES, "--cluster", cluster, "--devices", 2)
     assert (found["software"], "not torusgd" in out) == ("torusgd", False)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import refuses
 
-from torusgd.comm.algorithms import FLAT, METHODS, Algorithm, Round, cut, mirror, parse_algorithm, parse_grid, squarest
-from torusgd.errors import UserError
+from torusgd.comm.algorithms import FLAT, METHODS, Algorithm, Round, cut, mirror, parse_algorithm, squarest
 
 GRIDDED = [f"torus:{v}/{h}" for v in METHODS for h in METHODS]
 GRIDDED += [f"hierarchical:{v}/{h}" for v in METHODS for h in METHODS if h != "doubling"]
@@ -92,10 +91,6 @@ def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
 
 def test_grids():
     assert [squarest(n) for n in (1, 7, 12, 16)] == [(1, 1), (1, 7), (3, 4), (4, 4)]
-    assert parse_grid("4x8") == (4, 8)
-    for text in ("4", "4x", "0x4", "4x4x4", "axb"):
-        with pytest.raises(UserError, match=f"^grid {text}: "):
-            parse_grid(text)
     refuses("a grid of fewer ranks", parse_algorithm, "torus", 16, (3, 5), about="grid 3x5")
     refuses("an all-reduce of no name", parse_algorithm, "tree", 16, about="allreduce tree")
     for name in ("torus:tree", "torus:ring/", "torus:ring/tree"):

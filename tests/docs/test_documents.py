@@ -26,7 +26,7 @@ from tools import reference_pages
 from torusgd.cli import COMMANDS, app
 from torusgd.cli.help import EXAMPLES as EXAMPLES_OF_COMMANDS
 from torusgd.data import Pipeline, open_sources
-from torusgd.plan.cluster import cluster_names
+from torusgd.plan.cluster import names_in
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe, recipe_names
 from torusgd.recipe.reference import reference
@@ -277,4 +277,4 @@ def test_a_command_of_the_papers_exists(command: str) -> None:
         # Overrides too: they are part of a command.
         load_recipe(rest[0], [value for flag, value in pairwise(rest) if flag == "--set"])
     if "--cluster" in rest:
-        assert rest[rest.index("--cluster") + 1] in cluster_names()
+        assert rest[rest.index("--cluster") + 1] in names_in("clusters")

@@ -90,7 +90,8 @@ def test_residual_networks_are_compiled_block_by_block_and_layers_alone_as_one(m
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace(deterministic=False))
-    assert (compile_blocks(net, CPU), asked) == ([""], [net])
+    compile_blocks(net, CPU)
+    assert asked == [net]
 
 
 def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

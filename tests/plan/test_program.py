@@ -130,10 +130,10 @@ MINE = """
 
 
 def test_clusters_and_profiles_that_ship_say_where_they_come_from_and_calibration_multiplies_stated_values() -> None:
-    for name in files.cluster_names():
+    for name in files.names_in("clusters"):
         cluster = load_cluster(name)
         assert (cluster.name, len(cluster.source) > 60) == (name, True)
-    for name in files.software_names():
+    for name in files.names_in("software"):
         software = load_software(name)
         ours = name.startswith("torusgd")
         assert (software.name, software.program is None, len(software.source) > 60) == (name, ours, True)

@@ -103,7 +103,7 @@ def test_messages_shrink_but_never_vanish_and_a_part_survives_its_file():
     assert [elements(send, shrink, torch.int32) for shrink in (1, 10, 1e9)] == [1000, 100, 1]
     assert elements(send, 1, torch.float16) == 2000
     script: list[Action] = [Compute(0.5), Send("a", "sum", "gradients", 8.0, 2, 4), Wait("a")]
-    part = json.loads(dump(script, 3, 2.0, 4.0, "ring", "int32"))
+    part = json.loads(dump(script, 3, 2.0, 4.0, "ring", None, "int32"))
     assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]
 
 

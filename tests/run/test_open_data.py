@@ -24,7 +24,7 @@ def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> Ho
     """Of these ranks, which lie on these hosts and want what these letters stand for."""
     patch.object(open_data, "hosts_of", lambda group: hosts).start()  # in a process that ends with the test
     world = group_of()
-    return HostShare(world, Liveness(), "the list of images", "here", keys[world.rank], keeps)
+    return HostShare(world, Liveness(), "here", keys[world.rank], keeps)
 
 
 def seen(source: PictureFiles, other: PictureFiles) -> tuple[Any, ...]:

@@ -321,17 +321,6 @@ def squarest(ranks: int) -> tuple[int, int]:
     return rows, ranks // rows
 
 
-def parse_grid(text: str) -> tuple[int, int]:
-    """Reads `4x8` as (4, 8), vertical times horizontal."""
-    try:
-        rows, columns = (int(part) for part in text.lower().split("x"))
-    except ValueError:
-        rows, columns = 0, 0
-    if rows < 1 or columns < 1:
-        raise UserError(f"grid {text}: write vertical x horizontal, such as 4x8")
-    return rows, columns
-
-
 def usual_chunks(size: int) -> int:
     """The number of chunks for `size` bytes without a measurement: of 2 MiB each, four at most."""
     return max(1, min(4, size >> 21))

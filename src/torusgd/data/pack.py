@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RunError, UserError, as_user_error
+from ..errors import RunError, UserError, as_run_error, as_user_error
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
@@ -52,27 +52,24 @@ def pack(
     with as_user_error(f"{out}: can't be used", "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
     _refuse_others(out, settings)
-    try:
-        with held(out, str(out)):
-            _refuse_others(out, settings)  # again: another command may have packed into it until now
-            # The settings first: they say later which copies a folder with a few shards holds.
-            write_text(out / SETTINGS, json_text(settings, indent=1))
-            names = (" ".join(name.splitlines()) for name in train.classes)
-            write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
-            for partial_file in out.glob(".*.tar.*"):  # left by a command that was killed
-                partial_file.unlink()
-            done = 0
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
-                for file, source, shard in _shards({"train": train, "val": held_out}, out, packing.images_per_shard):
-                    if not file.exists():
-                        copies = _copies(source, shard, packing, pool, leave_out)
-                        _write_shard(file, source, copies, lambda more: progress(done + more))
-                    progress(done := done + len(shard))
-            arrays = make_index(out, read_classes(out / CLASSES))
-            write_index(out / FILE, arrays)
-            (out / LOCK).unlink()
-    except OSError as error:
-        raise RunError(f"{out}: can't be written: {error.strerror or error}; the same command goes on") from error
+    with as_run_error(f"{out}: can't be written", "the same command goes on"), held(out, str(out)):
+        _refuse_others(out, settings)  # again: another command may have packed into it until now
+        # The settings first: they say later which copies a folder with a few shards holds.
+        write_text(out / SETTINGS, json_text(settings, indent=1))
+        names = (" ".join(name.splitlines()) for name in train.classes)
+        write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
+        for partial_file in out.glob(".*.tar.*"):  # left by a command that was killed
+            partial_file.unlink()
+        done = 0
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
+            for file, source, shard in _shards({"train": train, "val": held_out}, out, packing.images_per_shard):
+                if not file.exists():
+                    copies = _copies(source, shard, packing, pool, leave_out)
+                    _write_shard(file, source, copies, lambda more: progress(done + more))
+                progress(done := done + len(shard))
+        arrays = make_index(out, read_classes(out / CLASSES))
+        write_index(out / FILE, arrays)
+        (out / LOCK).unlink()
     return count_images(arrays)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.registry import open_sources
-from ..errors import RunError, UserError, warn
+from ..errors import RunError, UserError, as_run_error, warn
 from ..ranks import join
 from ..ranks.gpus import free_local_rank
 from ..ranks.join import Channel, pass_on
@@ -179,10 +179,8 @@ def _beat(channel: Channel) -> None:
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
     where = join.as_text(address)
-    try:
+    with as_run_error(f"{where}: no run can be reached there"):
         link = socket.create_connection(address, CONNECT_SECONDS)
-    except OSError as error:
-        raise RunError(f"{where}: no run can be reached there: {error.strerror or error}") from None
     try:
         join.prove_to_listener(link, token, purpose)
     except join.Refused as error:

@@ -40,7 +40,7 @@ from ..run.run import train
 from ..run.saving import RunResult, finished
 from ..rundir.run_dir import RunDir
 from ..runtime import ranks_are_given
-from ..signals import StopFlag, die_with_agent, end_on_stop, leave_within
+from ..signals import StopFlag, die_with_parent, end_on_stop, leave_within
 from .local import last_checkpoint, limits_of
 
 # Seconds after which the store counts as out of reach.
@@ -67,7 +67,7 @@ def run_joined(
     `remedy`: what is added to the line about a lost rank. UserError for wrong variables, RunError if ranks do not meet.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_agent()
+        die_with_parent(os.getppid())  # its agent, without which torchrun's ranks would go on
     end_on_stop()  # nothing to save yet, and no handler could run while this rank waits for the others
     store, rank, size = _rendezvous(limits.start)
     member = _Member(store, rank, size, limits, remedy)

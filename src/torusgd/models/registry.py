@@ -391,8 +391,8 @@ def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
         torch.use_deterministic_algorithms(before)
 
 
-def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
-    """Has each block of a network compiled by Inductor at its first pass, in place; returns the names of the blocks.
+def compile_blocks(model: nn.Module, device: torch.device) -> None:
+    """Has each block of a network compiled by Inductor at its first pass, in place.
 
     UserError if the compiler for the device is not installed, or this torch can't be kept from timing kernels.
     """
@@ -410,10 +410,8 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
         raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.13, or set compile: false")
     inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
     # A network without blocks is compiled whole.
-    named = dict(blocks(model)) or {"": model}
-    for block in named.values():
+    for block in dict(blocks(model)).values() or [model]:
         block.compile(dynamic=False)
-    return list(named)
 
 
 def blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -48,12 +48,6 @@ class TracedSteps:
         return cls(first, last)
 
 
-def check_trace(trace: TracedSteps | None, steps: int) -> None:
-    """UserError if a run of so many steps has not those that are to be traced."""
-    if trace is not None and trace.last > steps:
-        raise UserError(f"--trace {trace.first}:{trace.last}: the run has {steps} steps")
-
-
 class StepTrace:
     """This rank's part of a trace; all ranks have one, and the first writes it into the run's folder."""
 

@@ -13,17 +13,9 @@ Clusters and programs as data, the cost of a model, of a message and of a step, 
 True
 """
 
-from .cluster import Cluster, Device, Link, Software, cluster_names, load_cluster, load_software, software_names
-from .forecast import Forecast, Workload, forecast, workload_of
-from .model_cost import ModelCost, read_model
+from .cluster import load_cluster, load_software
+from .forecast import forecast, workload_of
 from .program import as_torusgd, program_for
-from .relaxed import RelaxedForecast, relaxed_forecasts
-from .search import SearchResult, fixed_batch, fixed_share, search_settings, sweep
-from .timeline import StepTime, step_time
+from .timeline import step_time
 
-__all__ = [
-    "Cluster", "Device", "Forecast", "Link", "ModelCost", "RelaxedForecast", "SearchResult", "Software", "StepTime",
-    "Workload", "as_torusgd", "cluster_names", "fixed_batch", "fixed_share", "forecast", "load_cluster",
-    "load_software", "program_for", "read_model", "relaxed_forecasts", "search_settings", "software_names", "step_time",
-    "sweep", "workload_of",
-]  # fmt: skip
+__all__ = ["as_torusgd", "forecast", "load_cluster", "load_software", "program_for", "step_time", "workload_of"]

@@ -246,14 +246,6 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     return result
 
 
-def cluster_names() -> list[str]:
-    return _names("clusters")
-
-
-def software_names() -> list[str]:
-    return _names("software")
-
-
 def load_cluster(name: str, factors: Factors | None = None) -> Cluster:
     """A cluster by built-in name or YAML path, as `calibrated`; UserError of one line names what is wrong."""
     # Plan 2: the figures of the cluster, and below those of the program.
@@ -271,7 +263,8 @@ def tree_of(folder: str, name: str) -> dict[str, Any]:
     return parse_mapping(files(__package__).joinpath(folder, f"{name}.yaml").read_text(), f"{folder}/{name}.yaml")
 
 
-def _names(folder: str) -> list[str]:
+def names_in(folder: str) -> list[str]:
+    """The names of what ships in `clusters` or `software`."""
     entries = files(__package__).joinpath(folder).iterdir()
     return sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml"))
 
@@ -284,7 +277,7 @@ def _load(folder: str, kind: str, name: str, model: type[D], factors: Factors | 
         raise UserError(
             "cluster local: is this machine, as measured; torusgd tune --out profile.json, then --profile it"
         )
-    known = _names(folder)
+    known = names_in(folder)
     if name not in known:
         raise UserError(f"{where}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
     return validate(model, calibrated(folder, name, tree_of(folder, name), factors), where)

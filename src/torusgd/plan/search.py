@@ -39,15 +39,6 @@ def _cut(stage: PlannedStage, workers: int) -> PlannedStage:
     return replace(stage, images=images, workers=workers, spare=images * workers - stage.batch)
 
 
-def fixed_share(workload: Workload, devices: int) -> Workload:
-    """One virtual worker a device and as many epochs, so that the batch grows: weak scaling."""
-    stages = (
-        replace(stage, steps=math.ceil(stage.steps * stage.workers / devices), workers=devices, spare=0)
-        for stage in workload.stages
-    )
-    return replace(workload, stages=tuple(stages))
-
-
 class Sweep(NamedTuple):
     """Forecasts over devices; `knee` is the number of devices beyond which more bring little."""
 
@@ -55,15 +46,9 @@ class Sweep(NamedTuple):
     knee: int
 
 
-def sweep(
-    workload: Workload,
-    cluster: Cluster,
-    program: Callable[[int], Software],
-    counts: Sequence[int],
-    scale: Callable[[Workload, int], Workload] = fixed_batch,
-) -> Sweep:
-    """Forecasts for every number of devices with its program; `scale` fixes the batch or the images of a device."""
-    forecasts = tuple(forecast(scale(workload, count), cluster, program(count), count) for count in counts)
+def sweep(workload: Workload, cluster: Cluster, program: Callable[[int], Software], counts: Sequence[int]) -> Sweep:
+    """Forecasts for every number of devices with its program, always of the same batch."""
+    forecasts = tuple(forecast(fixed_batch(workload, count), cluster, program(count), count) for count in counts)
     return Sweep(forecasts, knee_of([(f.devices, f.images_per_second) for f in forecasts]))
 
 

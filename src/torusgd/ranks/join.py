@@ -23,13 +23,14 @@ from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..signals import how_it_ended
 from ..untrusted import parse_json
 from .liveness import BEAT_SECONDS, Report
@@ -73,27 +74,19 @@ class ChannelClosed(Exception):
 
 def make_token(path: Path) -> bytes:
     """The token in a file that only its owner may read; drawn and written if there is none; UserError if not so."""
-    try:
-        # With these rights from its first moment on, and never into a file or a link that somebody has put there.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(path)
-    except OSError as error:
-        raise UserError(f"--token-file {path}: can't be written: {error.strerror}") from None
-    with os.fdopen(file, "w") as stream:
+    # With these rights from its first moment on, and never into a file or a link that somebody has put there.
+    what, opener = f"--token-file {path}: can't be written", partial(os.open, mode=0o600)
+    with as_user_error(what), suppress(FileExistsError), open(path, "x", opener=opener) as stream:
         stream.write(secrets.token_hex(32) + "\n")
     return read_token(path)
 
 
 def read_token(path: Path) -> bytes:
     """The token in a file; UserError if there is none, or if others than the owner may read it."""
-    try:
-        with path.open("rb") as file:
-            # Of the file that is open, since the path may name another one a moment later.
-            rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            token = file.read(_LINE).strip()
-    except OSError as error:
-        raise UserError(f"--token-file {path}: can't be read: {error.strerror}; it is a copy of the run's") from None
+    with as_user_error(f"--token-file {path}: can't be read", "it is a copy of the run's"), path.open("rb") as file:
+        # Of the file that is open, since the path may name another one a moment later.
+        rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        token = file.read(_LINE).strip()
     if rights & 0o077:
         raise UserError(f"--token-file {path}: others may read it (rights {rights:o}); chmod 600 {path}")
     if len(token) < _SHORTEST:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import RunError
-from .wire import INTERFACE, die_with_parent, enter, why_not
+from ..signals import die_with_parent
+from .wire import INTERFACE, enter, why_not
 
 _PREFIX = 16  # bits of an address that all hosts have in common
 _PORT = 29_500

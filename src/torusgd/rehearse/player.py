@@ -10,18 +10,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
+from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
 from ..comm.allreduce import AlgorithmAllReduce, AnyAllReduce, ShardCollectives, create
 from ..comm.base import Work
 from ..comm.connection import connect
 from ..comm.groups import Group, group_of
 from ..plan.step_script import Action, Compute, Send, Wait
 
+_Grid = tuple[int, int]  # Y x X
 
-def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
+
+def dump(
+    actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, grid: _Grid | None, dtype: str
+) -> str:
     """The script of a rank for `main`, as JSON."""
     kinds = [[type(action).__name__, *action] for action in actions]
-    part = {"steps": steps, "stretch": stretch, "shrink": shrink, "allreduce": allreduce, "dtype": dtype}
+    part = {"steps": steps, "stretch": stretch, "shrink": shrink, "allreduce": allreduce, "grid": grid, "dtype": dtype}
     return json.dumps({**part, "actions": kinds})
 
 
@@ -72,7 +76,7 @@ class Player:
             work.wait()
 
 
-def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
+def _open(name: str, shrink: float, group: Group, grid: _Grid | None = None) -> AnyAllReduce:
     if name in ("auto", "native"):
         return create(name, group=group)
 
@@ -90,9 +94,8 @@ def main(part: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = group_of()
-    name, _, grid = spec["allreduce"].partition(" ")
-    shrink = spec["shrink"]
-    allreduce = _open(name, shrink, ranks, parse_grid(grid) if grid else None)
+    name, shrink, grid = spec["allreduce"], spec["shrink"], spec["grid"]
+    allreduce = _open(name, shrink, ranks, grid and tuple(grid))
     flat = "ring" if name == "auto" or name.partition(":")[0] in GRIDS else name
     opened = [allreduce]
 

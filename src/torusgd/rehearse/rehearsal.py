@@ -147,11 +147,9 @@ def rehearse(
     ceiling = measure_ceiling(hosts, each)
     alone = step_time(cost, cluster, software, 1, stage.images * stage.workers).seconds
     scale = choose_scale(cluster, how, ceiling, planned.seconds, size, devices, limit)
-    if how.algorithm.partition(":")[0] in GRIDS:
-        rows, columns = grid_of(how, cluster, devices)
-        allreduce += f" {rows}x{columns}"
+    grid = grid_of(how, cluster, devices) if how.algorithm.partition(":")[0] in GRIDS else None
     dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
-    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce, dtype)
+    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce, grid, dtype)
     mtu = packet_bytes(hosts, scale.rate)
     places = [Host(each, scale.latency, 8 * scale.rate)] * hosts
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(places, mtu=mtu) as lab:

@@ -11,7 +11,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from ipaddress import ip_interface
 from itertools import count
 from pathlib import Path
 
+from ..signals import die_with_parent
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+_CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 _DEVICE, INTERFACE = "/dev/net/tun", "tun0"
 
@@ -47,13 +48,6 @@ def enter(path: str) -> None:
         _checked(_LIBC.setns(handle, _CLONE_NEWNET), f"entering {path}")
     finally:
         os.close(handle)
-
-
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when the thread of process `parent` that started it ends."""
-    _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 def open_tun(address: str, prefix: int, mtu: int, burst: int, rate: float) -> int:

@@ -22,11 +22,11 @@ from ..optim import build_optimizer
 from ..precision import Precision
 from ..recipe.compatibility import BY_CLOCKS
 from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schema import Recipe
+from ..recipe.schema import Optimizer, Recipe
 from ..runtime import prepare_process
 from ..step.batchnorm import BatchNormStatistics
 from ..step.deadlines import PassThread
-from ..step.forward_backward import ForwardBackward, LocalSteps, SharedTail, WholeNetwork, outer_optimizer
+from ..step.forward_backward import ForwardBackward, LocalSteps, SharedTail, WholeNetwork
 from ..step.model_state import MovingAverage, StepState
 from ..step.weights_first import order_of_gradients
 from ..tensor_parallel.tail import ParallelTail, choose_parallel, column_tail
@@ -139,7 +139,9 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
     """What the steps of a run change: the network, its statistics and average, the optimizer, scales."""
     recipe, train, model, tail = job.recipe, data.training.source, network.model, sums.tail
     if recipe.synchrony.local_steps is not None:
-        optimizer = outer_optimizer(recipe, model)
+        # SGD, which takes the mean changes of local steps as gradients.
+        outer = recipe.synchrony.outer
+        optimizer = build_optimizer(Optimizer(momentum=outer.momentum, nesterov=outer.nesterov), model, outer.lr)
     else:
         head = head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else ()
         optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail else None, head=head)

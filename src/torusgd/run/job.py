@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, PositiveInt
 
+from ..errors import UserError
 from ..observe.events import PlanComparison
-from ..observe.trace import TracedSteps, check_trace
+from ..observe.trace import TracedSteps
 from ..recipe.compatibility import Setup, check
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
@@ -78,7 +79,8 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
 
 def check_job(job: Job, ranks: int, device: str, steps: int) -> None:
     """UserError if a job of so many steps can't be run on these ranks."""
-    check_trace(job.trace, steps)
+    if job.trace is not None and job.trace.last > steps:
+        raise UserError(f"--trace {job.trace.first}:{job.trace.last}: the run has {steps} steps")
     check(setup_of(job, ranks, device=device))
     for text in {job.delays, job.recipe.synchrony.delays or ""} - {""}:
         delay_model(text, job.recipe.seed)

@@ -75,7 +75,7 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     if job.lists is None:
         wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
         keeps = job.options.loader_processes > 0
-        once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted, keeps)
+        once: HostShare | MappedArrays = HostShare(world, liveness, images_at(job), wanted, keeps)
     else:  # a rank that joins others at work must not wait for them here
         once = MappedArrays(job.lists)
     data, trackers = open_data(job, world.device, liveness, once), Trackers(job.options.track, warn)

@@ -57,14 +57,14 @@ class MappedArrays:
 
 
 class HostShare:
-    """A `Once` of a run's ranks, each of which calls it, and waits for `what` at a place `where`, both for people.
+    """A `Once` of a run's ranks, each of which calls it, and waits for the list of images `where`, for people.
 
     The `key` says which arrays: ranks that want others make their own. With `keeps` processes that a rank starts later
     find the arrays in `paths`, as long as the rank that made them lives.
     """
 
-    def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:
-        self._world, self._liveness, self._what, self._where = world, liveness, what, where
+    def __init__(self, world: Group, liveness: Liveness, where: str, key: str, keeps: bool = False) -> None:
+        self._world, self._liveness, self._where = world, liveness, where
         self._keeps, self.paths = keeps, list[str]()
         self._key = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:7], "big")
 
@@ -96,7 +96,7 @@ class HostShare:
 
     def _progress(self, done: int) -> None:
         self._liveness.progress("data", 0, done)
-        self._liveness.outside(self._what, self._where)
+        self._liveness.outside("the list of images", self._where)
 
 
 def _write(arrays: Arrays) -> int:

@@ -14,7 +14,7 @@ from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..data.file_lists import Once, make_here
 from ..data.registry import open_sources
-from ..errors import RunError, UserError, warn
+from ..errors import UserError, as_run_error, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FORMAT, MODEL, Checkpoint, CheckpointTimes, CheckpointWriter
@@ -205,9 +205,7 @@ def weights_metadata(recipe: Recipe, classes: Sequence[str]) -> dict[str, str]:
 
 def write_result(folder: RunDir, tensors: Tensors, summary: Mapping[str, Any], metadata: dict[str, str]) -> None:
     """Writes the weights, with the metadata, and the summary; RunError if the disk doesn't take them."""
-    try:
+    remedy = "the last checkpoint holds the trained weights: free space and give the same command again"
+    with as_run_error(f"{folder.path}: can't write the result", remedy):
         save_weights(folder.model, tensors, metadata)
         write_text(folder.summary, json_text(summary, indent=1) + "\n")  # the last: with it the run is finished
-    except OSError as error:
-        remedy = "the last checkpoint holds the trained weights: free space and give the same command again"
-        raise RunError(f"{folder.path}: can't write the result: {error.strerror}; {remedy}") from None

@@ -24,7 +24,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import DiskError, RunError, UserError, in_one_line, is_transient, retry, warn
+from ..errors import DiskError, RunError, UserError, as_run_error, in_one_line, is_transient, retry, warn
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
@@ -300,12 +300,9 @@ class CheckpointTimes:
 def _patiently(read: Callable[[Path], T], path: Path) -> T:
     """What `read` gives for a path; after errors of the disk it is read again, and then the run ends."""
     # A disk that can't be read at the moment says nothing about what is on it.
-    try:
+    tried = f"{len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; nothing was changed"
+    with as_run_error(f"{path}: can't be read", f"{tried}: mend the disk, then give the same command again"):
         return retry(lambda: read(path), READ_PAUSES, lambda error: isinstance(error, OSError))
-    except OSError as error:
-        tried = f"{len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; nothing was changed"
-        remedy = "mend the disk, then give the same command again"
-        raise RunError(f"{path}: can't be read: {error.strerror}; {tried}: {remedy}") from None
 
 
 def _names(folder: Path) -> list[str]:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arithmetic import fastest_method, portable
@@ -21,7 +20,6 @@ from ..models.registry import model_of
 from ..optim import build_optimizer, set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Step
-from ..recipe.schema import Optimizer as OptimizerSettings
 from ..recipe.schema import Recipe
 from ..rng import DROPOUT, seed_torch
 from ..tensor_parallel.column_pass import ColumnPass
@@ -184,12 +182,6 @@ class LocalSteps(ForwardBackward):
         with torch.no_grad():
             for slot, (own, common) in enumerate(zip(self._own, self._common, strict=True)):
                 self._state.reducer.add(slot, common - own)
-
-
-def outer_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """SGD over the network's weights, which takes the mean changes of local steps as gradients."""
-    outer = recipe.synchrony.outer
-    return build_optimizer(OptimizerSettings(momentum=outer.momentum, nesterov=outer.nesterov), model, outer.lr)
 
 
 def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError, UserError
+from ..errors import UserError, as_run_error, as_user_error
 from ..line_file import LineFile
 from ..recipe.schema import Recipe
 from ..untrusted import read_text
@@ -77,17 +77,15 @@ class Journal:
     def open(self, path: Path) -> None:
         """Goes on in a file from the head on; UserError if it is not what the run wrote, RunError if the disk fails."""
         head = self.head
-        try:
-            text = "" if head.size == len(head.last) else path.read_bytes()[: head.size].decode(errors="replace")
-            if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
-                text += head.last
-            parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
-        except FileNotFoundError:
-            what = "is missing, and the run can't go on without it: put it back, or give --fresh"
-            raise UserError(f"{path}: {what}") from None
-        except OSError as error:
-            remedy = "mend the disk, and give the same command again"
-            raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
+        with as_run_error(f"{path}: can't be read", "mend the disk, and give the same command again"):
+            try:
+                text = "" if head.size == len(head.last) else path.read_bytes()[: head.size].decode(errors="replace")
+            except FileNotFoundError:
+                what = "is missing, and the run can't go on without it: put it back, or give --fresh"
+                raise UserError(f"{path}: {what}") from None
+        if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
+            text += head.last
+        parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
         self._file = LineFile(path, head.size - len(head.last))
         self._file.write(head.last.encode())
 
@@ -130,11 +128,9 @@ def read_journal(
     path: Path, recipe_sha256: str, virtual_workers: int, head: Head = None, reached: Head = None
 ) -> Journaled:
     """As `parse_journal`, of the text in a file; UserError also if it can't be read."""
-    try:
+    what, remedy = f"{path}: the journal can't be read", "a replay needs it as the run left it"
+    with as_user_error(what, remedy, (OSError, ValueError)):
         text = read_text(path, _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: the journal can't be read: {reason}; a replay needs it as the run left it") from None
     return parse_journal(text, str(path), recipe_sha256, virtual_workers, head, reached)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import look_up
-from ..errors import RunError
+from ..errors import as_run_error
 from ..line_file import LineFile
 from ..weights import weights_sha256
 from .control_vector import NO_WORDS, ControlVector
@@ -126,11 +126,8 @@ class RecordFile:
     """The records of a run as they grow, on rank 0; what an earlier attempt wrote behind its state is dropped."""
 
     def __init__(self, path: Path, step: int, evaluated: int) -> None:
-        try:
+        with as_run_error(f"{path}: can't be read", "mend the disk, and give the same command again"):
             text = path.read_bytes()[:MOST_BYTES].decode(errors="replace") if path.exists() else ""
-        except OSError as error:
-            remedy = "mend the disk, and give the same command again"
-            raise RunError(f"{path}: can't be read: {error.strerror}; {remedy}") from None
 
         def stays(line: Line) -> bool:
             reached = min(step, evaluated) if isinstance(line, EvaluationLine) else step
