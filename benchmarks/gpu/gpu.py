@@ -15,7 +15,7 @@ In this order, so that a run that is cut short has what matters most:
     parts       the same as CUDA graphs without one of the form's parts each: what does each bring?
     step        what the host does in a step, plain and as CUDA graphs, by torch's profiler: kernels, launches,
                 synchronisations, and the kernels that take longest
-    precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
+    precision   torusgd in float16 against bfloat16: whether `auto` should take it (runtime.py)
     streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`)
     pool        torch's own max pooling against ours: seconds, and whether each repeats its bits
     jpegs       pictures to batches by the CPU and by nvJPEG
