@@ -43,7 +43,7 @@ class CorruptionError(RunError):
     """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
 
 
-_AGAIN = (75, 129, 143)  # after SIGUSR1 or a time limit, SIGHUP and SIGTERM; Ctrl-C (130) is meant as an end
+_AGAIN = (75, 129, 143)  # after SIGUSR1 or a time limit, SIGHUP and SIGTERM; 130 is meant as an end
 _TRANSIENT = {
     getattr(errno, name, 0)
     for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",

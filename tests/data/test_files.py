@@ -270,8 +270,8 @@ def test_what_a_recipe_makes_and_what_is_no_data_set(tmp_path: Path) -> None:
     assert int(lines[3].split()[2]) > 50
     assert lines[4].startswith("sizes     39 x 11 (200) ")
     refuses("a recipe whose source needs a path", describe, Path("sony-224s"), about="data.source: ")
-    for path in (tmp_path, tmp_path / "missing"):
-        refuses("a folder without a data set", describe, path, PATH=path)
+    for what, path in (("a folder without a data set", tmp_path), ("a folder that is missing", tmp_path / "missing")):
+        refuses(what, describe, path, PATH=path)
 
 
 def grey(source: str, **changes: Any) -> Data:
@@ -423,6 +423,7 @@ MISTAKES = {
     "too many images": grey("digits", eval_images=361), "all for validation": grey("digits", validation_images=1437),
     "own, not importable": grey("no_such_module:source"), "own, not a source": grey("tests.data.own:incomplete"),
     "own, labels": Data(source="tests.data.own:mislabelled", image_size=8),
+    "own, no such option": grey("tests.data.own:stripes", options={"conut": 3}),
 }  # fmt: skip
 
 

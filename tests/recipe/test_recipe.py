@@ -28,6 +28,7 @@ MISTAKES = [
     *("data.image_size=[11, 39, 1]", "data={image_size: [4, 9], resize: 8, source: digits}", "optimizer.name=sgd"),
     *("optimizer.nesterov=true", "stages.0.lr=2.0", "loss_scale.initial=8", "rate.decay.milestones=[1ep]", "stages=[]"),
     "seed=-1",
+    "name=../x",
 ]
 
 

@@ -4,13 +4,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..hub import hub_name
 from ..recipe.data_schema import Data
 from ..recipe.load import import_factory, load_recipe, recipe_names
@@ -137,6 +138,10 @@ def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
 
 def _own(data: Data, path: Path | None) -> Pair:
     factory = import_factory(data.source, key="data.source")
+    with as_user_error(
+        f"data.source: {data.source} can't be called with a path, split and data.options", of=(TypeError, ValueError)
+    ):
+        signature(factory).bind(path, split="train", **data.options)
     train, held_out = (factory(path, split=split, **data.options) for split in ("train", "eval"))
     for source in (train, held_out):
         if not isinstance(source, Source):
@@ -196,8 +201,9 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     kind = "parquet" if hub_name(path) is not None else "tar" if url_of(path) is not None else None
     kind = kind or next((name for name, files in FILES.items() if files.is_at(path)), None)
     if kind is None:
+        what = "no data set that is known" if path.exists() else "there is no such file or folder"
         raise UserError(
-            f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one of"
+            f"{path}: {what}; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one of"
             " such folders, one with lists (train.csv, val.csv), with tar files (train-0000.tar ...), with Parquet or"
             " Arrow files, with MNIST's files (train-images-idx3-ubyte.gz ...), or with train_images.npy ...; an .npz"
             " file; hf:ORG/NAME on the hub; or a built-in recipe that makes its own images, such as digits"

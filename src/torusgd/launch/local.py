@@ -162,7 +162,9 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult
 
 
 def _stopped(number: int, job: Job) -> RunResult:
-    who = "torusgd stop" if (job.out / STOP).exists() else signal.Signals(number).name
+    is_asked = (job.out / STOP).exists()
+    who = "torusgd stop" if is_asked else signal.Signals(number).name
     if job.expected is None:  # steps that are verified begin anew in another folder
         warn(f"stopped by {who}; the same command goes on from {last_checkpoint(RunDir(job.out))}")
-    return RunResult(signal=number)
+    # Meant as an end, like Ctrl-C: a scheduler would start a run again that SIGTERM stopped.
+    return RunResult(signal=signal.SIGINT if is_asked else number)

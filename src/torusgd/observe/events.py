@@ -23,6 +23,7 @@ from ..rundir.run_view import StatusFile
 from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats
+from ..text import plural
 from ..untrusted import parse_json, read_text
 from ..weights import json_text
 from .trackers import Trackers
@@ -172,7 +173,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
     how = f"{recipe.optimizer.name}, {recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}"
-    caption = f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {how}"
+    caption = f"{recipe.virtual_workers} virtual workers on {plural(ranks, 'rank')}, {how}"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)

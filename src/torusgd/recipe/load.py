@@ -169,9 +169,9 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:  # PyYAML lets pass what Python raises where a value doesn't fit its tag
         mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
+        line = f": line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or in_one_line(error)
-        raise UserError(f"{where}:{line}: not valid YAML: {reason}") from error
+        raise UserError(f"{where}{line}: not valid YAML: {reason}") from error
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Here: what a step waits for, how weights are updated, and the whole; `data_schem
 
 import hashlib
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -364,6 +365,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
+        if not re.match(r"\w", self.name) or "/.." in self.name:
+            raise ValueError(f"name = {self.name!r}: runs lie in runs/NAME; begin with a letter or a digit, without ..")
         if self.virtual_workers > MOST_VIRTUAL_WORKERS:
             raise ValueError(
                 f"virtual_workers = {self.virtual_workers}: at most {MOST_VIRTUAL_WORKERS:,}, for which exact sums "
