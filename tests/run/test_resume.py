@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.messages import refused
 from tests.run.processes import ended_well, results, run_alone
-from tests.run.runs import events, flip_a_byte
+from tests.run.runs import events, flip_a_byte, run_here
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
@@ -147,3 +147,11 @@ def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(t
     steps = [event["step"] for event in events(tmp_path) if "event" not in event]
     newest = newest_checkpoint(tmp_path / "checkpoints", pytest.fail)
     assert (newest.step if newest else 0) == (steps[-1] if steps else 0)
+
+
+def test_of_weights_that_are_not_finite_no_checkpoint_is_made(tmp_path: Path) -> None:
+    """The last step's update has no step after it whose gradients would tell."""
+    rate, options = "rate={lr: 1e308, warmup: {length: 3st, start: 0.0}}", RuntimeOptions(checkpoint_every=Duration(1, "st"))
+    with refused("weights that are not finite", kind=RunError):
+        run_here(tmp_path, rate, "optimizer={name: sgd}", options=options, max_steps=2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

@@ -14,7 +14,7 @@ from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..data.file_lists import Once, make_here
 from ..data.registry import open_sources
-from ..errors import UserError, as_run_error, warn
+from ..errors import DivergedError, UserError, as_run_error, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FORMAT, MODEL, Checkpoint, CheckpointTimes, CheckpointWriter
@@ -150,6 +150,13 @@ class Saver:
             # Weights that differ among ranks must not be saved as good ones.
             trainer.drift.compare(state.step, trainer.step.allreduce)
             tensors = trainer.step.state.state_dict(state.step, keep=self._is_first)
+            # The last update may have left its range, of which no gradient tells yet. Rank 0 alone has all tensors.
+            lost = [n for n, each in tensors.items() if n.startswith(MODEL) and not bool(each.isfinite().all())]
+            if lost := self._world.broadcast_json(lost):
+                raise DivergedError(
+                    f"step {state.step}: {lost[0].removeprefix(MODEL)} is not finite ({len(lost)} tensors), and no "
+                    "checkpoint is made of it; the run has diverged: lower rate.lr or lengthen rate.warmup.length"
+                )
             if self._is_first:
                 self._writer.save(as_checkpoint(state, tensors), partial(self._writing, state.step))
         self.saved = state.step
