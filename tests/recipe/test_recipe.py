@@ -99,6 +99,7 @@ def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.L
 
 def test_scientific_numbers_are_numbers_and_auto_is_resolved_into_the_recipe() -> None:
     assert load_recipe("digits", ["rate.lr=1e-3"]).recipe.rate.lr == 1e-3
+    assert parse_yaml("[017, 1:30, 81_920]", "a recipe") == ["017", "1:30", 81920]
     assert str(Duration.parse("1e6sa")) == "1000000sa"
     recipe: Recipe = load_recipe("digits", ["precision=auto"]).recipe
     resolved = recipe.resolve(precision="bfloat16", memory_format="channels_last")

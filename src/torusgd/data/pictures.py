@@ -117,7 +117,10 @@ def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
     roots = {"train": path / "train", "eval": path / "val"}
     for root in roots.values():
         if not root.is_dir():
-            raise UserError(f"{path}: has no folder {root.name}; wanted are train/CLASS/*.jpg and val/CLASS/*.jpg")
+            raise UserError(
+                f"{path}: has no folder {root.name}; wanted are train/CLASS/*.jpg and val/CLASS/*.jpg: of one set of "
+                "class folders, move a tenth of each class to val"
+            )
     inferred = class_folders(roots["train"])
     listed = {name: name for name in inferred} if classes is None else read_classes(path / classes)
     for folder in listed:

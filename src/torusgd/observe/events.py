@@ -177,7 +177,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)
-    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
+    columns = ["stage", "steps", "epochs", "images/worker", "batch", "rate", "last", "momentum"]
     for column in [*columns, *(["augment"] if has_plain else [])]:
         table.add_column(column, justify="right", overflow="fold")
     for number, span in enumerate(schedule.spans, 1):

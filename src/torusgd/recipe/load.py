@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (1e-3 is a number), no key twice, and bounds on what a short text can stand for."""
+    """YAML 1.2's numbers, no key twice, and bounds on what a short text can stand for."""
 
     _depth = 0
 
@@ -98,7 +98,12 @@ def _yaml_error(problem: str, where: Any) -> yaml.MarkedYAMLError:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-# PyYAML follows YAML 1.1, in which 1e-3 is text.
+# PyYAML follows YAML 1.1, in which 017 is 15, 1:30 is 90, and 1e-3 is text.
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in known if each[0] != "tag:yaml.org,2002:int"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+0123456789.")
 )
