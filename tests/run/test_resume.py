@@ -151,7 +151,8 @@ def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(t
 
 def test_of_weights_that_are_not_finite_no_checkpoint_is_made(tmp_path: Path) -> None:
     """The last step's update has no step after it whose gradients would tell."""
-    rate, options = "rate={lr: 1e308, warmup: {length: 3st, start: 0.0}}", RuntimeOptions(checkpoint_every=Duration(1, "st"))
+    rate = "rate={lr: 1e308, warmup: {length: 3st, start: 0.0}}"
+    options = RuntimeOptions(checkpoint_every=Duration(1, "st"))
     with refused("weights that are not finite", kind=RunError):
         run_here(tmp_path, rate, "optimizer={name: sgd}", options=options, max_steps=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
