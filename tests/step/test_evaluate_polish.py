@@ -138,6 +138,13 @@ def test_polish_is_the_float64_oracle_on_uneven_batches(sizes: list[int], seed: 
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
+@on_ranks(2)
+def test_a_rank_may_have_no_batch_of_a_model_in_ddp() -> None:
+    model = nn.parallel.DistributedDataParallel(small_net())
+    model(torch.ones(2, 2, 7, 7)).sum().backward()  # the next forward pass sends buffers
+    assert polish(model, [torch.ones(3, 2, 7, 7)] * group_of().rank) == 3
+
+
 def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_whole_when_one_fails() -> None:
     batches = [torch.randn(n, 2, 7, 7) for n in (4, 4, 3)]
     one, other = small_net(), small_net()
