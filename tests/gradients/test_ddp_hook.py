@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from torusgd.arithmetic import portable
 from torusgd.errors import UserError
 from torusgd.gradients.ddp_hook import ddp_hook
 from torusgd.weights import weights_sha256
@@ -96,7 +97,6 @@ def test_gradients_are_those_of_plain_ddp(tmp_path):
 
 MICRO_BATCHES = 12
 ALGORITHMS = {2: "doubling", 3: "ring", 4: "torus", 5: "halving-doubling"}  # by the number of ranks; else the backend's
-
 SPREAD: dict[str, dict[str, Any]] = {
     "plain": {}, "views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True},
     "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "autocast": {}, "bfloat16": {},
@@ -226,6 +226,7 @@ def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
     refuses("^allreduce tree:", ddp_hook, model, "tree", "exact")  # and nothing of it stays in the model
     refuses("^micro_batches:", ddp_hook, model, micro_batches=4)
     refuses("^micro_batches:", ddp_hook, model, micro_batches=0, wire="exact")
+    refuses("^portable arithmetic:", portable()(ddp_hook), model)
     refuses("^wire exact:", hooked, nn.Linear(2, 2).double())
     # Each thing that hands DDP gradients past it.
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it

@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from ..arithmetic import is_portable
 from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.fixed_point import exact_all_reduce
@@ -81,6 +82,8 @@ def ddp_hook(
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
+    if wire != "exact" and is_portable():
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     if any(embedding.sparse for embedding in embeddings):
         raise UserError("ddp_hook: not with sparse gradients; use Embedding(sparse=False)")

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..arithmetic import is_portable
 from ..comm.allreduce import ShardCollectives, create
 from ..comm.groups import group_of
 from ..errors import UserError
@@ -219,6 +220,8 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
     if wire not in (None, *get_args(Wire)):
         raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
+    if wire != "exact" and is_portable():
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
     if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
             f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "
