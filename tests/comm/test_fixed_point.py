@@ -204,10 +204,11 @@ def test_the_same_bits_by_every_algorithm_and_group():
     generator = torch.Generator().manual_seed(0)
     addends = [torch.randn(5000, generator=generator) * 10.0**i for i in range(6)]
     alone, fourfold = (exact_all_reduce(some, rank_alone()) for some in (addends, addends * 4))
-    rank = dist.get_rank()
-    mine = addends[rank * (rank - 1) // 2 :][:rank]
+    mine = addends[(rank := dist.get_rank()) * (rank - 1) // 2 :][:rank]
     assert exact_all_reduce(mine).equal(alone)
     assert exact_all_reduce(mine, dist.new_group()).equal(alone)
+    with pytest.raises(UserError, match="this rank is not one of it" if rank else "no rank has an addend"):
+        exact_all_reduce(mine, dist.new_group([0]))
     assert exact_all_reduce(addends).equal(fourfold)
     for name in (*NAMES[1:], "torus:halving/direct"):
         allreduce = create(name)

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from torusgd.arithmetic import portable
 from torusgd.errors import UserError
 from torusgd.gradients.ddp_hook import ddp_hook
 from torusgd.weights import weights_sha256
 
 
 class Net(nn.Module):
-    """Two branches, so that one can stay unused, and a convolution in channels_last."""
+    """Two branches, so that one can stay unused, a convolution in channels_last, and a parameter of no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 6, 3)
         self.used, self.unused = nn.Linear(6, 40), nn.Linear(6, 40)
-        self.head = nn.Linear(40, 5)
+        self.head, self.empty = nn.Linear(40, 5), nn.Parameter(torch.zeros(0, 5))
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         x = self.conv(x).relu().mean((2, 3))
-        return self.head(self.used(x) + (self.unused(x) if both else 0))
+        return self.head(self.used(x) + (self.unused(x) if both else 0)) + self.empty.sum(0)
 
 
 def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: bool = False, steps: int = 2) -> list:
@@ -49,11 +51,10 @@ def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: boo
     for step in range(steps):
         torch.manual_seed(100 * step + dist.get_rank())
         optimizer.zero_grad()
-        if accumulate:
-            with model.no_sync():
+        for is_last in (False, True) if accumulate else (True,):
+            with contextlib.nullcontext() if is_last else model.no_sync():
                 model(torch.randn(4, 3, 6, 6), both).square().mean().backward()
-        model(torch.randn(4, 3, 6, 6), both).square().mean().backward()
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters() if p.numel()])
         optimizer.step()
     return found
 
@@ -63,8 +64,6 @@ CASES = [
     ({"find_unused_parameters": True}, False, False),
     ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, False, True), ({}, True, True),
 ]  # fmt: skip
-
-
 HOOKS = [
     ({}, 1e-6), ({"algorithm": "torus:halving/ring"}, 1e-6), ({"algorithm": "native"}, 1e-6), ({"wire": "exact"}, 1e-6),
     ({"algorithm": "ring", "wire": "float16"}, 3e-3), ({"algorithm": "doubling", "wire": "bfloat16"}, 3e-2),
@@ -73,14 +72,12 @@ HOOKS = [
 
 
 def largest_difference(plain: list, ours: list) -> float:
-    found = 0.0
+    found = []
     for p_step, o_step in zip(plain, ours, strict=True):
-        scale = max(float(p.abs().max()) for p in p_step if p is not None)
-        for p, o in zip(p_step, o_step, strict=True):
-            assert (p is None) == (o is None)
-            if p is not None:
-                found = max(found, float((p - o).abs().max()) / scale)
-    return found
+        assert [p is None for p in p_step] == [o is None for o in o_step]
+        pairs = [(p, o) for p, o in zip(p_step, o_step, strict=True) if p is not None]
+        found.append(max(float((p - o).abs().max()) for p, o in pairs) / max(float(p.abs().max()) for p, _ in pairs))
+    return max(found)
 
 
 def compare_with_plain_ddp(profile: Path) -> None:
@@ -100,11 +97,10 @@ def test_gradients_are_those_of_plain_ddp(tmp_path):
 
 MICRO_BATCHES = 12
 ALGORITHMS = {2: "doubling", 3: "ring", 4: "torus", 5: "halving-doubling"}  # by the number of ranks; else the backend's
-
 SPREAD: dict[str, dict[str, Any]] = {
     "plain": {}, "views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True},
     "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "autocast": {}, "bfloat16": {},
-    "loss-scale": {}, "given-up": {}, "zeroed": {"gradient_as_bucket_view": True}, "divided": {},
+    "loss-scale": {}, "given-up": {}, "zeroed": {}, "zeroed-views": {"gradient_as_bucket_view": True}, "divided": {},
 }  # fmt: skip
 """What DistributedDataParallel takes in each case; `spread` has what else it means."""
 
@@ -141,7 +137,7 @@ def spread(case: str) -> str:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=case != "zeroed")
+        optimizer.zero_grad(set_to_none="zeroed" not in case)
         hook.load_state_dict(json.loads(json.dumps(hook.state_dict())))
     return weights_sha256({name: tensor.float() for name, tensor in net.state_dict().items()})
 
@@ -153,9 +149,9 @@ def spreads(cases: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("sizes", [(2, 1, 3), pytest.param((2, 4, 5, 12), marks=pytest.mark.slow)])
 def test_exact_has_the_same_bits_however_micro_batches_are_spread_and_by_any_algorithm(sizes):
     by_case = run_ranks(sizes[0], spreads, list(SPREAD))[0]
-    assert by_case["given-up"] == by_case["zeroed"] == by_case["plain"] == by_case["views"]
+    assert len({by_case[case] for case in ("given-up", "zeroed", "zeroed-views", "plain", "views")}) == 1
     assert by_case["unused"] == by_case["unused-views"] != by_case["plain"]
-    assert len(set(by_case.values())) == len(SPREAD) - 4
+    assert len(set(by_case.values())) == len(SPREAD) - 5
     for size in sizes[1:]:
         # A mean over ranks of losses that are divided by a rank's passes is exact for powers of two only.
         cases = [case for case in SPREAD if case != "divided" or size in (1, 2, 4)]
@@ -227,20 +223,22 @@ def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
 
     model: Any = DistributedDataParallel(nn.Linear(2, 2))
     refuses("^wire int8:", ddp_hook, model, wire="int8")
-    refuses("^allreduce tree:", ddp_hook, model, "tree")
+    refuses("^allreduce tree:", ddp_hook, model, "tree", "exact")  # and nothing of it stays in the model
     refuses("^micro_batches:", ddp_hook, model, micro_batches=4)
     refuses("^micro_batches:", ddp_hook, model, micro_batches=0, wire="exact")
+    refuses("^portable arithmetic:", portable()(ddp_hook), model)
     refuses("^wire exact:", hooked, nn.Linear(2, 2).double())
     # Each thing that hands DDP gradients past it.
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a driver before we can refuse it
         refuses("mixed_precision", hooked, nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    refuses("sparse", hooked, nn.Embedding(5, 2, sparse=True))
+    refuses("sparse", ddp_hook, DistributedDataParallel(nn.Embedding(5, 2, sparse=True)), "ring")
     static = hooked(nn.Linear(2, 2), static_graph=True)
     with static.no_sync():
         refuses("static_graph=True: ", backward, static)
     refuses("of 1 parameters", ddp_hook(model, "ring", "exact").load_state_dict, {"bounds": [1.0]})
     backward(model)
     refuses(r"all passes of a step but the last under no_sync\(\)", backward, model)
+    model = hooked(nn.Linear(2, 2))  # since in DDP itself the refused pass is still under way
 
     def passes(change: Callable[[], object]) -> None:
         model.zero_grad()
@@ -258,6 +256,7 @@ def test_mistakes_and_what_exact_does_not_support_are_refused_in_one_line():
     model = hooked(nn.Linear(2, 2))
     refuses(r"got Linear$", ddp_hook, model.module, "ring")
     refuses("create_graph", model(torch.ones(1, 2)).square().sum().backward, create_graph=True)
+    assert weakref.ref(hooked(nn.Linear(2, 2)))() is None, "a hook kept its model"
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
-from tests.messages import refused
+from tests.messages import refused, refuses
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     ),
     "Lars tensorflow": lambda m: Lars(m.parameters(), lr=0.5, weight_decay=1e-3, variant="tensorflow"),
     "Sgd": lambda m: Sgd(m.parameters(), lr=0.1, momentum=0.9),
-    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "SGD": lambda m: torch.optim.SGD([{"params": p, "momentum": 0.9 * (p.dim() > 1)} for p in m.parameters()], lr=0.1),
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-2),
 }  # fmt: skip
 
@@ -38,12 +38,10 @@ class Attentive(nn.Module):
         super().__init__()
         self.into = nn.Linear(7, 96)
         self.attention = nn.MultiheadAttention(96, 4, batch_first=True)
-        self.wide = nn.Linear(96, 200)
-        self.back = nn.Linear(200, 96)
+        self.wide, self.back = nn.Linear(96, 200), nn.Linear(200, 96)
         self.tied = nn.Linear(200, 96)
         self.tied.weight = self.back.weight
-        self.out = nn.Linear(96, 3)
-        self.unused = nn.Linear(50, 3)
+        self.out, self.unused = nn.Linear(96, 3), nn.Linear(50, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.into(x)
@@ -170,3 +168,5 @@ def test_mistakes_are_refused_before_anything_runs():
     for network, optimizer, wire, about in wrong:
         with refused(f"a sharded update, {about}", about):
             ShardedUpdate(network, optimizer, wire=wire)
+    ShardedUpdate(other, optimizer := torch.optim.SGD(other.parameters(), lr=0.1))
+    refuses("a sharded update, optimizer.step()", optimizer.step, about="optimizer.step()")

@@ -150,9 +150,10 @@ def test_a_run_resumed_from_its_state_ends_with_the_same_bits(resumed_at: int) -
     again.load_state_dict(model.state_dict())
     second = Lars(groups, lr=5.0)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, range(resumed_at, 6))
-    train(again, second, range(resumed_at, 6))
-    assert torch.equal(weights(again), weights(model))
+    runs = [(again, second), copy.deepcopy((model, optimizer)), (model, optimizer)]
+    for run in runs:
+        train(*run, range(resumed_at, 6))
+    assert all(torch.equal(weights(each), weights(model)) for each, _ in runs)
 
 
 def test_without_trust_it_is_sgd_and_each_takes_the_others_state() -> None:
@@ -180,12 +181,10 @@ def test_parameters_without_a_gradient_or_elements_stay_and_nan_reaches_the_whol
     optimizer.step()
     assert unused.tolist() == [1.0, 1.0, 1.0]
     assert used[0].item() == pytest.approx(1 - 0.1 / 1.1 * 1.1)
-    # An empty shard is no error.
     param = nn.Parameter(torch.zeros(0))
     param.grad = torch.zeros(0)
     Lars([param], lr=1.0).step()
     lars([], [], [], lr=1.0)
-    # A nan reaches the whole layer; an infinite norm has the rate 0.
     param = nn.Parameter(torch.ones(20))
     param.grad = torch.ones(20)
     param.grad[3] = math.nan
@@ -198,14 +197,7 @@ def test_closure_and_schedulers_of_torch_work() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = Lars([param], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = param.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 3.0
+    assert optimizer.step(lambda: param.square().sum().backward() or 3.0) == 3.0
     scheduler.step()
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["peak_lr"]) == (0.5, 1.0)
 

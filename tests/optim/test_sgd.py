@@ -22,17 +22,16 @@ HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.sampled_from([(), (1,), (19,), (4, 3, 3, 3)]), st.sampled_from([0.0, 0.9]), st.booleans(), st.booleans(), SEEDS
-)
-def test_it_is_torchs_sgd(shape: tuple[int, ...], momentum: float, nesterov: bool, channels_last: bool, seed: int):
+@given(st.sampled_from([(), (1,), (19,), (4, 3, 3, 3)]), st.sampled_from([0.0, 0.9]), *[st.booleans()] * 3, SEEDS)
+def test_it_is_torchs_sgd(shape, momentum: float, nesterov: bool, maximize: bool, channels_last: bool, seed: int):
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(shape, generator=generator)
     if channels_last and len(shape) == 4:
         start = start.contiguous(memory_format=torch.channels_last)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    hyper = {**HYPER, "momentum": momentum, "nesterov": nesterov and momentum > 0}
-    first, second = Sgd([ours], **hyper), torch.optim.SGD([theirs], **hyper, foreach=False)
+    hyper = {**HYPER, "momentum": momentum, "nesterov": nesterov and momentum > 0, "maximize": maximize}
+    first, second = Sgd([ours], **hyper, fused=True), torch.optim.SGD([theirs], **hyper, foreach=False)
+    assert not first._step_supports_amp_scaling, "a gradient scaler would leave its scale in"
     for _ in range(4):
         # Logical order, whatever the parameter's format: what a reduced gradient looks like.
         ours.grad = torch.randn(shape, generator=generator)
@@ -111,8 +110,9 @@ def test_adamw_is_torchs_but_for_rounding_and_loads_its_state() -> None:
     optimizer = AdamW([ours], momentum=0.8, beta2=0.99, **values)
     for step in range(5):
         if step == 3:
-            state = copy.deepcopy(reference.state_dict()["state"])
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        if step == 4:
+            reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         take(optimizer, [ours], [gradient(ours, step)])
         take(reference, [theirs], [gradient(theirs, step)])
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -121,7 +121,8 @@ def test_adamw_is_torchs_but_for_rounding_and_loads_its_state() -> None:
 def test_lamb_by_hand_and_without_trust_at_the_plain_rate() -> None:
     param = weights(3, 2)
     start, grad = param.detach().double(), gradient(param, 0)
-    take(Lamb([param], lr=0.1, eps=1e-6, weight_decay=0.01), [param], [grad])
+    param, optimizer = copy.deepcopy((param, Lamb([param], lr=0.1, eps=1e-6, weight_decay=0.01)))
+    take(optimizer, [param], [grad])
     # After one step both moments, with their corrections, are the gradient and its square.
     direction = grad.double() / (grad.double().abs() + 1e-6) + 0.01 * start
     expected = start - 0.1 * start.norm() / direction.norm() * direction

@@ -444,6 +444,8 @@ def group_of(group: AnyGroup | None = None, device: torch.device | str = "cpu") 
         if not dist.is_initialized():
             return alone(device)
         group = c10d._get_default_group()
+    if group not in c10d._world.pg_map:
+        raise UserError("group: this rank is not one of it, or it was destroyed; only its own ranks make the call")
     meeting = PrefixStore(keys.FOREIGN_SUBGROUPS, c10d._world.pg_map[group][1])
     splits = _splits.setdefault(group.group_name, itertools.count())
     nccl = "nccl" in str(dist.get_backend_config(group))

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from ..arithmetic import is_portable
 from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
 from ..errors import RunError, UserError
-from .float_sum import FloatGradientSum
+from .float_sum import FloatGradientSum, largest
 from .integer_sum import IntegerGradientSum
 from .layout import group
 
@@ -35,14 +37,9 @@ _FIRST_GUESS = 64.0
 
 
 def ddp_hook(
-    model: DistributedDataParallel,
-    algorithm: str = "auto",
-    wire: Wire | None = None,
-    *,
-    micro_batches: int | None = None,
-    grid: tuple[int, int] | None = None,
-    profile: Path | None = None,
-) -> "Hook":
+    model: DistributedDataParallel, algorithm: str = "auto", wire: Wire | None = None, *,
+    micro_batches: int | None = None, grid: tuple[int, int] | None = None, profile: Path | None = None,
+) -> "Hook":  # fmt: skip
     """Has a DistributedDataParallel model sum its gradients by one of our algorithms. Every rank calls it once.
 
     >>> model = DistributedDataParallel(model)  # doctest: +SKIP
@@ -68,9 +65,10 @@ def ddp_hook(
         The hook; its `explanation` is one line about the algorithm.
 
     Raises:
-        UserError: The algorithm doesn't fit, the wire or a parameter's dtype is unknown, or `exact` can't work with
-            what DistributedDataParallel was given.
-        RunError: By backward, with `exact`: a sum grew a million-fold in a step.
+        UserError: The algorithm doesn't fit, the wire or a parameter's dtype is unknown, an embedding's gradients are
+            sparse, or `exact` can't work with what DistributedDataParallel was given. The model is as it was.
+        RuntimeError: By backward, in words of torch's around ours: a rank is lost, or with `exact` a sum grew a
+            million-fold in a step.
     """
     if wire is not None and wire not in get_args(Wire):
         raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
@@ -84,6 +82,11 @@ def ddp_hook(
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
+    if wire != "exact" and is_portable():
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    if any(embedding.sparse for embedding in embeddings):
+        raise UserError("ddp_hook: not with sparse gradients; use Embedding(sparse=False)")
     ranks = group_of(model.process_group, parameters[0].device)
     if wire == "exact":
         _check_exact(model)
@@ -93,6 +96,7 @@ def ddp_hook(
     hook.allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
     hook.explanation = hook.allreduce.explanation
     model.register_comm_hook(hook, type(hook).send)
+    hook.begin(model)
     return hook
 
 
@@ -104,9 +108,6 @@ def _check_exact(model: DistributedDataParallel) -> None:
         )
     if getattr(model, "_delay_all_reduce_params", ()) or getattr(model, "skip_all_reduce_unused_params", False):
         raise UserError("wire exact: not with DDP's delay_all_reduce_named_params or skip_all_reduce_unused_params")
-    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    if any(embedding.sparse for embedding in embeddings):
-        raise UserError("wire exact: not with sparse gradients; use Embedding(sparse=False)")
 
 
 class Hook:
@@ -117,8 +118,12 @@ class Hook:
     def __init__(self, ranks: Group) -> None:
         self.allreduce: Any = None
         self._ranks, self._device = ranks, ranks.device
-        self._jobs: queue.SimpleQueue[tuple[list[_Future], Callable[[], list[Tensor]]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[_Future], Callable[[], list[Tensor]]] | None] = queue.SimpleQueue()
+
+    def begin(self, model: DistributedDataParallel) -> None:
+        """Once DDP has taken the hook: what is refused leaves the model as it was. Nothing here keeps the model."""
         threading.Thread(target=self._finish_all, daemon=True).start()
+        weakref.finalize(model, self._jobs.put, None)
 
     def send(self, bucket: GradBucket) -> _Future:
         """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
@@ -144,8 +149,8 @@ class Hook:
 
     def _finish_all(self) -> None:
         stream = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
-        while True:
-            futures, finish = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            futures, finish = job
             try:
                 with torch.no_grad(), torch.cuda.stream(stream):
                     for future, result in zip(futures, finish(), strict=True):
@@ -196,7 +201,7 @@ class _NarrowHook(Hook):
                     mean.split(numels)[slot].fill_(torch.nan)
                 return buffer.copy_(mean)
         # Without a scale from the last step, and ranks agree on one for the next.
-        maxima = torch.stack([gradient.abs().max() for gradient in buffer.split(numels)]).float()
+        maxima = torch.stack([largest(gradient) for gradient in buffer.split(numels)]).float()
         agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
         self._repairs.all_reduce(agreed, maximum=True)
         total.set_maxima(agreed.to(buffer.device))
@@ -225,22 +230,27 @@ class _ExactHook(Hook):
         self._slots = {parameter: slot for slot, parameter in enumerate(parameters.values())}
         # A bucket of the sum for each parameter: a pass may give a parameter nothing, or several gradients.
         self._total = IntegerGradientSum(group([1] * len(numels), numels), _MOST_PASSES, self._device, headroom=_GROWTH)
-        self._model, self._divisor = model, divisor
+        self._model: Any = weakref.proxy(model)  # or the two would keep each other
+        self._divisor = divisor
         # The scales of the first step come from the first rank's first pass, which is the step's first micro-batch on
         # any number of ranks. They are sent beside whatever DDP sends, by a group of their own.
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
         self._arrived: list[_Arrived] = []
         self._sent: list[tuple[Tensor, Work]] = []  # the messages of the first of these
-        # By slot, whether `.grad` held nothing before the gradient that autograd is about to add to it, and the version
-        # of `.grad` that `_take` left. Views of one bucket of DDP's have one version between them: not looked at.
-        self._is_fresh = [True] * len(numels)
+        # By slot, whether the step has had no gradient yet, whether `.grad` held nothing before the one that autograd
+        # is about to add to it, and the version of `.grad` that `_take` left. Views of one bucket of DDP's have one
+        # version between them: not looked at.
+        self._is_first, self._is_fresh = [True] * len(numels), [True] * len(numels)
         self._versions = [0] * len(numels)
         self._is_complete = self._has_sent = False
-        for parameter in parameters.values():
+
+    def begin(self, model: DistributedDataParallel) -> None:
+        super().begin(model)
+        for parameter in self._slots:
             if parameter.numel():
-                parameter.register_hook(partial(self._look, parameter))
-                parameter.register_post_accumulate_grad_hook(self._take)
+                weakref.finalize(model, parameter.register_hook(partial(self._look, parameter)).remove)
+                weakref.finalize(model, parameter.register_post_accumulate_grad_hook(self._take).remove)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._total.needs_measure else {"bounds": self._total.state().tolist()}
@@ -253,11 +263,11 @@ class _ExactHook(Hook):
             self._total.load_state(torch.tensor(bounds, dtype=torch.float64))
 
     def _look(self, parameter: Tensor, _: Tensor) -> None:
-        # Of a new step the first `.grad` may be zeros too; those that follow are not looked at.
+        # Of a new step the first `.grad` may be zeros too.
         before, slot = parameter.grad, self._slots[parameter]
-        self._is_fresh[slot] = before is None or (self._is_complete and not bool(before.any()))
-        is_view = self._model.gradient_as_bucket_view
-        if before is not None and not (self._is_complete or is_view) and before._version != self._versions[slot]:
+        self._is_fresh[slot] = before is None or (self._is_first[slot] and not bool(before.any()))
+        is_seen = self._is_first[slot] or self._model.gradient_as_bucket_view
+        if before is not None and not is_seen and before._version != self._versions[slot]:
             raise UserError(
                 "wire exact: .grad was changed between two passes of a step, where it holds nothing yet: clip and "
                 "unscale after the last pass, and begin a step anew by zero_grad(), not zero_grad(set_to_none=False)"
@@ -276,12 +286,13 @@ class _ExactHook(Hook):
                 "static_graph=True: DistributedDataParallel needs its first pass outside no_sync; leave it out to "
                 "accumulate gradients"
             )
+        if self._is_first[slot] and not is_fresh:
+            raise UserError(
+                "wire exact: a pass on top of a step's mean: call zero_grad() after each step, and run all passes of a "
+                "step but the last under no_sync()"
+            )
+        self._is_first[slot] = False
         if self._is_complete:
-            if not is_fresh:
-                raise UserError(
-                    "wire exact: a pass on top of a step's mean: call zero_grad() after each step, and run all passes "
-                    "of a step but the last under no_sync()"
-                )
             self._begin_step()
         elif is_fresh:  # the caller has dropped what the step had
             self._total.clear_bucket(slot)
@@ -346,7 +357,7 @@ class _ExactHook(Hook):
             parts = [self._total.message(slot) for slot in each.gradients]
             torch._foreach_copy_(parts, message.split([len(part) for part in parts]))
         status = self._total.finish().read()
-        self._is_complete = True
+        self._is_complete, self._is_first = True, [True] * len(self._names)
         if status.overflow and not status.nonfinite:
             raise RunError(
                 f"wire exact: the gradient of {self._names[status.overflow[0]]} is a million times as large as in the "

@@ -50,7 +50,7 @@ class FloatGradientSum(GradientSum):
     def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
         flat = gradient.reshape(-1)
         if self._is_scaled:
-            self._maxima[slot] = _magnitude(flat)
+            self._maxima[slot] = largest(flat)
         total = self._views[slot]
         total.add_(flat) if self._filled[slot] else total.copy_(flat)
         self._filled[slot] = True
@@ -141,9 +141,10 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(tensors), ord=torch.inf)).float()
     # On a CPU a norm takes ten times as long.
-    return torch.stack([_magnitude(each if each.numel() else each.new_zeros(1)) for each in tensors]).float()
+    return torch.stack([largest(each) for each in tensors]).float()
 
 
-def _magnitude(tensor: Tensor) -> Tensor:
-    low, high = torch.aminmax(tensor)
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude; nan or inf where there is one, 0 of a tensor without elements."""
+    low, high = torch.aminmax(tensor if tensor.numel() else tensor.new_zeros(1))
     return torch.maximum(-low, high)

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..arithmetic import is_portable
 from ..comm.allreduce import ShardCollectives, create
 from ..comm.groups import group_of
 from ..errors import UserError
@@ -24,8 +25,8 @@ from .update import BlockNorms, WeightGather, over_tensors
 Wire = Literal["exact", "float16", "bfloat16"]
 # each element is updated by itself, so that a slice is updated as the whole would be
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
-    optim.RMSprop, optim.Rprop, optim.ASGD,
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.RMSprop,
+    optim.Rprop, optim.ASGD,
 )  # fmt: skip
 
 
@@ -61,16 +62,9 @@ class ShardedUpdate:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        allreduce: str = "auto",
-        wire: Wire | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-        profile: Path | None = None,
-        bucket_mib: float = USUAL_MIB,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer, allreduce: str = "auto", wire: Wire | None = None, *,
+        grid: tuple[int, int] | None = None, profile: Path | None = None, bucket_mib: float = USUAL_MIB,
+    ) -> None:  # fmt: skip
         _check(model, optimizer, wire)
         device = next(model.parameters()).device
         self._optimizer = optimizer
@@ -96,6 +90,7 @@ class ShardedUpdate:
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._take, slot)) for slot, p in enumerate(self._parameters)
         ]
+        self._hooks.append(optimizer.register_step_pre_hook(_refuse_step))
         self._begin()
 
     @contextmanager
@@ -140,15 +135,18 @@ class ShardedUpdate:
         whole.state = defaultdict(dict)
         is_first = self._world.rank == 0
         states = [self.sharded.state.get(shard, {}) for shard in self._reducer.owned]
-        for key in states[0]:
-            values = [state[key] for state in states]
-            pairs = zip(values, self._reducer.owned, strict=True)
-            if all(isinstance(value, Tensor) and value.shape == shard.shape for value, shard in pairs):
+        zeros = [torch.zeros_like(shard) for shard in self._reducer.owned]
+        for key in dict.fromkeys(key for state in states for key in state):
+            # Of a group without momentum, say, zeros travel.
+            values = [state.get(key, zero) for state, zero in zip(states, zeros, strict=True)]
+            pairs = zip(values, zeros, strict=True)
+            if all(isinstance(value, Tensor) and value.shape == zero.shape for value, zero in pairs):
                 values = self._gather.gather_state(values, is_first)
             else:
                 values = [value.clone() if isinstance(value, Tensor) else value for value in values]
-            for parameter, value in zip(self._parameters, values, strict=False):
-                whole.state[parameter][key] = value
+            for parameter, state, value in zip(self._parameters, states, values, strict=False):
+                if key in state:
+                    whole.state[parameter][key] = value
         return whole.state_dict() if is_first else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,6 +206,10 @@ class ShardedUpdate:
             parameter.grad = None
 
 
+def _refuse_step(*_: Any) -> None:
+    raise UserError("optimizer.step(): it would take this rank's gradients alone; call the step() of ShardedUpdate")
+
+
 def _is_whole(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
@@ -218,6 +220,8 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
     if wire not in (None, *get_args(Wire)):
         raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
+    if wire != "exact" and is_portable():
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
     if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
             f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "
@@ -233,7 +237,7 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
     if held - trained.keys():
         raise UserError("optimizer: holds parameters that the model doesn't train; leave them out of its groups")
     for parameter, name in trained.items():
-        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-            raise UserError(f"{name}: must be float32 and contiguous; for lower precision use autocast")
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous() or not parameter.numel():
+            raise UserError(f"{name}: must be float32, contiguous and not empty; for lower precision use autocast")
     if len({p.device for p in trained}) != 1:
         raise UserError("model: must lie on one device, with a parameter to train")

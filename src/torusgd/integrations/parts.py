@@ -62,7 +62,7 @@ class _Batch:
 class _ByName(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model  # as in `polish`
 
     def forward(self, batch: Tensor | _Batch) -> Any:
         return self.model(**batch.inputs) if isinstance(batch, _Batch) else self.model(batch)

@@ -23,25 +23,20 @@ from ..errors import UserError
 from ..scalars import power
 from .lars import Norms
 from .norms import layer_norms
-from .sgd import add_param_group, has_gradient, value_of
+from .sgd import add_param_group, has_gradient, in_own_groups, value_of
 
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay; the groups' values are read at each step, so a schedule just sets them.
 
-    The state is that of torch.optim.AdamW (`exp_avg`, `exp_avg_sq`, `step`), and either loads the other's. `momentum`
-    is beta1, under the name that a schedule sets for every optimizer. UserError for a value out of range.
+    The state is that of torch.optim.AdamW (`exp_avg`, `exp_avg_sq`, `step`), and either loads the other's state_dict.
+    `momentum` is beta1, under the name that a schedule sets for every optimizer. UserError for a value out of range.
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, beta2=beta2, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -64,6 +59,17 @@ class AdamW(Optimizer):
             if params:
                 self._apply(group, params, [self._direction(param, group) for param in params])
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group["betas"] = (group["momentum"], group["beta2"])  # where torch's looks
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(in_own_groups(self, state_dict))
+        for group in self.param_groups:
+            group["momentum"], group["beta2"] = group.pop("betas", (group["momentum"], group["beta2"]))
 
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """u of one parameter, after its moments have taken in the gradient."""
@@ -95,17 +101,14 @@ class Lamb(AdamW):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        norms: Norms = layer_norms,
-    ) -> None:
+        self, params: ParamsT, lr: float, momentum: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
+        weight_decay: float = 0.0, norms: Norms = layer_norms,
+    ) -> None:  # fmt: skip
         self.norms = norms
         super().__init__(params, lr, momentum, beta2, eps, weight_decay)
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies; torch's leaves out what it doesn't know
+        return super().__getstate__() | {"norms": self.norms}
 
     def _apply(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
         for param, direction in zip(params, directions, strict=True):

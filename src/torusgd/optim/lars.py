@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ..errors import UserError
 from .norms import layer_norms
-from .sgd import add_param_group, has_gradient, momentum_buffer, momentum_step, value_of
+from .sgd import add_param_group, has_gradient, in_own_groups, momentum_buffer, momentum_step, value_of
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
@@ -94,19 +94,10 @@ class Lars(Optimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust: float | None = 0.001,
-        trust_one_dimensional: bool = False,
-        eps: float = 0.0,
-        variant: str = "paper",
-        peak_lr: float | None = None,
-        foreach: bool | None = None,
-        norms: Norms = layer_norms,
-    ) -> None:
+        self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+        trust: float | None = 0.001, trust_one_dimensional: bool = False, eps: float = 0.0, variant: str = "paper",
+        peak_lr: float | None = None, foreach: bool | None = None, norms: Norms = layer_norms,
+    ) -> None:  # fmt: skip
         self.norms = norms
         self.trust_one_dimensional = trust_one_dimensional
         given = (lr, momentum, weight_decay, trust, eps, variant, peak_lr, foreach)
@@ -149,27 +140,18 @@ class Lars(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; keys that its groups lack (as those of torch.optim.SGD do) stay as they are."""
-        saved = state_dict["param_groups"]
-        present = ({k: v for k, v in group.items() if k != "params"} for group in self.param_groups)
-        groups = [{**mine, **theirs} for mine, theirs in zip(present, saved, strict=True)]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        super().load_state_dict(in_own_groups(self, state_dict))
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies; torch's leaves out what it doesn't know
+        own = {"norms": self.norms, "trust_one_dimensional": self.trust_one_dimensional}
+        return super().__getstate__() | own
 
 
 def lars(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    *,
-    lr: float,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    trust: float | None = 0.001,
-    eps: float = 0.0,
-    variant: str = "paper",
-    peak_lr: float | None = None,
-    foreach: bool | None = None,
-    norms: Norms = layer_norms,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, lr: float,
+    momentum: float = 0.9, weight_decay: float = 0.0, trust: float | None = 0.001, eps: float = 0.0,
+    variant: str = "paper", peak_lr: float | None = None, foreach: bool | None = None, norms: Norms = layer_norms,
+) -> None:  # fmt: skip
     """One LARS step in place, on tensors of one device; arguments as of `Lars`, and buffers, at first zeros."""
     if not params:
         return
@@ -188,22 +170,15 @@ def lars(
     update = partial(_fused if is_fused else _foreach, momentum, weight_decay, row.rate_in_buffer)
     if foreach is False:  # a layer at a time
         for i, (param, grad, buffer) in enumerate(zip(params, grads, momentum_buffers, strict=True)):
-            update(lr if rates is None else rates[i : i + 1], [param], [grad], [buffer])
+            update(float(lr) if rates is None else rates[i : i + 1], [param], [grad], [buffer])
     else:
-        update(lr if rates is None else rates, params, grads, momentum_buffers)
+        update(float(lr) if rates is None else rates, params, grads, momentum_buffers)
 
 
 def layer_rates(
-    weight_norms: Tensor,
-    grad_norms: Tensor,
-    *,
-    lr: float,
-    weight_decay: float = 0.0,
-    trust: float = 0.001,
-    eps: float = 0.0,
-    variant: str = "paper",
-    peak_lr: float | None = None,
-) -> Tensor:
+    weight_norms: Tensor, grad_norms: Tensor, *, lr: float, weight_decay: float = 0.0, trust: float = 0.001,
+    eps: float = 0.0, variant: str = "paper", peak_lr: float | None = None,
+) -> Tensor:  # fmt: skip
     """Each layer's rate, lr * ratio, float64 [layers]: NaN by a NaN norm, 0 by an infinite norm of the gradient."""
     row = VARIANTS[variant]
     denominator = grad_norms + denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr) * weight_norms

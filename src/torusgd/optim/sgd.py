@@ -46,6 +46,14 @@ def has_gradient(param: Tensor) -> bool:
     return True
 
 
+def in_own_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict, maybe of torch's optimizer with this one's state, whose groups have all that this one's have."""
+    own, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(own) != len(saved):
+        return state_dict  # which torch refuses
+    return {**state_dict, "param_groups": [{**mine, **theirs} for mine, theirs in zip(own, saved, strict=True)]}
+
+
 class Sgd(SGD):
     """torch.optim.SGD (same arguments, same state) with the sliceable update on CPU.
 
@@ -53,6 +61,8 @@ class Sgd(SGD):
     """
 
     add_param_group = add_param_group
+    # A gradient scaler would leave its scale in the gradients, for a `step` that knows of it, if `fused` is given.
+    _step_supports_amp_scaling = property(lambda self: False, lambda self, value: None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -61,7 +71,8 @@ class Sgd(SGD):
         # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
             params = [p for p in group["params"] if has_gradient(p)]
-            values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
+            keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+            values = {key: group[key] for key in keys}
             momentum_step(params, [p.grad for p in params], [momentum_buffer(self, p) for p in params], **values)
         return loss
 
@@ -75,24 +86,17 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def momentum_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], *, lr: float, momentum: float,
+    dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
+) -> None:  # fmt: skip
     """buffer <- momentum * buffer + (1 - dampening) * (grad + weight_decay * param); param <- param - lr * buffer.
 
-    With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
+    With `nesterov`, param <- param - lr * (gradient + momentum * buffer). `maximize` takes -grad.
     """
     on_cpu = all(param.device.type == "cpu" for param in params)
     step = partial(
-        sgd, has_sparse_grad=False, foreach=not on_cpu, fused=on_cpu, grad_scale=None, found_inf=None, maximize=False,
-        lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+        sgd, has_sparse_grad=False, foreach=not on_cpu, fused=on_cpu, grad_scale=None, found_inf=None, lr=lr,
+        momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
     )  # fmt: skip
     layers = list(zip(params, grads, buffers, strict=True))
     direct = [not on_cpu or _walk_alike(layer) for layer in layers]

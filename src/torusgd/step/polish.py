@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import NativeAllReduce
 from ..comm.base import AllReduce
@@ -42,7 +43,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     layer that the forward pass doesn't use stay.
 
     Args:
-        model: Any model; its mode stays.
+        model: Any model, in DistributedDataParallel or not; its mode stays.
         batches: This rank's batches (n, c, h, w), on the model's device, of at least 2 images. Cut the images into
             the same batches on any number of ranks, and share these out in any way: the result is the same.
         allreduce: Sums over ranks; by default over all ranks of torch.distributed, if it is initialised.
@@ -57,6 +58,8 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its own forward pass is a collective, and ranks have other numbers of batches
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
