@@ -110,7 +110,6 @@ def tune_on_rank(seconds: float, streams: int, recipe: "Recipe | None", data: Pa
     """A profile as JSON; `on_ranks` runs it on each rank."""
     from ..comm.tuning.tune import tune as measure
     from ..data.registry import open_sources
-    from ..precision import arithmetic_of
     from ..runtime import keep_freed_memory
     from ..step.forward_backward import one_pass
 
@@ -119,12 +118,7 @@ def tune_on_rank(seconds: float, streams: int, recipe: "Recipe | None", data: Pa
         return measure(seconds, group=world, streams=streams).model_dump_json()
     classes = recipe.data.classes or len(open_sources(recipe.data, data, recipe.seed)[0].classes)
     task = one_pass(recipe, classes, world.device, recipe.stages[0].images_per_worker)
-
-    def within() -> None:
-        with arithmetic_of(recipe):
-            task()
-
-    return measure(seconds, group=world, streams=streams, one_pass=within).model_dump_json()
+    return measure(seconds, group=world, streams=streams, one_pass=task).model_dump_json()
 
 
 def show_profile(profile: "Profile") -> None:

@@ -18,7 +18,7 @@ from ..data.pipeline import Batch
 from ..data.to_device import pinned, place
 from ..models.registry import model_of
 from ..optim import build_optimizer, set_hyperparameters
-from ..precision import Precision
+from ..precision import Precision, arithmetic_of
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from ..rng import DROPOUT, seed_torch
@@ -229,9 +229,10 @@ def one_pass(recipe: Recipe, classes: int, device: torch.device, images: int) ->
     placed = place(batch, device, precision.memory_format)
 
     def one() -> None:
-        with precision.autocast():
-            logits = network(placed)
-        loss_of(recipe, logits.float(), labels, batch).backward()
+        with arithmetic_of(recipe):
+            with precision.autocast():
+                logits = network(placed)
+            loss_of(recipe, logits.float(), labels, batch).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -245,9 +246,9 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
     recipes = recipe.model_copy(update={"precision": "float32"}), recipe
     passes = [one_pass(each, classes, device, count) for each in recipes]
     with torch.random.fork_rng(devices=[]), _disable_current_modes():
-        theirs = _seconds(passes[0], device)
+        theirs, ours = (_seconds(each, device) for each in passes)
         with portable():
-            ours, method = _seconds(passes[1], device), fastest_method(device)
+            method = fastest_method(device)
     times = f"{ours / theirs:.1f} times float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
     return f"portable arithmetic: products by {method}; a pass of {count} images takes about {times}"
 
