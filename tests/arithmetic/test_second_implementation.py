@@ -30,14 +30,11 @@ ROWS = re.findall(r"^\| (\d+) \| (\w{64}) \|$", (ROOT / "notes/portable-arithmet
 HASHES = {int(steps): sha256 for steps, sha256 in ROWS} | {STEPS: GOLDEN}
 # Two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps.
 SHORT = (
-    "virtual_workers=2",
+    "virtual_workers=2", "data.train_images=150", "data.eval_images=4", "polish={images_per_batch: 9, images: 20}",
     "stages=[{until: 24sa, images_per_worker: 4},"
     " {until: 220sa, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     "rate={lr: 4.0, warmup: {length: 20sa, shape: linear, start: 0.1}, decay: {shape: polynomial, power: 2.0}}",
-    "data.train_images=150",
-    "data.eval_images=4",
-    "polish={images_per_batch: 9, images: 20}",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(20, marks=pytest.mark.slow)])

@@ -48,16 +48,12 @@ from torusgd.storage import CACHE, Store
 from torusgd.weights import weights_sha256
 
 TINY = (
-    "precision=float32",
+    "precision=float32", "virtual_workers=2", "average={half_life: 2st}", "polish.images=16",
     "model={name: small-net, options: {width: 4, dropout: 0.1}}",
     "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
     "augment: {crop: shift, shift: 1, flip: 0.5}}",
-    "virtual_workers=2",
-    "average={half_life: 2st}",
-    "polish.images=16",
-    "stages=[{until: 6st, images_per_worker: 3}]",
-    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
-)
+    "stages=[{until: 6st, images_per_worker: 3}]", "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
+)  # fmt: skip
 EVERY_TWO = RuntimeOptions(verify_every=Duration(2, "st"))
 
 

@@ -27,8 +27,7 @@ MISTAKES = [
     *("data.augment.flip=2", "data.augment.shift=0", "data.mean=[1, 2]", "data.resize=4", "data.image_size=0"),
     *("data.image_size=[11, 39, 1]", "data={image_size: [4, 9], resize: 8, source: digits}", "optimizer.name=sgd"),
     *("optimizer.nesterov=true", "stages.0.lr=2.0", "loss_scale.initial=8", "rate.decay.milestones=[1ep]", "stages=[]"),
-    "seed=-1",
-    "name=../x",
+    *("seed=-1", "name=../x"),
 ]
 
 

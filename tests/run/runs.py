@@ -31,13 +31,10 @@ SMALL = "model={name: 'tests.run.sources:small_net', options: {dropout: 0.1, zer
 TINY = (
     "data={source: synthetic, train_images: 96, eval_images: 24, image_size: 8, channels: 1, classes: 4, "
     "mean: [0.5], std: [0.25], augment: {crop: shift, shift: 1, flip: 0.5}}",
-    SMALL,
-    "virtual_workers=4",
+    SMALL, "virtual_workers=4", "evaluate={every: 2st, images_per_chunk: 10}",
     "stages=[{until: 2st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
-    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
-    "evaluate={every: 2st, images_per_chunk: 10}",
-    "polish={images: 24, images_per_batch: 8}",
-)
+    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}", "polish={images: 24, images_per_batch: 8}",
+)  # fmt: skip
 
 
 def run_here(

@@ -122,8 +122,7 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 # The sharded update, which has the weights of the replicated one over any all-reduce. Norms have several blocks here,
 # and a shard ends within a tensor.
 WIDE = (
-    "virtual_workers=7",
-    "model.options={width: 24, dropout: 0.1}",
+    *("virtual_workers=7", "model.options={width: 24, dropout: 0.1}"),
     "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
     *("rate={lr: 4.0, warmup: {length: 2st}}", "data.eval_images=90"),
     *("evaluate={every: 4st, images_per_chunk: 40}", "polish={images: 100, images_per_batch: 50}"),
