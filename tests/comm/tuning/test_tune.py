@@ -119,8 +119,7 @@ def test_mistakes_are_told():
 
 @on_ranks(2)
 def test_crowding_is_of_the_task_that_is_given():
-    """Rank 1 takes three times as long, so two at once take three times as long as rank 0 alone."""
-    seconds = (0.02, 0.06)[torch.distributed.get_rank()]
+    seconds = (0.02, 0.06)[torch.distributed.get_rank()]  # so that two at once take three times as long as rank 0
     with closing(connect(group_of())) as connection:
         (crowd,) = tune.crowding(connection, 0.0, lambda: time.sleep(seconds))
     assert crowd.ranks == 2

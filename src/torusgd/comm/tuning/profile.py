@@ -164,9 +164,12 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
 def hidden(profile: Profile, size: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured."""
     steps = profile.in_steps
-    # Beyond the largest size it is scaled with the all-reduce's own time.
+    # Beyond the largest size it grows as the all-reduce's own time does, of which it is a part. What is above that time,
+    # where messages interrupt ranks that share cores, is for each message, and not for each byte.
     if steps and size > steps[-1].size and profile.timings:
-        return steps[-1].hidden * expect(profile, round(size))[1] / expect(profile, steps[-1].size)[1]
+        known = expect(profile, steps[-1].size)[1]
+        part = min(1.0, steps[-1].hidden / known)
+        return steps[-1].hidden + part * (expect(profile, round(size))[1] - known)
     return float(np.interp(size, [step.size for step in steps], [step.hidden for step in steps])) if steps else 0.0
 
 
