@@ -164,7 +164,7 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
 def hidden(profile: Profile, size: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured."""
     steps = profile.in_steps
-    # Beyond the largest size it grows as the all-reduce's own time does, of which it is a part. What is above that time,
+    # Beyond the largest size it grows as the all-reduce's own time does, of which it is a part. What is above that,
     # where messages interrupt ranks that share cores, is for each message, and not for each byte.
     if steps and size > steps[-1].size and profile.timings:
         known = expect(profile, steps[-1].size)[1]
