@@ -26,6 +26,7 @@ from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _Future = torch.futures.Future[Tensor]
+_Job = tuple[list[_Future], Callable[[], list[Tensor]]]
 _GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 # Backward passes of a step over all ranks that an exact sum has bits for: it decides where its bounds stand.
 _MOST_PASSES = 2**16
@@ -34,6 +35,8 @@ _MOST_PASSES = 2**16
 _GROWTH = 2.0**20
 # The first step's scale takes the sum of all passes to be so many times what the first one gave.
 _FIRST_GUESS = 64.0
+# A lost rank may keep a bucket that has been sent; its script ends all the same.
+_END_SECONDS = 5.0
 
 
 def ddp_hook(
@@ -118,12 +121,13 @@ class Hook:
     def __init__(self, ranks: Group) -> None:
         self.allreduce: Any = None
         self._ranks, self._device = ranks, ranks.device
-        self._jobs: queue.SimpleQueue[tuple[list[_Future], Callable[[], list[Tensor]]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
 
     def begin(self, model: DistributedDataParallel) -> None:
         """Once DDP has taken the hook: what is refused leaves the model as it was. Nothing here keeps the model."""
-        threading.Thread(target=self._finish_all, daemon=True).start()
-        weakref.finalize(model, self._jobs.put, None)
+        thread = threading.Thread(target=_finish_all, args=(self._jobs, self._device), daemon=True)
+        thread.start()
+        weakref.finalize(model, _end, self._jobs, thread)
 
     def send(self, bucket: GradBucket) -> _Future:
         """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
@@ -147,17 +151,35 @@ class Hook:
     def _future(self) -> _Future:
         return torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
 
-    def _finish_all(self) -> None:
-        stream = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
-        while (job := self._jobs.get()) is not None:
-            futures, finish = job
-            try:
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    for future, result in zip(futures, finish(), strict=True):
-                        future.set_result(result)
-            except Exception as error:
-                for future in futures:
-                    future.set_exception(error)  # type: ignore[arg-type]
+
+def _finish_all(jobs: "queue.SimpleQueue[_Job | None]", device: torch.device) -> None:
+    # While it waits it holds nothing of a hook: the process groups and futures are for the main thread to free.
+    stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+    while (job := jobs.get()) is not None:
+        _finish(*job, stream)
+        del job
+
+
+def _finish(futures: list[_Future], finish: Callable[[], list[Tensor]], stream: Any) -> None:
+    try:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for future, result in zip(futures, finish(), strict=True):
+                future.set_result(result)
+    except Exception as error:
+        for future in futures:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
+    # Once the model is freed or the process ends. A thread that comes out of torch's C++ only then, as out of
+    # `set_result` after what waited for it has gone on, gets no interpreter any more, and the process aborts.
+    jobs.put(None)
+    if thread is not threading.current_thread():  # where a garbage collection frees the model
+        thread.join(_END_SECONDS)
+
+
+def _once_freed(model: DistributedDataParallel, call: Callable[[], None]) -> None:
+    weakref.finalize(model, call).atexit = False
 
 
 class _NarrowHook(Hook):
@@ -249,8 +271,8 @@ class _ExactHook(Hook):
         super().begin(model)
         for parameter in self._slots:
             if parameter.numel():
-                weakref.finalize(model, parameter.register_hook(partial(self._look, parameter)).remove)
-                weakref.finalize(model, parameter.register_post_accumulate_grad_hook(self._take).remove)
+                _once_freed(model, parameter.register_hook(partial(self._look, parameter)).remove)
+                _once_freed(model, parameter.register_post_accumulate_grad_hook(self._take).remove)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._total.needs_measure else {"bounds": self._total.state().tolist()}
