@@ -38,6 +38,9 @@ class DiskError(RunError):
 class DivergedError(RunError):
     """The numbers of a step are not finite, or out of range: from this state it can't be taken by anyone."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; the run has diverged: lower rate.lr or lengthen rate.warmup.length")
+
 
 class CorruptionError(RunError):
     """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""

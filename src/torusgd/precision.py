@@ -69,10 +69,7 @@ class Precision:
     def skip(self, step: int, names: Sequence[str]) -> None:
         """Halves the loss scale after a non-finite gradient; RunError if no scale is to blame."""
         if not self.is_scaling or self.loss_scale < 2.0**-14:
-            raise DivergedError(
-                f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters); the run "
-                "has diverged: lower rate.lr or lengthen rate.warmup.length"
-            )
+            raise DivergedError(f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters)")
         self.loss_scale /= 2.0
         self.accepted_in_a_row = 0
 

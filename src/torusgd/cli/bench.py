@@ -114,10 +114,10 @@ def tune_on_rank(seconds: float, streams: int, recipe: "Recipe | None", data: Pa
     from ..step.forward_backward import one_pass
 
     keep_freed_memory()  # as a run does, whose computation is timed
-    if recipe is None:
-        return measure(seconds, group=world, streams=streams).model_dump_json()
-    classes = recipe.data.classes or len(open_sources(recipe.data, data, recipe.seed)[0].classes)
-    task = one_pass(recipe, classes, world.device, recipe.stages[0].images_per_worker)
+    task = None
+    if recipe is not None:
+        classes = recipe.data.classes or len(open_sources(recipe.data, data, recipe.seed)[0].classes)
+        task = one_pass(recipe, classes, world.device, recipe.stages[0].images_per_worker)
     return measure(seconds, group=world, streams=streams, one_pass=task).model_dump_json()
 
 

@@ -73,8 +73,7 @@ def ddp_hook(
         RuntimeError: By backward, in words of torch's around ours: a rank is lost, or with `exact` a sum grew a
             million-fold in a step.
     """
-    if wire is not None and wire not in get_args(Wire):
-        raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
+    check_wire(wire)
     if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
         raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
     if not isinstance(model, DistributedDataParallel):
@@ -85,8 +84,6 @@ def ddp_hook(
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
-    if wire != "exact" and is_portable():
-        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     if any(embedding.sparse for embedding in embeddings):
         raise UserError("ddp_hook: not with sparse gradients; use Embedding(sparse=False)")
@@ -101,6 +98,14 @@ def ddp_hook(
     model.register_comm_hook(hook, type(hook).send)
     hook.begin(model)
     return hook
+
+
+def check_wire(wire: str | None) -> None:
+    """UserError for one that isn't known, and in portable arithmetic for all but exact."""
+    if wire not in (None, *get_args(Wire)):
+        raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
+    if wire != "exact" and is_portable():
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
 
 
 def _check_exact(model: DistributedDataParallel) -> None:

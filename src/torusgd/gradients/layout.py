@@ -108,7 +108,7 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
     for layer in dict.fromkeys(slot.layer for slot in held):
         part = sorted((slot for slot in held if slot.layer == layer), key=lambda slot: slot.completed)
         numels, is_wide = [slot.tensor.numel() for slot in part], [slot.is_wide for slot in part]
-        cut = lay_out_wide_last(rule, numels, is_wide) if layer is None else plan_buckets(numels, largest(rule))
+        cut = lay_out_wide_last(rule, numels, is_wide) if layer is None else plan_buckets(numels, most_elements(rule))
         sent = buckets[-1].stop if buckets else 0
         buckets += [bucket.moved(sent) for bucket in cut]
     return ParameterLayout(slots, buckets)
@@ -138,10 +138,10 @@ def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
         return group([3 * (k + 1) ** 3 - 3 * k**3 for k in range(len(numels))], numels)
     if isinstance(rule, tuple):
         return group(rule, numels)
-    return plan_buckets(numels, largest(rule))
+    return plan_buckets(numels, most_elements(rule))
 
 
-def largest(rule: BucketRule) -> int:
+def most_elements(rule: BucketRule) -> int:
     """Most elements of a bucket by a rule that gives its size; the usual number for other rules."""
     mib = rule if isinstance(rule, float | int) else USUAL_MIB
     return max(int(mib * 2**20) // _BYTES, 1)

@@ -6,23 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..arithmetic import is_portable
 from ..comm.allreduce import ShardCollectives, create
 from ..comm.groups import group_of
 from ..errors import UserError
 from ..optim import AdamW, Lamb, Lars, Sgd
+from .ddp_hook import Wire, check_wire
 from .layout import USUAL_MIB
 from .reducer import Channel, Reducer, parameter_slots
 from .update import BlockNorms, WeightGather, over_tensors
 
-Wire = Literal["exact", "float16", "bfloat16"]
 # each element is updated by itself, so that a slice is updated as the whole would be
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.RMSprop,
@@ -218,10 +217,7 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
     # UserError for what would fail later, or silently.
     if isinstance(model, DistributedDataParallel):
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
-    if wire not in (None, *get_args(Wire)):
-        raise UserError(f"wire {wire}: unknown; one of {', '.join(get_args(Wire))}, or None")
-    if wire != "exact" and is_portable():
-        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
+    check_wire(wire)
     if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
             f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data.sampler import BatchSizeSchedule, StreamSampler
 from ..gradients.ddp_hook import Wire, ddp_hook
-from ..step.polish import polish
+from ..step.polish import own_module, polish
 from .replicas import Replicas
 
 
@@ -62,7 +62,7 @@ class _Batch:
 class _ByName(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model  # as in `polish`
+        self.model = own_module(model)
 
     def forward(self, batch: Tensor | _Batch) -> Any:
         return self.model(**batch.inputs) if isinstance(batch, _Batch) else self.model(batch)

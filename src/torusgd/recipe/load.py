@@ -97,13 +97,14 @@ def _yaml_error(problem: str, where: Any) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, where.start_mark)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_INT = "tag:yaml.org,2002:int"
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 # PyYAML follows YAML 1.1, in which 017 is 15, 1:30 is 90, and 1e-3 is text.
 _Loader.yaml_implicit_resolvers = {
-    first: [each for each in known if each[0] != "tag:yaml.org,2002:int"]
+    first: [each for each in known if each[0] != _INT]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+0123456789.")
 )

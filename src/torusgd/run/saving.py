@@ -150,13 +150,11 @@ class Saver:
             # Weights that differ among ranks must not be saved as good ones.
             trainer.drift.compare(state.step, trainer.step.allreduce)
             tensors = trainer.step.state.state_dict(state.step, keep=self._is_first)
-            # The last update may have left its range, of which no gradient tells yet. Rank 0 alone has all tensors.
+            # The last update may have left its range, before any gradient has. Rank 0 alone has all tensors.
             lost = [n for n, each in tensors.items() if n.startswith(MODEL) and not bool(each.isfinite().all())]
             if lost := self._world.broadcast_json(lost):
-                raise DivergedError(
-                    f"step {state.step}: {lost[0].removeprefix(MODEL)} is not finite ({len(lost)} tensors), and no "
-                    "checkpoint is made of it; the run has diverged: lower rate.lr or lengthen rate.warmup.length"
-                )
+                what = f"{lost[0].removeprefix(MODEL)} is not finite ({len(lost)} tensors)"
+                raise DivergedError(f"step {state.step}: {what}, and no checkpoint is made of it")
             if self._is_first:
                 self._writer.save(as_checkpoint(state, tensors), partial(self._writing, state.step))
         self.saved = state.step

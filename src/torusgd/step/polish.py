@@ -58,8 +58,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # its own forward pass is a collective, and ranks have other numbers of batches
+    model = own_module(model)
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
@@ -87,6 +86,11 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
             layer.get_buffer("running_mean").copy_(mean)
             layer.get_buffer("running_var").copy_(variance + (square - mean.square()).clamp(min=0))
     return int(images)
+
+
+def own_module(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel, whose forward is a collective: ranks have other numbers of batches to polish."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @torch.no_grad()

@@ -129,9 +129,7 @@ class TrainStep:
             # Gradient 8: the step is accepted, the integers become the mean gradient.
             if not control.is_finite:
                 layer = self.state.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
-                what = "a batch statistic is not finite, or beyond 2**57; the run has diverged"
-                remedy = "lower rate.lr or lengthen rate.warmup.length"
-                raise DivergedError(f"step {step.index}: {layer}: {what}: {remedy}")
+                raise DivergedError(f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57")
             self.reducer.apply_mean(control.counts.contributions)
             for watcher in self.watchers:
                 watcher.with_mean(view)
