@@ -73,23 +73,9 @@ def ddp_hook(
         RuntimeError: By backward, in words of torch's around ours: a rank is lost, or with `exact` a sum grew a
             million-fold in a step.
     """
-    check_wire(wire)
-    if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
-        raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
-    if not isinstance(model, DistributedDataParallel):
-        raise UserError(
-            f"ddp_hook: takes a model in DistributedDataParallel, and before torch.compile; got {type(model).__name__}"
-        )
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
-    if strange is not None:
-        raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
-    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    if any(embedding.sparse for embedding in embeddings):
-        raise UserError("ddp_hook: not with sparse gradients; use Embedding(sparse=False)")
-    ranks = group_of(model.process_group, parameters[0].device)
+    _check(model, wire, micro_batches)
+    ranks = group_of(model.process_group, model.device)
     if wire == "exact":
-        _check_exact(model)
         hook: Hook = _ExactHook(model, ranks, micro_batches or ranks.size)
     else:
         hook = Hook(ranks) if wire is None else _NarrowHook(ranks, getattr(torch, wire))
@@ -108,14 +94,30 @@ def check_wire(wire: str | None) -> None:
         raise UserError("portable arithmetic: a sum of floats over ranks has their order; use wire='exact'")
 
 
-def _check_exact(model: DistributedDataParallel) -> None:
-    # What hands DDP a gradient that didn't pass through the parameter's own, or none at all.
-    if model.mixed_precision is not None:
+def _check(model: nn.Module, wire: str | None, micro_batches: int | None) -> None:
+    # UserError for what would fail later, or silently.
+    check_wire(wire)
+    if micro_batches is not None and (wire != "exact" or not 1 <= micro_batches <= _MOST_PASSES):
+        raise UserError(f"micro_batches: takes wire='exact', and 1 to {_MOST_PASSES}; got {micro_batches}")
+    if not isinstance(model, DistributedDataParallel):
         raise UserError(
-            "wire exact: not with DDP's mixed_precision=, whose gradients are of copies; use torch.autocast"
+            f"ddp_hook: takes a model in DistributedDataParallel, and before torch.compile; got {type(model).__name__}"
         )
-    if getattr(model, "_delay_all_reduce_params", ()) or getattr(model, "skip_all_reduce_unused_params", False):
-        raise UserError("wire exact: not with DDP's delay_all_reduce_named_params or skip_all_reduce_unused_params")
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    strange = next((dtype for dtype in dtypes if wire is not None and dtype not in _GRADIENTS), None)
+    if strange is not None:
+        raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    if any(embedding.sparse for embedding in embeddings):
+        raise UserError("ddp_hook: not with sparse gradients; use Embedding(sparse=False)")
+    if wire == "exact":
+        # What hands DDP a gradient that didn't pass through the parameter's own, or none at all.
+        if model.mixed_precision is not None:
+            raise UserError(
+                "wire exact: not with DDP's mixed_precision=, whose gradients are of copies; use torch.autocast"
+            )
+        if getattr(model, "_delay_all_reduce_params", ()) or getattr(model, "skip_all_reduce_unused_params", False):
+            raise UserError("wire exact: not with DDP's delay_all_reduce_named_params or skip_all_reduce_unused_params")
 
 
 class Hook:
