@@ -139,7 +139,7 @@ def test_nothing_is_unpickled(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
 BAD_ARRAYS: dict[str, dict[str, Any]] = {
     "float images": {"train_images": IMAGES["train"] / 255}, "float labels": {"train_labels": LABELS["train"] / 1.0},
     "flat images": {"eval_images": IMAGES["t10k"].reshape(4, -1)}, "an array missing": {"eval_labels": None},
-    "fewer labels": {"train_labels": LABELS["train"][:5]},
+    "few labels": {"train_labels": LABELS["train"][:5]}, "one class": {"train_labels": 9 * [0], "eval_labels": 4 * [0]},
     "negative labels": {"train_labels": LABELS["train"].astype(np.int8) - 1},
     "images without pixels": {"train_images": np.zeros((9, 0, 5), np.uint8)},
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from typer import Argument, Option
 
 from ..comm.algorithms import METHODS, OTHER_PROGRAMS, SCHEDULED
+from ..errors import UserError
 from ..text import listed
 from .output import check_writable
 
@@ -68,9 +70,10 @@ class RuntimeFlags:
 
         given, block = dict(self.given), block or RuntimeOptions()
         if "workers" in given:
-            # N, or MIN:MAX as a list of two; other text stays, and the check of a recipe's block refuses it.
-            parts = str(given.pop("workers")).split(":")
-            numbers: list[Any] = [int(part) if part.isascii() and part.isdigit() else part for part in parts]
+            text = str(given.pop("workers"))
+            if re.fullmatch("[0-9]{1,99}(:[0-9]{1,99})?", text) is None:
+                raise UserError(f"--workers {text}: takes a number of ranks, or MIN:MAX such as 2:4")
+            numbers = [int(part) for part in text.split(":")]
             given |= {"workers": numbers[0]} if len(numbers) == 1 else {"workers_range": numbers}
             block = block.without(["workers", "workers_range"])  # one number replaces a range, and the other way
         if "allreduce" in given:  # a grid belongs to the all-reduce that it was written beside

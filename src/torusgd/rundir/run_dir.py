@@ -150,8 +150,9 @@ class RunDir:
     def _refuse_strangers(self, fresh: bool) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
         if ambiguous := names.intersection(OWN):
-            what = f"holds {min(ambiguous)!r}, which no run of torusgd left there; choose another folder"
-            raise UserError(f"--out {self.path}: {what}")
+            what = f"holds {min(ambiguous)!r} but not the recipe of a run that wrote it"
+            remedy = "choose another folder, or put that recipe back"
+            raise UserError(f"--out {self.path}: {what}; {remedy}")
         if names and not fresh:
             remedy = "choose an empty folder, or give --fresh to write beside what is there"
             raise UserError(f"--out {self.path}: holds {min(names)!r} but no run; {remedy}")
