@@ -65,6 +65,7 @@ class Pipeline:
         self._regions = source if isinstance(source, RegionSource) else None
         self._encoded = source if isinstance(source, EncodedImages) else None
         self._data, self._sizes, self._seed = data, data.sizes, seed
+        self._named: set[tuple[str, int]] = set()
         self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
         """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
@@ -115,7 +116,7 @@ class Pipeline:
                 return self._image(int(indices[at]), choose)
             except CorruptImage as error:
                 decodable[at] = False
-                log.warning("left out of evaluation: %s", error)
+                self._name("left out of evaluation", int(indices[at]), error)
                 return None
 
         out, _ = self._images(indices, Changes(), self._sizes, read)
@@ -210,10 +211,15 @@ class Pipeline:
                 return self._image(taken, choose), taken
             except CorruptImage as error:
                 last = error
-                log.warning("replaced in epoch %d: %s", epoch, error)
+                self._name("replaced", taken, error)
                 # Keyed: every rank that computes this sample finds the same substitute, without a message.
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
+
+    def _name(self, fate: str, index: int, error: CorruptImage) -> None:
+        if (fate, index) not in self._named:  # once: it comes anew in each epoch
+            self._named.add((fate, index))
+            log.warning("%s: %s", fate, error)
 
     def _image(self, index: int, choose: Choose) -> Pixels:
         if (regions := self._regions) is not None:

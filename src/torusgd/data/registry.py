@@ -155,8 +155,7 @@ def _check(source: Source, word: str, data: Data) -> None:
     if len(source) == 0:
         raise UserError(f"data.source: {data.source} has no {word} images")
     if classes < 2:
-        what = f"{data.source} has one class alone, {source.classes[0]}" if classes else f"{data.source} has no classes"
-        raise UserError(f"data.source: {what}; a classifier needs two at least")
+        raise UserError(f"data.source: {data.source} has the classes {[*source.classes]} alone; a classifier needs two")
     if data.classes is not None and classes != data.classes:
         raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
     if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:

@@ -35,8 +35,6 @@ _MOST_PASSES = 2**16
 _GROWTH = 2.0**20
 # The first step's scale takes the sum of all passes to be so many times what the first one gave.
 _FIRST_GUESS = 64.0
-# A lost rank may keep a bucket that has been sent; its script ends all the same.
-_END_SECONDS = 5.0
 
 
 def ddp_hook(
@@ -182,11 +180,7 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> No
     # `set_result` after what waited for it has gone on, gets no interpreter any more, and the process aborts.
     jobs.put(None)
     if thread is not threading.current_thread():  # where a garbage collection frees the model
-        thread.join(_END_SECONDS)
-
-
-def _once_freed(model: DistributedDataParallel, call: Callable[[], None]) -> None:
-    weakref.finalize(model, call).atexit = False
+        thread.join(5.0)  # seconds: a lost rank may keep a bucket, and the script ends all the same
 
 
 class _NarrowHook(Hook):
@@ -278,8 +272,9 @@ class _ExactHook(Hook):
         super().begin(model)
         for parameter in self._slots:
             if parameter.numel():
-                _once_freed(model, parameter.register_hook(partial(self._look, parameter)).remove)
-                _once_freed(model, parameter.register_post_accumulate_grad_hook(self._take).remove)
+                look = parameter.register_hook(partial(self._look, parameter))
+                for handle in (look, parameter.register_post_accumulate_grad_hook(self._take)):
+                    weakref.finalize(model, handle.remove).atexit = False
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._total.needs_measure else {"bounds": self._total.state().tolist()}

@@ -151,8 +151,7 @@ class RunDir:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
         if ambiguous := names.intersection(OWN):
             what = f"holds {min(ambiguous)!r} but not the recipe of a run that wrote it"
-            remedy = "choose another folder, or put that recipe back"
-            raise UserError(f"--out {self.path}: {what}; {remedy}")
+            raise UserError(f"--out {self.path}: {what}; choose another folder, or put that recipe back")
         if names and not fresh:
             remedy = "choose an empty folder, or give --fresh to write beside what is there"
             raise UserError(f"--out {self.path}: holds {min(names)!r} but no run; {remedy}")
