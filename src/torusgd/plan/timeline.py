@@ -299,10 +299,12 @@ def _messages(
     hidden = max(0.0, summed - waited)
     contention = communication.contention * hidden
     if cluster.profile is not None and cluster.profile.in_steps and summed:
-        # Measured: what each message costs the computation beside it, in proportion to the part that is hidden.
+        # Measured: what each message costs the computation beside it, in proportion to the part that is hidden, and to
+        # how these ranks slow each other against how those of the measurement do.
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
-        contention = sum(each) * hidden / summed
+        share = cluster.slowdown(devices) / cluster.slowdown(len(cluster.profile.hosts))
+        contention = sum(each) * share * hidden / summed
     return waited, seconds["activations"], hidden, contention
 
 

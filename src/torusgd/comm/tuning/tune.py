@@ -34,7 +34,7 @@ _CHUNKED = 1 << 20
 # fractions of the time for all sizes alone, for each size among computation, and for crowding, which may take more
 _SIZES_FRACTION, _IN_STEPS_FRACTION, _CROWDING_FRACTION = 0.6, 0.15, 0.5
 # bytes of messages that are timed among computation
-_IN_STEPS = (1 << 14, 1 << 18)
+_IN_STEPS = (1 << 14, 1 << 18, 1 << 22)
 # number of dependent rounds of a chain
 _ROUNDS = 8
 # factor of the quickest rival's best time beyond which a rival drops out of the timings of a size
@@ -83,7 +83,10 @@ def measure(
         timings += _rivals(connection, profile, size, rivals, repetitions, (until - spent) / 2, known)
         took[size] = time.perf_counter() - before
     profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
-    among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_FRACTION * seconds)
+    each = 0.0 if short else _IN_STEPS_FRACTION * seconds
+    # The largest, a bucket's, where the network is fast enough for it.
+    fits = (size for size in _IN_STEPS if size < _CHUNKED or _ROW * expect(profile, size)[1] < 2 * each)
+    among = _IN_STEPS[:1] if short else fits
     in_steps = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
     crowds = () if short else crowding(connection, seconds, one_pass or _Task(connection.engine.device, images=32))
     return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
@@ -225,8 +228,9 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 # seconds of a rank alone in a timing of crowding
 _CROWDED = 0.1
-# number of all-reduces among a computation, so that their cost stands out from the noise
-_MESSAGES = 16
+# number of all-reduces among a computation, so that their cost stands out from the noise, and about how many an
+# `in_step` takes as long as if it times each way once
+_MESSAGES, _ROW = 16, 112
 
 
 class _Task:
@@ -313,6 +317,6 @@ def in_step(connection: Connection, algorithm: Plan, size: int, seconds: float) 
     rows: list[list[float]] = []
     while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
         rows.append([slowest(run, tasks) for run in (compute, beside, between)])
-    alone, *added = (statistics.median(column) for column in zip(*rows, strict=True))
-    hidden, waited = (max(0.0, each - alone) / _MESSAGES for each in added)
+    # Differences within a turn, as in `crowding`.
+    hidden, waited = (max(0.0, statistics.median(row[at] - row[0] for row in rows)) / _MESSAGES for at in (1, 2))
     return InStep(size=size, hidden=hidden, waited=waited)
