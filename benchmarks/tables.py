@@ -56,17 +56,9 @@ def table(run: dict[str, Any]) -> str:
     return f"{head}load {low:.1f} to {high:.1f}:\n\n{markdown(('figure', 'median', 'quartiles', 'n'), lines)}"
 
 
-def _pooled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
-    samples = defaultdict[str, list[float]](list)
-    for run in found:
-        for figure, values in run["samples"].items():
-            samples[figure] += values
-    return samples
-
-
 def plans_for_workers() -> str:
-    """Plans for 2 and 3 workers from a run with one, beside runs on as many: all rounds of the benchmark."""
-    samples = _pooled(runs(RESULTS / "plan-workers.json"))
+    """Plans for 2 and 3 workers from a run with one, beside runs on as many: the newest run of the benchmark."""
+    samples = runs(RESULTS / "plan-workers.json")[-1]["samples"]
     lines, middles = [], []
     for name in (each.removesuffix(": step, ms") for each in samples if each.endswith(": step, ms")):
         took, planned, errors = (
@@ -81,8 +73,10 @@ def plans_for_workers() -> str:
 
 def pooled(name: str) -> str:
     """Each figure of a file with the samples of all its runs, for a benchmark that is run in parts."""
-    found = runs(RESULTS / f"{name}.json")
-    samples = _pooled(found)
+    found, samples = runs(RESULTS / f"{name}.json"), defaultdict[str, list[float]](list)
+    for run in found:
+        for figure, values in run["samples"].items():
+            samples[figure] += values
     dates, loads = sorted({run["date"][:10] for run in found}), [load for run in found for load in run["load"]]
     machines = ", ".join(sorted({run["processor"] for run in found}))
     head = f"{len(found)} runs, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}, {machines}, "
