@@ -38,8 +38,8 @@ class DiskError(RunError):
 class DivergedError(RunError):
     """The numbers of a step are not finite, or out of range: from this state it can't be taken by anyone."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; the run has diverged: lower rate.lr or lengthen rate.warmup.length")
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the run has diverged: lower rate.lr or lengthen rate.warmup.length"
 
 
 class CorruptionError(RunError):

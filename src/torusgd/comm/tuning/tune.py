@@ -85,8 +85,8 @@ def measure(
     profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
     each = 0.0 if short else _IN_STEPS_FRACTION * seconds
     # The largest, a bucket's, where the network is fast enough for it.
-    fits = (size for size in _IN_STEPS if size < _CHUNKED or _ROW * expect(profile, size)[1] < 2 * each)
-    among = _IN_STEPS[:1] if short else fits
+    fits = [size for size in _IN_STEPS if size < _CHUNKED or _ROW * expect(profile, size)[1] < 2 * each]
+    among = fits[:1] if short else fits
     in_steps = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
     crowds = () if short else crowding(connection, seconds, one_pass or _Task(connection.engine.device, images=32))
     return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
@@ -228,8 +228,8 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 # seconds of a rank alone in a timing of crowding
 _CROWDED = 0.1
-# number of all-reduces among a computation, so that their cost stands out from the noise, and about how many an
-# `in_step` takes as long as if it times each way once
+# number of all-reduces among a computation, so that their cost stands out from the noise; of so many all-reduces is
+# about the time in which `in_step` takes each way once
 _MESSAGES, _ROW = 16, 112
 
 
