@@ -23,7 +23,7 @@ def test_tune_writes_a_profile_and_bench_measures_auto_by_it_and_names_what_it_d
     ran(command("tune", "digits", "--workers", "2", "--seconds", "1", "--out", profile))
     measured = Profile.load(profile)
     assert ([crowd.ranks for crowd in measured.crowding], measured.hosts) == ([2], (0, 0))
-    assert [point.size for point in measured.in_steps][:2] == [16 << 10, 256 << 10]
+    assert [point.size >> 10 for point in measured.in_steps] in ([16, 256], [16, 256, 4096])
     done = ran(command(
         "bench", "allreduce", "--workers", "2", "--sizes", "4KiB,64KiB", "--algorithms", "native,ring,auto", "-n", "2",
         "--profile", profile, "--json", file,
