@@ -55,7 +55,7 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
             assert "step 2 of 4" in run_cli("status", tmp_path)[1]
             assert run_cli("stop", tmp_path, "--seconds", "0")[0] == 0
 
-    assert go(tmp_path, look_and_stop).code == 143
+    assert go(tmp_path, look_and_stop).code == 130
     assert [(each["state"], each["step"]) for each in seen] == [("running", 0), ("running", 1), ("running", 2)]
     last = seen[-1]
     assert (last["host"], last["process"], last["shares"]) == (socket.gethostname(), os.getpid(), {"0": 4})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.comm.gloo_world import on_ranks
 from tests.run.runs import events, run_here
+from tests.step.test_corruption import NOTHING_SENT
 from tests.step.trainers import Sent, job_of, recipe_of, take, trainer_of
 
 from torusgd.comm.groups import Group, alone, group_of
@@ -39,6 +40,7 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
             take(1, gradient[40:])
         view = StepView(schedule[5], membership, recompute=lambda worker: pytest.fail("nothing is recomputed"))
         watch.after_passes(view)
+        watch.before_accept(view, NOTHING_SENT)
         watch.with_mean(view)
         if step == 3 * EVERY + EVERY // 2:
             early = watch.state()["averages"].clone()

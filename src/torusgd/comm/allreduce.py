@@ -65,12 +65,9 @@ class AlgorithmAllReduce:
         self.group = self.connection.group
         """the ranks, in a group of this all-reduce's own"""
         # A step starts all-reduces of the same few sizes again and again.
-        self.algorithm_for = lru_cache(1024)(self._effective)
+        effective = self.connection.engine.effective
+        self.algorithm_for = lru_cache(1024)(lambda size: (chosen := self.choose(size)) and effective(chosen))
         """the algorithm for a tensor of so many bytes; None for the backend's own all_reduce"""
-
-    def _effective(self, size: int) -> Algorithm | None:
-        chosen = self.choose(size)
-        return None if chosen is None else self.connection.engine.effective(chosen)
 
     def start(self, tensor: torch.Tensor) -> Work:
         assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"

@@ -34,7 +34,7 @@ from ..ranks.generations import GROUP_SECONDS, meet_within
 from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits
 from ..ranks.rank import RankFunction
 from ..recipe.compatibility import WORKERS, check
-from ..run.job import Job, setup_of
+from ..run.job import Job, images_at, setup_of
 from ..run.node_memory import torchrun_agent
 from ..run.run import train
 from ..run.saving import RunResult, finished
@@ -228,6 +228,7 @@ def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, l
     """A run on this rank; rank 0 alone locks the run's folder, and returns the summary."""
     check(setup_of(job, world.size), {WORKERS})
     folder, answer, agents = RunDir(job.out), dict[str, Any](), _agents(world)
+    liveness.outside("the list of images", images_at(job))  # on all ranks, which wait for rank 0's disk
     with ExitStack() as held:
         if world.rank == 0:
             try:

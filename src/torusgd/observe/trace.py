@@ -67,6 +67,12 @@ class StepTrace:
             self._write(self._profile)
             self._profile = None
 
+    def close(self) -> None:
+        """Ends a record that is under way, when the ranks change: torch has one a thread."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
     def _write(self, recorded: profile) -> None:
         world = self._world
         with tempfile.TemporaryDirectory() as folder:

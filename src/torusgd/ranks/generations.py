@@ -173,7 +173,7 @@ class Generations:
                 own = PrefixStore(keys.MEETING.format(generation=self.number), self._store)
                 wait = partial(self._wait_for_all, liveness)
                 return meet(own, newest.ranks, rank, device, ranks_per_gpu, wait, is_given_up=self._is_over)
-            except ConnectionLost:
+            except CommError:  # also one that is late just as the launcher announces that it is lost
                 if not self._is_followed(liveness):
                     raise
 

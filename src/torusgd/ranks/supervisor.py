@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import connection
@@ -20,7 +20,7 @@ from .failures import Exit, Failure, FailureChannel, FailureKind, explain
 from .forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from .generations import Generations
 from .gpus import free_local_rank
-from .join import JoinedNode, Listener, RemoteRank
+from .join import RANKS_LOST, JoinedNode, Listener, RemoteRank
 from .liveness import BEAT_SECONDS, Limits, Report, Unchanged, Watch
 from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 
@@ -200,6 +200,13 @@ class Supervisor:
             rank.process.join()
             rank.runs = False
 
+    def _end_lost(self, ranks: Collection[int]) -> None:
+        """Ends ranks, and the agents of machines that have none left, which would wait for the end of the run."""
+        self._end(ranks)
+        for node in (self._table[rank].node for rank in ranks):
+            if node is not None and not node.ranks and not node.gone:
+                node.end(1, RANKS_LOST)
+
     def _announce(self, lost: Iterable[int] = (), planned: bool = False) -> None:
         members = self._in(Part.MEMBER)
         self._generations.announce(members, lost, planned, waits=len(members) < self._quorum.wanted)
@@ -232,7 +239,7 @@ class Supervisor:
             self._report(f"{ranks_do(joining, 'join')}; {self._next()}")
         elif joining and time.monotonic() - self._joining_since > self._limits.start:
             self._turn(joining, Part.GONE)
-            self._end(joining)
+            self._end_lost(joining)
             who = ", ".join(map(str, joining))
             self._report(f"rank {who} has not begun in {self._limits.start:g} s; {self._next()}")
         elif not joining and self.listener and (node := self.listener.waiting(self._attempt)):
@@ -289,7 +296,7 @@ class Supervisor:
             if (first := self._call_in(function, needs_state=not left)) is None:
                 return None
             text += f"; rank {first} takes its place on this machine"
-        self._end(lost)
+        self._end_lost(lost)
         self._watch.forget(lost)
         if lost_members:  # and not only some that have not taken part yet
             self._announce(lost_members)

@@ -60,6 +60,8 @@ class Trainer:
         """Every rank calls it, with nothing under way."""
         for hook in self.hooks:
             hook.remove()
+        if self.trace is not None:
+            self.trace.close()
         self.step.close()
         self.sums.close()
 

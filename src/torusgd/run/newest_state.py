@@ -65,8 +65,8 @@ class Retained:
     saved: LastSaved | None = None
     news: str = ""  # line for people: what the change of ranks has changed
 
-    def close(self) -> None:
-        self.trackers.close()
+    def close(self, code: int) -> None:
+        self.trackers.close(code)
         self.data.close()
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -138,11 +138,12 @@ class Run:
         self.liveness.outside("the disk, or the servers of --track", str(self.retained.run_dir.path))
         if self.memory is not None:
             self.memory.forget()
-        self.close()
+        self.close(result.code)
         return result
 
     def keep(self) -> Retained:
         """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
+        self._saver.wait(self.state.step)  # which reports progress to those that wait, and whether the disk took it
         self.close_files()
         self.trainer.close()
         trainer, saved = self.trainer, self._saver.last() or self.retained.saved
@@ -153,12 +154,12 @@ class Run:
         tensors, event = trainer.step.state.state_dict(self.state.step, keep=True), self._last_event
         return replace(known, state=self.state, counted=self._counted, last_event=event, tensors=tensors, saved=saved)
 
-    def close(self) -> None:
-        """Ends this rank's part in the run, whatever has become of the others."""
+    def close(self, code: int = 1) -> None:
+        """Ends this rank's part in the run, whatever has become of the others; trackers show the exit code."""
         try:
             self.close_files()
         finally:
-            self.retained.close()
+            self.retained.close(code)
 
     def close_files(self) -> None:
         """Ends what writes and sends, after what is on its way; a checkpoint that is being written is completed."""
@@ -178,12 +179,13 @@ class Run:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 is_stopping = not self._saved_before_errors(self._evaluate_and_report)
             self._count_seconds()
+            number = self._agreed_signal() if is_stopping else 0
             if is_stopping or is_due or state.step == self.steps:
                 saver.save(state, trainer)
             if is_stopping or state.step == self.steps:
                 saver.wait(state.step)
                 self._tell_phase("stopped" if is_stopping else "finish")
-                return RunResult(signal=self.stop.signal or signal.SIGTERM) if is_stopping else None
+                return RunResult(signal=number) if is_stopping else None
             if is_changing:
                 if self._feeds is not None:
                     self._feeds.end()
@@ -207,6 +209,13 @@ class Run:
             is_due = stats.save or self._recorder.wants_checkpoint
             if self._recorder.is_refuted:  # what follows from a wrong state says nothing
                 self.steps = state.step
+
+    def _agreed_signal(self) -> int:
+        """The signal that stopped the run, the same on every rank: each has its own time limit, and one is first."""
+        by_request = self._is_first and self.retained.requests.to_stop()
+        own = self.stop.signal or (signal.SIGINT if by_request else 0)  # as Ctrl-C: nobody is to start it again
+        found = self.world.all_gather(torch.tensor([own], device=self.world.small_device))
+        return max(map(int, found)) or signal.SIGTERM
 
     def _saved_before_errors(self, call: Callable[[], T]) -> T:
         """What a call gives. If it ends the run it has changed nothing: first the last good step is saved."""
@@ -323,10 +332,16 @@ class Run:
                 self.retained = replace(self.retained, state=None)
             # SIGKILL 12: before any rank takes the weights of another, after which nobody could find wrong ones.
             self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
-        step.state.load_state_dict(agreed.tensors)
+        step.state.load_state_dict(self._as_they_come(agreed.tensors, agreed.state.step))
         self.state, self._counted = agreed.state, self.retained.counted or time.perf_counter()
         self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
         return agreed
+
+    def _as_they_come(self, tensors: Iterable[T], step: int) -> Iterator[T]:
+        """The same; on a slow link each may take long, and shows that no rank hangs."""
+        for number, each in enumerate(tensors):
+            self.liveness.progress("state", step, number)
+            yield each
 
     def _tell_phase(self, phase: str) -> None:
         if self.telemetry is not None:

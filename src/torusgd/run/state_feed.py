@@ -112,7 +112,8 @@ class StateFollower:
     """A rank that joins, which follows the ranks at work until it takes part. `retained`: what it has by now."""
 
     def __init__(self, job: Job, retained: Retained, liveness: Liveness) -> None:
-        options = job.options.model_copy(update={"audit": 0.0})  # nobody is there to compute anything twice
+        # Nobody is there to compute anything twice, nor to form a grid with.
+        options = job.options.model_copy(update={"audit": 0.0, "grid": None})
         job, world = replace(job, options=options, trace=None), alone(job.device)
         self._retained, self._state = retained, retained.state
         self._event: Event = {}

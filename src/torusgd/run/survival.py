@@ -6,6 +6,7 @@ all that is built on them are made anew.
 """
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -30,6 +31,8 @@ from .newest_state import Retained, nothing_yet
 from .run import Run
 from .state_feed import StateFollower
 
+_LOOK_SECONDS = 0.2
+
 
 class TrainRank:
     """A run on one rank, called again in the same process with the ranks that are left; it began with `workers`."""
@@ -42,6 +45,8 @@ class TrainRank:
 
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
+        while not heartbeat.store.check([keys.FINGERPRINT]):  # a `get` would wait too, and hold up the beats
+            time.sleep(_LOOK_SECONDS)
         run = Fingerprint.from_dict(json.loads(heartbeat.store.get(keys.FINGERPRINT)))
         with arithmetic_of(self._job.recipe):
             device, job = torch.device(self._job.device), self._job
@@ -88,10 +93,8 @@ def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
     'grid 2x2 does not fit 3 ranks: allreduce torus goes on without it'
     """
     name, native = options.allreduce, {"allreduce": "native", "grid": None, "streams": 1}
-    if ranks == 1:  # nothing is summed, and no grid but 1 x 1 would be taken
+    if ranks == 1 or name == "native":  # nothing is summed, and no grid but 1 x 1 would be taken
         return options.model_copy(update={"grid": None}), ""
-    if name == "native":
-        return options, ""
     if name == "auto":
         line = f"allreduce auto gives way to native: it was measured with other ranks than these {ranks}"
         return options.model_copy(update=native), line

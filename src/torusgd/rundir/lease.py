@@ -29,7 +29,7 @@ POLL = 1.0
 GIVE_BACK = 30.0
 # The file in the working folder that names the number held, so that a new start there need not wait for itself.
 TOKEN = ".lease"
-_OBJECT = re.compile(r"\.lease-(\d{8})\.json")
+OBJECT = re.compile(r"\.lease-(\d{8})\.json")
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,6 @@ class Holder:
 
 def object_name(number: int) -> str:
     return f".lease-{number:08d}.json"
-
-
-def is_lease(name: str) -> bool:
-    """Whether an object is one of these locks'.
-
-    >>> is_lease(".lease-00000007.json"), is_lease("recipe.yaml")
-    (True, False)
-    """
-    return _OBJECT.fullmatch(name) is not None
 
 
 class Lease:
@@ -143,7 +134,7 @@ class Lease:
                 raise UserError(f"--out {self._store.url}: in use by {seen.who}; wait for it or choose another place")
 
     def _numbers(self) -> list[int]:
-        found = (_OBJECT.fullmatch(name) for name in self._store.sizes())
+        found = (OBJECT.fullmatch(name) for name in self._store.sizes())
         return sorted((int(each[1]) for each in found if each), reverse=True)
 
     def _held(self) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from ..untrusted import check_regular, read_text
 from ..weights import Tensors, load_weights, write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
 from .checkpoint import LIGHT, MANIFEST, list_checkpoints, read_checkpoint
-from .lease import Lease, is_lease
+from .lease import OBJECT, Lease
 from .run_dir import FILES, RunDir
 from .run_view import HEAD, REQUESTS, STATUS, working_folder
 
@@ -101,7 +101,7 @@ class Mirror:
 
     def _there(self) -> tuple[dict[str, int], bool]:
         """What is in the bucket beside locks, and whether it is a run."""
-        there = {name: size for name, size in self._store.sizes().items() if not is_lease(name)}
+        there = {name: size for name, size in self._store.sizes().items() if not OBJECT.fullmatch(name)}
         return there, _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
 
     def _begin(self, fresh: bool) -> None:

@@ -82,6 +82,7 @@ class NoiseWatch(StepWatch):
         self._norms: dict[int, list[Tensor]] = {}
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: Work | None = None
+        self._squares: list[float] = []  # of all virtual workers, once they have come; empty: none are due
 
     def due(self, step: int) -> bool:
         return self._is_measured(step) or step + 1 in self._ends
@@ -115,15 +116,18 @@ class NoiseWatch(StepWatch):
         self._sent = pinned(squares.view(torch.int64), self._device).to(self._device, non_blocking=True)
         self._work = self._allreduce.start(self._sent)
 
+    def before_accept(self, view: StepView, control: ControlVector) -> None:
+        self._squares = []
+        if self._work is not None:
+            # Here, and not beside the mean: if a rank is lost meanwhile, this one still holds the last step's scales.
+            self._work.wait()
+            self._work = None
+            self._squares = self._to_host(self._sent).view(torch.float64).tolist()
+
     def with_mean(self, view: StepView) -> None:
-        if self._work is None:
+        if not self._squares or view.is_redone or not all(0.0 < each < math.inf for each in self._squares):
             return
-        self._work.wait()
-        self._work = None
-        squares = self._to_host(self._sent).view(torch.float64).tolist()
-        if view.is_redone or not all(0.0 < each < math.inf for each in squares):
-            return
-        small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
+        small = math.fsum(self._squares) / self._workers / self._loss_scale() ** 2
         self._estimate.add(small, self._mean_norm() ** 2, view.step.images_per_worker, view.step.batch)
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:

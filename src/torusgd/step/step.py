@@ -31,7 +31,7 @@ from .journal import JournalEntry, synchronous
 from .membership import Membership
 from .model_state import StepState
 from .stats import STATS, StepClock, StepStats
-from .watch import Requests, StepView, StepWatch, wants_stop
+from .watch import Requests, StepView, StepWatch
 from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 
 # In a virtual worker's hash, beside the numbers of its slots.
@@ -294,7 +294,7 @@ class TrainStep:
         counts = control.counts
         if counts.failed:
             raise self.images.failure(view.step, counts.failed, counts.ranks, self.world.ranks[self.world.rank])
-        if counts.contributions < len(entry.workers) or (wants_stop(control) and not entry.workers):
+        if counts.contributions < len(entry.workers) or (control.words(Requests.name)[0] > 0 and not entry.workers):
             raise _Abandoned
         if not entry.workers:
             raise _NobodyInTime

@@ -11,7 +11,7 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
     after_passes   this rank's last backward pass is done, and the messages are under way
     check          all sums have arrived and nothing has changed yet
     before_accept  the step is about to change the weights, or to be skipped
-    with_mean      the mean gradient is there, and is not clipped yet
+    with_mean      the mean gradient is there, and is not clipped yet; only a sharded update waits for others now
     after          the weights are updated; what the watcher found becomes fields of StepStats, or figures of the event
 
 `check` and `before_accept` may raise, on all ranks alike: what a watcher decides follows from the step's number and the
@@ -134,7 +134,3 @@ class Requests(StepWatch):
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         return dict(zip(("stop", "save", "keep", "change"), map(bool, control.words(self.name)), strict=True))
-
-
-def wants_stop(control: ControlVector) -> bool:
-    return control.words(Requests.name)[0] > 0
