@@ -17,14 +17,21 @@ T = TypeVar("T")
 _MOST_LISTED = 30
 
 
+def printable(text: str) -> str:
+    """A stranger's text for people: line ends, and whatever else steers a terminal, become escapes.
+
+    >>> printable("cat\\x1b[2J")
+    'cat\\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class UserError(ValueError):
     """The user's input is wrong; the command line prints the message alone and exits with code 2."""
 
     def __init__(self, line: str) -> None:
-        # One line whatever the input was: its line ends and control characters become escapes. Error numbers of an
-        # `OSError` mean nothing to a user.
-        line = re.sub(r"\[Errno \d+\] ", "", line)
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
+        # One line whatever the input was. Error numbers of an `OSError` mean nothing to a user.
+        super().__init__(printable(re.sub(r"\[Errno \d+\] ", "", line)))
 
 
 class RunError(RuntimeError):

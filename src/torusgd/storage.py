@@ -72,15 +72,22 @@ class Store:
         self._small = {"timeout": _SMALL_SECONDS} if self._files.async_impl else {}
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """An object's bytes, or those from `begin` up to `end`; OSError of a fitting kind if it can't be read whole."""
+        """An object's bytes, or those from `begin` up to `end`; OSError of a fitting kind if it can't be read whole.
+
+        UserError if the server sends more than the part: each image would be a download of its whole shard.
+        """
+        wanted = end - begin if begin is not None and end is not None else None
 
         def read() -> bytes:
             data: bytes = self._files.cat_file(self._path(name), start=begin, end=end)
-            if begin is not None and end is not None and len(data) != end - begin:
-                raise OSError(errno.EIO, f"{len(data)} bytes came of {end - begin}")
+            if wanted is not None and len(data) < wanted:
+                raise OSError(errno.EIO, f"{len(data)} bytes came of {wanted}")
             return data
 
-        return self._patiently(name, read)
+        data = self._patiently(name, read)
+        if wanted is not None and len(data) > wanted:
+            raise UserError(f"{self.url}/{name}: the server ignores Range and sends whole files; take one that has it")
+        return data
 
     def get(self, name: str, file: Path) -> None:
         self._patiently(name, lambda: self._files.get_file(self._path(name), str(file)))
@@ -136,6 +143,9 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
+        def line(error: BaseException) -> str:
+            return in_one_line(error)[:300]
+
         def attempt() -> T:
             try:
                 return call()
@@ -144,17 +154,13 @@ class Store:
             except (FileNotFoundError, PermissionError) as error:
                 # fsspec reports a web server that can't be reached as one that lacks the file.
                 if isinstance(error.__cause__, OSError):
-                    raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
-                raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
+                    raise OSError(errno.EIO, line(error.__cause__), f"{self.url}/{name}") from error
+                raise type(error)(error.errno or errno.ENOENT, line(error), f"{self.url}/{name}") from error
             except Exception as error:  # of the store's library, of its library's library, of the network
-                raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error
+                raise OSError(errno.EIO, line(error), f"{self.url}/{name}") from error
 
         # Whatever the store's library raised is an OSError by now.
         return retry(attempt, PAUSES, lambda error: isinstance(error, OSError) and is_transient(error))
-
-
-def _line(error: BaseException) -> str:
-    return in_one_line(error)[:300]
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 What is no number, such as a value of a stranger's JSON, is written as NONE.
 """
 
+import json
+import math
 import re
-from collections.abc import Iterable
-from typing import TypeGuard
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
 
 from .errors import UserError
 
@@ -91,3 +93,20 @@ def named(noun: str, names: Iterable[object]) -> str:
     """Things by their names or numbers: rank 3; ranks 3, 5."""
     found = list(names)
     return f"{noun}{'s' * (len(found) != 1)} {listed(found)}"
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null.
+
+    >>> json_text({"loss": float("nan"), "steps": 3})
+    '{"loss": null, "steps": 3}'
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,8 +2,6 @@
 
 import errno
 import hashlib
-import json
-import math
 import os
 import pickle
 import re
@@ -11,7 +9,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -128,20 +125,3 @@ def write_text(path: Path, text: str) -> None:
     """Writes a UTF-8 text file whole or not at all; bytes of file names that are no UTF-8 are written as escapes."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null.
-
-    >>> json_text({"loss": float("nan"), "steps": 3})
-    '{"loss": null, "steps": 3}'
-    """
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,7 +41,7 @@ class Memory(Tracker):
         assert all(isinstance(value, float) for value in figures.values())
         self.sent[kind, step] += 1
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         pass
 
 

@@ -25,7 +25,8 @@ from torusgd.rundir import checkpoint as checkpoints
 from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, CheckpointWriter, read_checkpoint, write_checkpoint
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats, StepTimes, StepTotals
-from torusgd.weights import json_text, load_weights, save_weights
+from torusgd.text import json_text
+from torusgd.weights import load_weights, save_weights
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped byte": flip_a_byte, "a file that is gone": Path.unlink,

@@ -40,7 +40,7 @@ class Assessment:
 
     def evaluate_classes(self) -> tuple[Evaluation, Confusion | None]:
         """Classifies every held-out image, and counts which class was taken for which, unless there are too many."""
-        classes = self.recipe.data.classes or len(self.trained.train.classes)
+        classes = len(self.trained.classes)
         if classes > _MOST_CLASSES:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)

@@ -1,6 +1,5 @@
 """`torusgd status`, `torusgd stop` and `torusgd resize`: look at a run, or change it, through its folder."""
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typer import Argument
 
 from ..errors import RunError, UserError
 from ..rundir.run_view import STOP, WORKERS, RunView, gone
-from ..text import percent, plural
+from ..text import json_text, percent, plural
 from .options import flag, option
 from .output import console
 
@@ -23,7 +22,7 @@ def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name
     view = RunView(run)
     found = view.read()
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json_text(found.as_dict(), indent=1))
     elif found.state == "gone":
         raise RunError(f"{view.name}: {gone(found)}")
     elif found.state == "stopped":

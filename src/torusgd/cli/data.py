@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument
 
-from ..errors import UserError
+from ..errors import UserError, printable
 from .options import flag
 from .output import check_here, console
 
@@ -64,7 +64,7 @@ def pack(
     with console().status(f"{out}: 0 of {total:,} images") as status:
         counts = pack(
             train, held_out, out, Packing(size, None if png else quality, images_per_shard),
-            leave_out=lambda line: typer.echo(f"left out: {line}"),
+            leave_out=lambda line: typer.echo(f"left out: {printable(line)}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
         )  # fmt: skip
     lacking = total - sum(counts.values())  # undecodable images are named while they are met, and counted here
@@ -99,11 +99,11 @@ def info(
     from ..data.registry import describe, undecodable
 
     for line in describe(path):
-        typer.echo(line)
+        typer.echo(printable(line))
     if check:
         bad = 0
         for bad, reason in enumerate(undecodable(path), 1):  # noqa: B007 - counted
-            typer.echo(f"undecodable: {reason}")
+            typer.echo(f"undecodable: {printable(reason)}")
         typer.echo(f"undecodable images: {bad}")
 
 

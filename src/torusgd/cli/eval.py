@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import UserError, as_user_error
+from ..errors import UserError, as_user_error, printable
 from .options import OUTPUT, JsonFile, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_json
 
@@ -31,8 +31,6 @@ def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile
     summary: dict[str, Any] = {**result.as_summary()}
     if confusion is not None:
         names, accuracies, counts = assessment.trained.train.classes, confusion.accuracies(), confusion.counts.tolist()
-        # A recipe may have more classes than its data; these have numbers as names.
-        names = (*names, *map(str, range(len(names), len(accuracies))))
         if len(names) <= FEW_CLASSES:
             terminal.print(confusion_table(names, accuracies, counts))
         classes = [{"name": name, "top1": top1} for name, top1 in zip(names, accuracies, strict=True)]
@@ -81,7 +79,7 @@ def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], co
         column.justify = "right"
     for number, (name, top1, row) in enumerate(zip(names, accuracies, counts, strict=True)):
         accuracy = "-" if top1 is None else f"{top1:.1%}"
-        said = Text(name if name == str(number) else f"{number} {name}")
+        said = Text(printable(name if name == str(number) else f"{number} {name}"))
         table.add_row(said, accuracy, *("" if count == 0 else str(count) for count in row))
     return table
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..errors import UserError, as_user_error
 from ..storage import url_of
+from ..text import json_text
 
 
 def console() -> Console:
@@ -65,6 +66,4 @@ def write_file(flag: str, path: Path, text: str) -> None:
 def write_json(path: Path | None, value: Any) -> None:
     """Writes a value to the file of --json, if there is one; UserError if it can't be written."""
     if path is not None:
-        from ..weights import json_text
-
         write_file("--json", path, json_text(value, indent=2) + "\n")

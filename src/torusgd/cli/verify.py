@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, printable
 from ..hub import pinned
 from ..ranks.forkserver import start_forkserver
 from ..text import percent, plural
@@ -131,7 +131,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     for each in sorted(found, key=lambda each: (each.first, each.last)):
         line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"
         # Names of tensors and conditions are the owner's, who may have put a terminal's commands into them.
-        terminal.print("".join(letter if letter.isprintable() else "?" for letter in line))
+        terminal.print(printable(line))
     covered = sum(each.last - each.first for each in found if each.state not in (DIFFERS, UNKNOWN))
     equal = f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed"
     code = verdict(found)

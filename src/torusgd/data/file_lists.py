@@ -105,12 +105,15 @@ def number_labels(
 ) -> tuple[tuple[str, ...], dict[str, Int64]]:
     """The class names by label, and the labels as numbers, int64 [images] by split, of a data set with texts as labels.
 
-    If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
-    list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes.
+    If all labels are whole numbers, they stay as they are, unless all are in the list (`read_classes`). Otherwise they
+    are class names, numbered in the order of the list, or else sorted. UserError, which begins with `where`, if a label
+    is not among the classes.
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
+    known = set().union(*distinct.values())
     # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
-    if all(label.isascii() and label.isdigit() and len(label) < 10 for label in set().union(*distinct.values())):
+    is_numbered = all(label.isascii() and label.isdigit() and len(label) < 10 for label in known)
+    if is_numbered and (listed is None or not known <= listed.keys()):
         numbers = {split: np.array(list(map(int, labels)), dtype=np.int64) for split, labels in splits.items()}
         largest = max(int(each.max(initial=-1)) for each in numbers.values())
         if largest >= (len(listed) if listed is not None else MOST_CLASSES):

@@ -17,14 +17,15 @@ import numpy as np
 
 from ..errors import RunError, UserError, as_run_error, as_user_error
 from ..locks import LOCK, held
+from ..text import json_text
 from ..untrusted import parse_json, read_text
-from ..weights import json_text, replacing, write_text
+from ..weights import replacing, write_text
 from .decode import JPEG, EncodedImages, Undecodable, decode, load_decoders, picture_size, require_specified
 from .file_lists import read_classes
 from .geometry import render, scaled
 from .registry import data_sha256
 from .tar_index import CLASSES, FILE, count_images, make_index, write_index
-from .types import CorruptImage, Pixels, Source
+from .types import ArraySource, CorruptImage, Pixels, Source
 
 SETTINGS = "pack.json"  # a file in the folder of the copies: the hash of their images, and how they were made
 _AT_A_TIME = 256  # images that are encoded, and in memory, before they are written
@@ -48,6 +49,8 @@ def pack(
     can't be used; RunError if the disk is full, or an image can't be read: the same call continues.
     """
     load_decoders()
+    if isinstance(train, ArraySource) and train.shape[2] not in (1, 3):
+        raise UserError(f"{out}: a JPEG or PNG has 1 or 3 channels here, the images have {train.shape[2]}")
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
     with as_user_error(f"{out}: can't be used", "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
@@ -130,6 +133,7 @@ def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
             if packing.quality is None:
                 require_specified(data)
             elif data.startswith(JPEG) and (side is None or min(picture_size(data)) <= side):
+                decode(data, source.channels, shrink=8)  # nothing is copied that training would have to replace
                 return data
             image = decode(data, source.channels)
         else:

@@ -128,10 +128,14 @@ def open_tables(
     for split, each in files.items():
         with as_user_error(f"{path}: the tables of {split} can't be read", of=(OSError, ValueError, KeyError)):
             # Labels are read whole at the start, images only when they are needed.
-            texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
+            values = [value for file in each for value in file.column(label).to_pylist()]
+            if None in values:
+                raise UserError(f"{path}: row {values.index(None)} of {split} has no label, counted from 0")
+            texts[split] = list(map(str, values))
             parts[split] = [part for file in each for part in file.parts(image)]
     names = _names(first.schema, label)
-    classes, labels = number_labels(texts, None if names is None else dict(zip(names, names, strict=True)), str(path))
+    listed = None if names is None else {str(number): name for number, name in enumerate(names)}
+    classes, labels = number_labels(texts, listed, str(path))
     train, held_out = (
         TableImages(parts[split], path, [file.path for file in each], classes, labels[split], channels)
         for split, each in files.items()

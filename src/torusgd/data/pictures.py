@@ -189,7 +189,7 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
         places = 0, 1
         for number, row in enumerate(rows):
             cells = [cell.strip() for cell in row]
-            if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
+            if number == 0 and (columns := _columns([cell.lower() for cell in cells], file)) is not None:
                 places = columns
             elif any(cells):
                 path, label = (cells[place] if place < len(cells) else "" for place in places)
@@ -202,9 +202,12 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
     return paths, labels
 
 
-def _columns(head: Sequence[str]) -> tuple[int, int] | None:
-    """The indices of the paths' and the labels' columns; None: this is no head line."""
+def _columns(head: Sequence[str], file: Path) -> tuple[int, int] | None:
+    """The indices of the paths' and the labels' columns; None: this is no head line. UserError if one has no name."""
     found = [next((head.index(name) for name in known if name in head), None) for known in (PATHS, LABELS)]
+    if (found[0] is None) != (found[1] is None):
+        what, known = ("paths", PATHS) if found[0] is None else ("labels", LABELS)
+        raise UserError(f"{file}: its head line {','.join(head)!r} has no column of {what}: {' or '.join(known)}")
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 

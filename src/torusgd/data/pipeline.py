@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import RunError, UserError, retry
+from ..errors import RunError, UserError, printable, retry
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
@@ -219,7 +219,7 @@ class Pipeline:
     def _name(self, fate: str, index: int, error: CorruptImage) -> None:
         if (fate, index) not in self._named:  # once: it comes anew in each epoch
             self._named.add((fate, index))
-            log.warning("%s: %s", fate, error)
+            log.warning("%s: %s", fate, printable(str(error)))
 
     def _image(self, index: int, choose: Choose) -> Pixels:
         if (regions := self._regions) is not None:

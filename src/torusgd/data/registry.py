@@ -120,7 +120,8 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         own = "or package.module:factory of your own"
         raise UserError(f"data.source: no source {name!r}; take {', '.join(SOURCES)}, {own}")
     for source, word in zip(pair, ("training", "held-out"), strict=True):
-        _check(source, word, data)
+        _check(source, word, name)
+        _check_recipe(source, word, data)
     if pair[0].classes != pair[1].classes:
         raise UserError(f"data.source: {name} has other classes in training than in held-out images")
     train = _first(pair[0], data.train_images, "train_images")
@@ -150,22 +151,24 @@ def _own(data: Data, path: Path | None) -> Pair:
     return train, held_out
 
 
-def _check(source: Source, word: str, data: Data) -> None:
+def _check(source: Source, word: str, name: str) -> None:
     classes, labels = len(source.classes), source.labels
     if len(source) == 0:
-        raise UserError(f"data.source: {data.source} has no {word} images")
+        raise UserError(f"data.source: {name} has no {word} images")
     if classes < 2:
-        raise UserError(f"data.source: {data.source} has the classes {[*source.classes]} alone; a classifier needs two")
-    if data.classes is not None and classes != data.classes:
-        raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
+        raise UserError(f"data.source: {name} has the classes {[*source.classes]} alone; a classifier needs two")
     if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:
         raise UserError(f"data.source: labels of the {word} images must be {len(source)} numbers in 0..{classes - 1}")
-    shape = source.shape if isinstance(source, ArraySource) else (1, 1, data.channels)
-    if 0 in shape:
-        raise UserError(f"data.source: the {word} images of {data.source} have no pixels, their shape is {shape}")
-    if shape[2] != data.channels:
-        both = f"the recipe says {data.channels}, the {word} images have {shape[2]}"
-        raise UserError(f"data.channels: {both}; set data.channels, data.mean and data.std for {shape[2]}")
+    if isinstance(source, ArraySource) and 0 in source.shape:
+        raise UserError(f"data.source: the {word} images of {name} have no pixels, their shape is {source.shape}")
+
+
+def _check_recipe(source: Source, word: str, data: Data) -> None:
+    if data.classes not in (None, classes := len(source.classes)):
+        raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
+    if isinstance(source, ArraySource) and (channels := source.shape[2]) != data.channels:
+        both = f"the recipe says {data.channels}, the {word} images have {channels}"
+        raise UserError(f"data.channels: {both}; set data.channels, data.mean and data.std for {channels}")
 
 
 def _first(source: Source, count: int | None, key: str) -> Source:
@@ -210,7 +213,10 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
             " Arrow files, with MNIST's files (train-images-idx3-ubyte.gz ...), or with train_images.npy ...; an .npz"
             " file; hf:ORG/NAME on the hub; or a built-in recipe that makes its own images, such as digits"
         )
-    return kind, *FILES[kind].open(path, 3, make_here)
+    train, held_out = FILES[kind].open(path, 3, make_here)
+    for source, word in ((train, "training"), (held_out, "held-out")):
+        _check(source, word, str(path))
+    return kind, train, held_out
 
 
 def describe(path: Path) -> list[str]:

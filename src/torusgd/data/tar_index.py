@@ -162,6 +162,9 @@ class _Walk:
         if picture is None and len(sample) == 1:  # a single file may have more dots in its name
             ((kind, member),) = sample.items()
             picture = member if kind.rpartition(".")[2] in PICTURES else None
+        if picture is None and "cls" in sample:
+            remedy = "a sample's files must follow each other; make the tar file with --sort=name"
+            raise UserError(f"{self._file}: {sample['cls'].name} has no JPEG or PNG beside it; {remedy}")
         if picture is not None:
             label = self._label(key, sample, picture)
             self._stream.seek(picture.offset - BLOCK)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..errors import RunError, UserError, first_line, needs
 from ..recipe.section import sides
 from ..run.trained_weights import TrainedModel
-from ..weights import load_weights, replacing, weights_sha256
+from ..weights import replacing, weights_sha256
 
+RECORDS_SHA256 = "records_sha256"  # hash of the last record of the run that left the weights; empty: nobody knows
 TOLERANCE = 1e-4  # largest difference of a graph's logits from the network's, relative to the largest logit
 _BATCHES = (2, 5)  # sizes of the compared batches; the graph is made with the first, so the second shows it takes any
 
@@ -39,7 +40,8 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
         graph = onnx.load(str(temporary))
         known = {
             "classes": list(trained.classes), "mean": data.mean, "std": data.std, "resize": data.resize,
-            "weights_sha256": weights_sha256(trained.model.state_dict()), "records_sha256": _records_sha256(trained),
+            "weights_sha256": weights_sha256(trained.model.state_dict()),
+            RECORDS_SHA256: trained.metadata.get(RECORDS_SHA256, ""),
         }  # fmt: skip
         onnx.helper.set_model_props(graph, {name: json.dumps(value) for name, value in known.items()})
         onnx.checker.check_model(graph)
@@ -59,15 +61,10 @@ def export_torch(trained: TrainedModel, path: Path) -> float:
         # Through a buffer: torch wants a file's name to end in .pt2, which that of an unfinished file does not.
         buffer = io.BytesIO()
         program = torch.export.export(trained.model, images, dynamic_shapes=shapes)
-        torch.export.save(program, buffer, extra_files={"records_sha256": _records_sha256(trained)})
+        torch.export.save(program, buffer, extra_files={RECORDS_SHA256: trained.metadata.get(RECORDS_SHA256, "")})
         temporary.write_bytes(buffer.getvalue())
         module: nn.Module = torch.export.load(buffer).module()
         return _compared(trained, module)
-
-
-def _records_sha256(trained: TrainedModel) -> str:
-    """Hash of the last record of the run that left the weights; empty: nobody knows."""
-    return load_weights(trained.path)[1].get("records_sha256", "")
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:

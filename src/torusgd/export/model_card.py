@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ..errors import UserError, as_user_error
+from ..models import head_of
 from ..recipe.section import sides
 from ..report.page import Table, conditions_table, records_sha256, result_table, time_table, training_table
 from ..report.read_run import RunRecord
@@ -40,6 +41,7 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
 def configuration(trained: TrainedModel) -> dict[str, Any]:
     data, name = trained.recipe.held_out_data, trained.recipe.model.name
     height, width = sides(data.image_size)
+    head = {tensor.rpartition(".")[0] for tensor in head_of(trained.recipe, len(trained.classes))}
     return {
         "architecture": name.partition(":")[2] or name,
         "model_args": dict(trained.recipe.model.options),
@@ -50,6 +52,8 @@ def configuration(trained: TrainedModel) -> dict[str, Any]:
             "mean": list(data.mean),
             "std": list(data.std),
             "crop_pct": 1.0 if data.resize is None else min(height, width) / data.resize,
+            "interpolation": "bilinear",  # as the accuracy on the card was measured; timm's own is bicubic
+            "classifier": sorted(head),
         },
     }
 

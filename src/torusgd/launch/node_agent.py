@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.registry import open_sources
-from ..errors import RunError, UserError, as_run_error, warn
+from ..errors import RunError, UserError, as_run_error, printable, warn
 from ..ranks import join
 from ..ranks.gpus import free_local_rank
 from ..ranks.join import Channel, pass_on
@@ -138,7 +138,7 @@ def _ended(where: str, message: Mapping[str, Any]) -> int:
     (code,), line = _numbers(message, "code"), f"the run at {where}: {message['end']}"
     if code in (1, 2):
         raise (UserError if code == 2 else RunError)(line)
-    warn(join.printable(line))
+    warn(printable(line))
     return code
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, printable
 from ..line_file import LineFile
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
@@ -23,9 +23,8 @@ from ..rundir.run_view import StatusFile
 from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats
-from ..text import plural
+from ..text import json_text, plural
 from ..untrusted import parse_json, read_text
-from ..weights import json_text
 from .trackers import Trackers
 
 # Between progress lines if the output is no terminal.
@@ -48,7 +47,7 @@ class Telemetry:
         self, folder: Path, schedule: Schedule, steps: int, first_step: int, evaluated: int, about: Mapping[str, Any],
         trackers: Trackers, is_quiet: bool = False,
     ) -> None:  # fmt: skip
-        self.console = Console(highlight=False, soft_wrap=True, quiet=is_quiet)
+        self.console = Console(highlight=False, soft_wrap=True, markup=False, quiet=is_quiet)
         self._schedule, self._steps = schedule, steps
         self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
         self._path = folder / "events.jsonl"
@@ -105,11 +104,11 @@ class Telemetry:
     def initial(self, fit: Mapping[str, Any], line: str) -> None:
         """What the network took of initial weights: for the event the names of all tensors, and a line."""
         self._write({"event": "initial", "step": 0, **fit})
-        self.say(line)
+        self.say(printable(line))
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -174,7 +173,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
     how = f"{recipe.optimizer.name}, {recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}"
     caption = f"{recipe.virtual_workers} virtual workers on {plural(ranks, 'rank')}, {how}"
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=printable(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)
     columns = ["stage", "steps", "epochs", "images/worker", "batch", "rate", "last", "momentum"]

@@ -39,8 +39,8 @@ class Tracker(ABC):
         """Sends what is still under way, as far as this process holds it; more may follow."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Sends what is still under way, and ends."""
+    def close(self, code: int) -> None:
+        """Sends what is still under way, and ends, as finished (0), failed (1) or stopped: the command's exit code."""
 
 
 class Trackers:
@@ -90,8 +90,8 @@ class Trackers:
         """Sends what is under way; this process may end before it feeds them again."""
         self._each(lambda tracker: tracker.flush())
 
-    def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+    def close(self, code: int = 0) -> None:
+        self._each(lambda tracker: tracker.close(code))
         self._open = None
 
     def _each(self, call: Callable[[Tracker], object]) -> None:
@@ -144,7 +144,7 @@ class TensorBoard(Tracker):
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         self._writer.close()
 
 
@@ -176,8 +176,8 @@ class WeightsAndBiases(Tracker):
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({f"{kind}/step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, code: int) -> None:
+        self._run.finish(exit_code=code)
 
 
 class MLflow(Tracker):
@@ -213,9 +213,9 @@ class MLflow(Tracker):
 
         mlflow.flush_async_logging()
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         self.flush()
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, {0: "FINISHED", 1: "FAILED"}.get(code, "KILLED"))
 
     def _find_or_create(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> str:
         own = _run_id(folder)

@@ -30,7 +30,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from ..errors import UserError, as_user_error
+from ..errors import UserError, as_user_error, printable
 from ..signals import how_it_ended
 from ..untrusted import parse_json
 from .liveness import BEAT_SECONDS, Report
@@ -59,6 +59,7 @@ MOST_STRANGERS = 16
 CLOSE_SECONDS = 2.0
 # Seconds from one line about strangers to the next.
 STRANGER_SECONDS = 10.0
+RANKS_LOST = "its ranks were lost; the same command joins again"
 # The call that lists addresses, and the bytes of each row.
 _SIOCGIFCONF, _IFREQ = 0x8912, 40
 _MOST_ADDRESSES = 1 << 10
@@ -239,11 +240,6 @@ def as_text(address: tuple[str, int]) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-def printable(text: str) -> str:
-    """What another machine sends for people, without what steers a terminal."""
-    return "".join(c for c in text if c.isprintable())
-
-
 def _proof(token: bytes, side: str, purpose: str, listeners: str, clients: str) -> str:
     # The side is in it: else a listener could be sent its own proof back.
     text = json.dumps(["torusgd 1", side, purpose, listeners, clients])
@@ -324,6 +320,7 @@ class JoinedNode:
     host: str
     workers: int
     channel: Channel
+    address: str = ""
     is_ready: bool = False
     gone: str = ""  # why it is no longer there; empty: it is
     attempt: int = -1  # in which its ranks were started last
@@ -404,14 +401,16 @@ class Listener:
 
     def _accept(self) -> None:
         for connection, host in accepted(self._socket):
-            # Strangers are bounded in number: each costs a thread until its handshake fails or times out.
-            if self._pending.acquire(blocking=False):
-                arguments = connection, host
+            # Strangers are bounded in number: each costs a thread until its handshake fails or times out. Machines that
+            # have proved themselves are not: their ranks connect again whenever the ranks change.
+            is_known = any(node.address == host for node in [*self._nodes])
+            if is_known or self._pending.acquire(blocking=False):
+                arguments = connection, host, not is_known
                 threading.Thread(target=self._receive, args=arguments, daemon=True, name="torusgd-joined").start()
             else:
                 connection.close()
 
-    def _receive(self, connection: socket.socket, host: str) -> None:
+    def _receive(self, connection: socket.socket, host: str, is_stranger: bool) -> None:
         """One connection, from its handshake to its end or to the threads that pass it on."""
         try:
             purpose = prove_to_client(connection, self._token)
@@ -426,7 +425,8 @@ class Listener:
                 self._reported, self._unreported = time.monotonic(), 0
             return
         finally:
-            self._pending.release()
+            if is_stranger:
+                self._pending.release()
         if purpose == NODE:
             self._serve(Channel(connection, self._silent), host)
             return
@@ -450,7 +450,7 @@ class Listener:
                         if not node.ranks and message["code"] == 0:
                             node.end(0, "its ranks have done their part")
                         elif not node.ranks and message["code"] < 0:  # after other ends all may start again
-                            node.end(1, "its ranks were lost; the same command joins again")
+                            node.end(1, RANKS_LOST)
                 channel.check_silence()
                 # Before it has spoken, nothing may follow the handshake's last line: both would arrive together.
                 if node is not None and time.monotonic() - beaten > BEAT_SECONDS:
@@ -472,7 +472,7 @@ class Listener:
             raise ChannelClosed(line)
         if not 1 <= workers <= MOST_RANKS:
             raise ValueError
-        node = JoinedNode(printable(host) or address, workers, channel)
+        node = JoinedNode(printable(host) or address, workers, channel, address)
         self._nodes.append(node)
         channel.send(job=self._job, silent=self._silent)
         return node

@@ -48,10 +48,8 @@ class Mistakes(NamedTuple):
 
 
 def find_mistakes(classify: Callable[[Observe], object], recipe: Recipe, names: Sequence[str]) -> Mistakes:
-    """What is wrong of all that `classify` observes; outputs beyond the classes' `names` are called by their number."""
-    classes = recipe.data.classes or len(names)
-    names = [*names, *map(str, range(len(names), classes))]
-    confusion = Confusion(classes, torch.device("cpu"))
+    """What is wrong of all that `classify` observes; `names` are those of the classes, in the order of the outputs."""
+    confusion = Confusion(len(names), torch.device("cpu"))
     worst: list[tuple[float, int, int, int, Tensor]] = []  # a heap: the least wrong one of the worst goes first
 
     def observe(logits: Tensor, batch: Batch, chunk: Indices) -> None:

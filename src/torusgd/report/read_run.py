@@ -5,7 +5,6 @@
 
 import csv
 import io
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -160,7 +159,9 @@ def read_log(path: Path) -> Log:
         raise UserError(
             f"{path}: no log with a step and a number in a row; give trainer_state.json, metrics.csv or .jsonl"
         )
-    return Log(path.parent.name or path.name, {key: sorted(points) for key, points in columns.items()})
+    # Of a file that every run calls alike, the folder's name.
+    name = path.parent.name if path.name in ("trainer_state.json", "metrics.csv") else path.name
+    return Log(name or path.name, {key: sorted(points) for key, points in columns.items()})
 
 
 def _rows(path: Path, text: str) -> list[dict[str, Any]]:
@@ -176,5 +177,5 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _number(cell: str | None) -> float | None:
     with suppress(ValueError, TypeError):
-        return float(json.loads(cell or "null"))
+        return float(parse_json(cell or "null"))
     return None

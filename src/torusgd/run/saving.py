@@ -23,7 +23,8 @@ from ..rundir.run_dir import RunDir
 from ..signals import exit_code
 from ..step.journal import JournalHead
 from ..step.stats import StepStats, StepTotals
-from ..weights import Tensors, json_text, save_weights, write_text
+from ..text import json_text
+from ..weights import Tensors, save_weights, write_text
 from .build import Trainer
 from .fingerprint import Conditions, Fingerprint, fingerprint_of
 from .job import Job
@@ -194,13 +195,12 @@ def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
     """The summary of a job that its folder holds the result of; UserError if of other data or initial weights."""
     # Opened in any case, since a wrong path is to be found before any rank is started.
     train, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed, once)
-    steps = len(Schedule(job.recipe, len(train)))
-    summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
-    if summary is not None:
+    steps, folder = len(Schedule(job.recipe, len(train))), RunDir(job.out)
+    if (summary := folder.read_summary()) is not None:  # before anything is removed
         now = fingerprint_of(job, train, held_out)
         then = Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}})
         now.check_same_run(then, f"the run in {job.out}")
-    return summary
+    return folder.finished(min(steps, job.max_steps or steps))
 
 
 def weights_metadata(recipe: Recipe, classes: Sequence[str]) -> dict[str, str]:

@@ -108,13 +108,13 @@ class TrainedModel:
     model: nn.Module  # float32; of `open_model` in evaluation mode
     recipe: Recipe
     classes: tuple[str, ...]  # names, in the order of the outputs
+    metadata: dict[str, str]  # of the weight file
 
 
 @dataclass(frozen=True)
 class Trained(TrainedModel):
     """A model with its weights, and the data that its recipe names."""
 
-    metadata: dict[str, str]
     train: Source
     held_out: Source
 
@@ -125,7 +125,8 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
     tensors, metadata = load_weights(file)
     recipe = _recipe(file, metadata, None, overrides)
     classes = tuple(_class_names(file, metadata))
-    return TrainedModel(file, _with_weights(file, tensors, model_of(recipe, len(classes))).eval(), recipe, classes)
+    network = _with_weights(file, tensors, model_of(recipe, len(classes))).eval()
+    return TrainedModel(file, network, recipe, classes, metadata)
 
 
 def open_trained(

@@ -25,8 +25,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import DiskError, RunError, UserError, as_run_error, in_one_line, is_transient, retry, warn
+from ..text import json_text
 from ..untrusted import check_regular, parse_json
-from ..weights import Tensors, json_text, save_weights, write_text
+from ..weights import Tensors, save_weights, write_text
 
 # The format of what is in a checkpoint, written into its progress; another number is refused with a line.
 FORMAT = 4

@@ -6,7 +6,6 @@ files are copied here. This module imports no torch, since whoever runs `status`
 """
 
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 from ..errors import UserError, as_user_error
 from ..locks import is_locked
 from ..storage import CACHE, Store, cache_folder, url_of
+from ..text import json_text
 from ..untrusted import check_regular, parse_json, read_text
 from .lease import EXPIRES, Lease, object_name
 
@@ -49,7 +49,7 @@ class StatusFile:
         if now or time.monotonic() - self._written >= SECONDS:
             self._written = time.monotonic()
             with suppress(OSError):  # a disk that takes no status at the moment ends no run
-                _write(self._path, json.dumps(self._told, indent=1) + "\n")
+                _write(self._path, json_text(self._told, indent=1) + "\n")
 
 
 class RunRequests:
