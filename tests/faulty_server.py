@@ -93,8 +93,12 @@ class _Files(FaultyHandler, SimpleHTTPRequestHandler):
         self.answer(206, data, {"Content-Range": f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}"})
 
 
+class _WholeFiles(FaultyHandler, SimpleHTTPRequestHandler):
+    pass
+
+
 @contextmanager
-def file_server(folder: Path) -> Iterator[str]:
-    """The address of a web server at work with the files of a folder."""
-    with FaultyServer(partial(_Files, directory=folder), {}).at_work() as server:
+def file_server(folder: Path, ranges: bool = True) -> Iterator[str]:
+    """The address of a web server at work with the files of a folder, whole ones without `ranges`."""
+    with FaultyServer(partial(_Files if ranges else _WholeFiles, directory=folder), {}).at_work() as server:
         yield server.url

@@ -98,6 +98,10 @@ def test_a_web_server(local: Path) -> None:
             open_shards(Path(url) / "none", 3)
     with pytest.raises(UserError, match=r"^http://127"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)
+    with file_server(local.parent, ranges=False) as url:
+        source, _ = open_shards(Path(url) / "set", 3)
+        with pytest.raises(UserError, match="the server ignores Range"):
+            source.encoded(0)
 
 
 URL = Path("memory://bucket/a set")

@@ -159,6 +159,8 @@ def test_files_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
     changed[changed.index(IMAGES["train"].tobytes()) + 7] ^= 1
     file.write_bytes(changed)
     refuses("an npz with a changed byte", open_numpy, file, TMP=tmp_path)
+    below = write_arrays(tmp_path, "npz", arrays(train_labels=LABELS["train"].astype(np.int64) - 1))
+    refuses("an npz with labels below 0", describe, below, TMP=tmp_path)
     for content in (b"", b"text", b"PK\x03\x04 cut", whole[: len(whole) // 2]):
         file.write_bytes(content)
         refuses("a damaged npz", open_numpy, file, FILE=file, REASON=LIBRARY)

@@ -42,10 +42,14 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
     assert (train.classes, train.labels.tolist(), held_out.labels.tolist()) == (("dog", "cat"), [1, 0], [1])
     train.read(0)
     assert open_csv(root, 3, train="my.tsv", eval="held out.csv")[0].classes == ("0", "1")
+    (root / "names").write_text("1\n0\n")  # the order of another program's outputs: images of "0" keep that name
+    train, _ = open_csv(root, 3, train="my.tsv", eval="held out.csv", classes="names")
+    assert (train.classes, train.labels.tolist()) == (("1", "0"), [0, 1])
 
 
 WRONG = {
     "no label": "path,label\na.jpg\n", "an empty label": "a.jpg,\n", "nothing": "", "another class": "a.jpg,bird\n",
+    "half a head": "image_id,label\na.jpg,1\n",
     "a NUL": "\x00,1\n", "a field without an end": '"' + "x" * 200_000 + '",cat\n',
 }  # fmt: skip
 
@@ -137,6 +141,8 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
         "a column with a typing error": {"image": "pixels", "label": "fin"},
     }.items():
         refuses(name, open_tables, root, 3, **columns, TMP=tmp_path)
+    holes = write_one(tmp_path / "holes", table(range(4), "pixels", "kind", target=[0, None, 1, 1]))
+    refuses("a row without a label", open_tables, holes, 3, label="target", TMP=tmp_path)
     assert len(open_tables(write_one(tmp_path / "b", table(range(4), "pixels", "kind")), 3)[0]) == 4
 
 

@@ -135,6 +135,7 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
         "a damaged header": whole[:second] + b"garbage" + whole[second + 7 :],
         "no label": tar_bytes({"1.jpg": picture(1)}),
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
+        "a label apart": tar_bytes({"1.cls": b"2", "2.jpg": picture(2), "1.jpg": picture(1), "2.cls": b"1"}),
         "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
     }  # fmt: skip
     for name, content in damaged.items():
@@ -183,12 +184,12 @@ def test_which_tar_files_are_of_which_split(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, run_cli: Any, mistake: Any) -> None:
     root = write_shards(tmp_path / "my set")
-    (root / "classes.txt").write_text("cat\ndog\n")
+    (root / "classes.txt").write_text("cat\tcat\x1b[2J\ndog\n")
     code, out, _ = run_cli("data", "index", root)
     assert (code, out.splitlines()[-1]) == (0, f"{tmp_path}/my set/index.safetensors: 12 training images, 6 held out")
-    assert open_shards(root, 3)[0].classes == ("cat", "dog")
+    assert open_shards(root, 3)[0].classes == ("cat\x1b[2J", "dog")
     code, out, _ = run_cli("data", "info", root, "--check")
-    assert (code, "undecodable images: 0" in out) == (0, True)
+    assert (code, "undecodable images: 0" in out, "\x1b" in out) == (0, True, False)
     (root / "classes.txt").write_text("cat\n")
     mistake("data", "index", root, TMP=tmp_path)
     mistake("data", "index", root, "--classes", tmp_path / "none", TMP=tmp_path)
@@ -214,14 +215,18 @@ def test_a_folder_is_scaled_once_and_arrays_become_pictures(tmp_path: Path) -> N
     root = write_folder(tmp_path / "set", train=6, val=2)
     (root / "train" / "dog" / "large.png").write_bytes(encoded(photo(90, 60), "PNG"))
     (root / "train" / "dog" / "torn.jpg").write_bytes(b"torn")
+    (root / "train" / "dog" / "zcut.jpg").write_bytes(picture(3)[:-200])  # small enough to be copied as it is
     counts, lines = shards_of(root, tmp_path / "out", size=45)
-    assert (counts, lines) == ({"train": 13, "eval": 4}, [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"])
+    reasons = {"torn": "neither JPEG nor PNG", "zcut": "a JPEG that is cut short"}
+    assert (counts, lines) == (
+        {"train": 13, "eval": 4}, [f"{root}/train/dog/{name}.jpg: {why}" for name, why in reasons.items()]
+    )  # fmt: skip
     shards = [f"train-0000{number}.tar" for number in range(3)]
     made = ["classes.txt", "index.safetensors", "pack.json", *shards, "val-00000.tar"]
     assert sorted(os.listdir(tmp_path / "out")) == made
     (before, _), (after, held_out) = open_folder(root, 3), open_shards(tmp_path / "out", 3)
     assert after.classes == held_out.classes == ("cat", "dog")
-    assert after.labels.tolist() == before.labels.tolist()[:-1]
+    assert after.labels.tolist() == before.labels.tolist()[:-2]
     for index in range(13):
         if min(picture_size(before.encoded(index))) <= 45 and index < 12:
             assert after.encoded(index) == before.encoded(index)

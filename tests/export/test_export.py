@@ -103,6 +103,7 @@ def test_a_card_has_what_was_measured_and_says_how_to_train_the_same_elsewhere(r
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == summary["top1"]
     assert config["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert config["pretrained_cfg"]["classifier"] == ["fc"]
     assert config["num_classes"] == len(config["label_names"]) == 4
     assert open_model(hub / "model.safetensors").recipe == open_model(run).recipe
     record = read_run(run)

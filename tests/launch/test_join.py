@@ -24,7 +24,7 @@ from torusgd.errors import RunError, UserError
 from torusgd.launch import node_agent
 from torusgd.launch.local import TOKEN, Entrance
 from torusgd.launch.node_agent import join_run
-from torusgd.ranks.join import Channel, pass_on, read_token
+from torusgd.ranks.join import RANKS_LOST, Channel, pass_on, read_token
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
 from torusgd.signals import STOP_SIGNALS
@@ -157,7 +157,7 @@ def test_a_run_with_too_few_ranks_waits(job: Job, undisturbed: dict[str, Any], m
 
 
 def test_a_joined_rank_cut_off_is_lost(job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    links = list[socket.socket]()
+    links, ended = list[socket.socket](), list[Any]()
 
     def noted(near: socket.socket, far: socket.socket) -> None:
         links.append(far)
@@ -172,10 +172,11 @@ def test_a_joined_rank_cut_off_is_lost(job: Job, undisturbed: dict[str, Any], mo
             with suppress(OSError):  # it has ended already, with what it was for
                 link.shutdown(socket.SHUT_RDWR)
         run.line("; rank 0 goes on")
+        ended.append(end(agent))  # while the run goes on: its machine is free again
         gate_of(job).unlink()
-        end(agent)
 
     Gated(job, drive, monkeypatch).ended_as(undisturbed)
+    assert str(ended[0]).endswith(RANKS_LOST)
 
 
 @pytest.mark.slow

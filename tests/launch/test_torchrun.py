@@ -132,7 +132,7 @@ def test_a_stop_of_one_rank_by_hand_stops_all_and_ranks_that_never_meet_end(tmp_
     ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
     until(lambda: last_step(out) >= 5, "step 5")
     os.kill(ranks[1].pid, signal.SIGINT)
-    assert [process.end() for process in ranks] == [143, 130]
+    assert [process.end() for process in ranks] == [130, 130]
     assert (out / "checkpoints" / f"step-{last_step(out):08d}").is_dir()
     assert not any("Traceback" in process.err for process in ranks)
     impatient = tmp_path / "impatient.yaml"

@@ -11,7 +11,8 @@ from tests.run.processes import summary
 from tests.run.runs import train
 from tests.step.trainers import job_of, run_of
 
-from torusgd.observe.trace import TracedSteps, merged
+from torusgd.comm.groups import alone
+from torusgd.observe.trace import StepTrace, TracedSteps, merged
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
@@ -63,6 +64,10 @@ def test_a_trace_has_the_steps_and_changes_no_bit_and_steps_beyond_the_run_are_o
     run_of(job_of(out=tmp_path / "run", trace=TracedSteps(2, 3))).run()
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
+    for _ in range(2):  # the ranks change within the traced steps
+        trace = StepTrace(TracedSteps(1, 3), alone(), tmp_path)
+        trace.between_steps(0)
+        trace.close()
     with refused("a trace of steps beyond the run", "--trace 3:5"):
         run_of(job_of(out=tmp_path / "beyond", trace=TracedSteps(3, 5)))
 

@@ -53,7 +53,7 @@ def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
     history.append({"step": 10, "eval_loss": 2})
     texts = {
         "trainer_state.json": json.dumps({"log_history": history, "best": None}),
-        "metrics.csv": "epoch,step,loss,val_acc\n0,5,0.75,\n0,10,,0.5\n",
+        "metrics.csv": f"epoch,step,loss,val_acc\n0,5,0.75,{'[' * 100_000}\n0,10,,0.5\n",
         "log.jsonl": f'{{"step": 1, "{EVIL}": 2.0}}\n\n{{"step": 2, "loss": NaN}}\n',
     }
     logs = []
@@ -68,6 +68,7 @@ def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
     assert Tags(page).seen.count("svg") == 6
     assert "loss over steps: tra ends at 0.25, met ends at 0.75" in page.replace("loss (log scale)", "loss")
     assert EVIL not in page
+    assert [log.name for log in logs] == ["tra", "met", "log.jsonl"]
     (tmp_path / "no.json").write_text("[1, {}]")
     with pytest.raises(UserError, match="no log with a step"):
         read_log(tmp_path / "no.json")

@@ -50,7 +50,7 @@ def run_here(
     try:
         with arithmetic_of(loaded):
             run = Run(Job(loaded, options or RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
-            console = Console(width=200, record=True, file=io.StringIO())
+            console = Console(width=200, record=True, file=io.StringIO(), markup=False)
             console.print(plan_table(loaded, run.schedule, 1))
             with patch("torusgd.run.newest_state.portable_price", return_value=""):  # which times some passes
                 return run.run().summary, console.export_text()

@@ -30,7 +30,7 @@ LOCAL = ["stages=[{until: 4st, images_per_worker: 6}]", "synchrony={form: local,
 
 # A change a word: of a key of the recipe, with nothing set before.
 SIMPLE = """
-    name=other description=other seed=1 virtual_workers=3 loss=binary-cross-entropy clip_grad_norm=0.1
+    name=other description='[/other]' seed=1 virtual_workers=3 loss=binary-cross-entropy clip_grad_norm=0.1
     label_smoothing=0.3 precision=bfloat16 memory_format=contiguous compile=true reduction=float16 arithmetic=2
     column_blocks=4 target_top1=0.5
     data.source=tests.run.sources:Half data.decoder=nvjpeg data.train_images=90 data.validation_images=20

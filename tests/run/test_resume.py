@@ -73,6 +73,7 @@ def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Pat
         run_alone(out, recipe, max_steps=10)
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
+    assert (out / "summary.json").exists(), "a refused command removes no result"
     fingerprint = json.loads((out / "checkpoints" / "step-00000015" / FILES[2]).read_text())["fingerprint"]
     change_progress(out, fingerprint=fingerprint | {"train_images": 97})
     with refused("a checkpoint of more images", "the checkpoint of step 15"):

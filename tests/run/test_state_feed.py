@@ -12,6 +12,7 @@ from tests.step.trainers import job_of, take, trainer_of
 from torusgd.comm import groups
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
 from torusgd.run.components import draw_network
 from torusgd.run.newest_state import Retained, nothing_yet
@@ -49,7 +50,7 @@ class Follower:
     """A rank that joins, in a thread that begins to read once it is let go."""
 
     def __init__(self, store: HashStore, *overrides: str) -> None:
-        job = job_of(LONG, *overrides)
+        job = job_of(LONG, *overrides, options=RuntimeOptions(allreduce="torus", grid="2x2"))  # of the ranks at work
         retained = nothing_yet(job, groups.alone(), Liveness(), (0,))
         network = draw_network(job, retained.data, torch.device("cpu"))
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.run.runs import events, run_here
 from tests.step.test_corruption import NOTHING_SENT
 from tests.step.trainers import Sent, job_of, recipe_of, take, trainer_of
 
+from torusgd.comm.base import ConnectionLost
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
@@ -51,6 +53,18 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
 
 def long_trainer(world: Group | None = None, *overrides: str, **options: Any) -> Trainer:
     return trainer_of(job_of(*LONG, *overrides, options=RuntimeOptions(**options)), world)
+
+
+def test_a_rank_lost_beside_its_message_leaves_the_scales_of_the_last_step() -> None:
+    trainer = long_trainer()
+    for index in range(EVERY // 2):
+        take(trainer, index)
+    before, lost = trainer.step.reducer.sum.state(), Mock(wait=Mock(side_effect=ConnectionLost("rank 1 is lost")))
+    (watch,) = (each for each in trainer.step.watchers if isinstance(each, NoiseWatch))
+    watch._allreduce = Mock(start=Mock(return_value=lost))
+    with pytest.raises(ConnectionLost):
+        take(trainer, EVERY // 2)
+    assert torch.equal(trainer.step.reducer.sum.state(), before)
 
 
 def figures(trainer: Trainer, first: int = 0, stop: int = 30) -> list[float]:

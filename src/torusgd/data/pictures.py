@@ -207,7 +207,7 @@ def _columns(head: Sequence[str], file: Path) -> tuple[int, int] | None:
     found = [next((head.index(name) for name in known if name in head), None) for known in (PATHS, LABELS)]
     if (found[0] is None) != (found[1] is None):
         what, known = ("paths", PATHS) if found[0] is None else ("labels", LABELS)
-        raise UserError(f"{file}: its head line {','.join(head)!r} has no column of {what}: {' or '.join(known)}")
+        raise UserError(f"{file}: its head line {','.join(head)!r} has no column of {what}; call it {known[0]}")
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
