@@ -24,7 +24,7 @@ from torusgd.errors import RunError, UserError
 from torusgd.launch import node_agent
 from torusgd.launch.local import TOKEN, Entrance
 from torusgd.launch.node_agent import join_run
-from torusgd.ranks.join import RANKS_LOST, Channel, pass_on, read_token
+from torusgd.ranks.join import MOST_STRANGERS, RANKS_LOST, Channel, pass_on, read_token
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
 from torusgd.signals import STOP_SIGNALS
@@ -182,15 +182,19 @@ def test_a_joined_rank_cut_off_is_lost(job: Job, undisturbed: dict[str, Any], mo
 @pytest.mark.slow
 def test_the_first_starts_another_rank(job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
+    monkeypatch.setattr("torusgd.ranks.join.HANDSHAKE_SECONDS", 600.0)
 
     def drive(run: Gated) -> None:
         agent = join(run.port, run.token(), 1)
         run.wait_for_ranks("0", "1")
         for again in ("2", "3"):
-            reached = last_step(job.out)
+            reached, away = last_step(job.out), ("127.0.0.2", 0)  # strangers, who hold up no rank that comes again
+            silent = [socket.create_connection(("127.0.0.1", run.port), 9, away) for _ in range(MOST_STRANGERS)]
             run.started[-1].kill()
             run.wait_for_ranks(again, "1")
             run.until(lambda: last_step(job.out) > reached)  # noqa: B023
+            for each in silent:
+                each.close()
         gate_of(job).unlink()
         assert end(agent) == 0
 

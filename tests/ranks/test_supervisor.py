@@ -18,14 +18,16 @@ from tests.commands import ran
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.step.trainers import job_of, take, trainer_of
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torusgd.comm import store_keys as keys
-from torusgd.comm.base import Liveness
+from torusgd.comm.base import LateRank, Liveness
 from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
 from torusgd.ranks.forkserver import forkserver_has_ended, forkserver_process, start_forkserver
+from torusgd.ranks.generations import Generations
 from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.rank import LastingFunction
 from torusgd.ranks.supervisor import Quorum, RankEntry, RankFailed, Supervisor
@@ -300,3 +302,18 @@ def test_no_rank_after_another_is_started_in_vain(tmp_path: Path, elsewhere: Non
     with supervise(2, []) as supervisor, pytest.raises(RankFailed) as caught:
         supervisor.run(Losing(tmp_path / "cue", prepares), quorum=Quorum(fewest=1))
     assert (caught.value.failure.kind, caught.value.failure.text) == (kind, text)
+
+
+def test_a_rank_late_just_as_the_launcher_announces_its_loss_is_left_behind() -> None:
+    store = HashStore()
+    launcher = Generations(store)
+    launcher.announce([0, 1])
+
+    class Late(Liveness):
+        def late(self) -> list[LateRank]:
+            if launcher.number:
+                return []
+            launcher.announce([0], lost=[1])
+            return [LateRank("no heartbeat", 1)]
+
+    assert Generations(store).join(0, torch.device("cpu"), 1, Late()).ranks == (0,)
