@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from ..step.batchnorm import BatchNormStatistics
 from ..step.deadlines import PassThread
 from ..step.forward_backward import ForwardBackward, LocalSteps, SharedTail, WholeNetwork
 from ..step.model_state import MovingAverage, StepState
-from ..step.weights_first import order_of_gradients
+from ..step.weights_first import WeightsFirst
 from ..tensor_parallel.tail import ParallelTail, choose_parallel, column_tail
 from .job import Job, setup_of
 from .open_data import Data
@@ -158,7 +159,7 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
 
 def passes_of(job: Job, network: Network, state: StepState, sums: Sums, world: Group) -> ForwardBackward:
     """The forward and backward pass of a virtual worker: of the whole network, or of a tail that ranks share."""
-    recipe, order = job.recipe, order_of_gradients(job.options)
+    recipe, order = job.recipe, WeightsFirst if job.options.weights_first else nullcontext
     if recipe.synchrony.local_steps is not None and network.own_copy is not None:
         return LocalSteps(recipe, copy.deepcopy(network.own_copy), state)
     if sums.tail is None:

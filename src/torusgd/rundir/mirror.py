@@ -113,7 +113,10 @@ class Mirror:
             for name in (*filter(_LIGHT.fullmatch, there), *small):
                 self._store.delete(name)
         # Another name: what lies here is of an earlier run of this URL, and would be taken for a newer checkpoint.
-        if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
+        name = ""
+        with suppress(OSError, ValueError):
+            name = read_text(self.folder / NAME)
+        if fresh or not is_run or name != self._store.read(NAME).decode():
             self._forget()
         if fresh or not is_run:
             write_text(self.folder / NAME, secrets.token_hex(8))
@@ -163,11 +166,6 @@ class Mirror:
     def _delete(self, checkpoint: str) -> None:
         for name in (MANIFEST, *CHECKPOINT_FILES):
             self._store.delete(f"checkpoints/{checkpoint}/{name}")
-
-    def _name_here(self) -> str:
-        with suppress(OSError, ValueError):
-            return read_text(self.folder / NAME)
-        return ""
 
     def _forget(self) -> None:
         """Empties the working folder, but for the lock that is held."""

@@ -5,7 +5,7 @@ Nothing but the layer below waits for an input gradient, while a weight gradient
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..recipe.runtime_options import RuntimeOptions
-
 Context = Callable[[], AbstractContextManager[object]]
 # Of weight and bias, from a layer's output gradient, its input, its weight, and whether it has a bias.
 _Gradients = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-
-
-def order_of_gradients(options: RuntimeOptions) -> Context:
-    return WeightsFirst if options.weights_first else nullcontext
 
 
 class WeightsFirst(TorchFunctionMode):
