@@ -78,8 +78,8 @@ def test_the_table_is_that_of_the_runs_that_were_played() -> None:
     ends = {verdict: sum(row["verdict"] == verdict for row in played) for verdict in campaign.GOOD}
     told = (
         f"{len(played)} were played on 2026-11-25, {sum(row['event'] != 'none' for row in played)} of them struck",
-        f"{ends['refused']} were refused in the table's own line, {ends['same']} had the same weights, and "
-        f"{ends['ends well']} ended well",
+        f"{ends['refused']} combinations were refused with the documented message, as they should be; {ends['same']} "
+        f"had the same weights, and {ends['ends well']} ended without error but could not be compared",
     )
     text = (root / "docs" / "reliability.md").read_text()
     assert all(each in text for each in told), told
