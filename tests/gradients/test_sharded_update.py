@@ -151,6 +151,22 @@ def test_bits_and_states_are_those_of_any_algorithm(tmp_path):
     run_ranks(3, bits_and_states, write_profile(tmp_path, 3))
 
 
+def test_a_parameter_without_dimensions_goes_on():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    states: list[dict[str, Any]] = [{}]
+    for _ in range(2):
+        update = ShardedUpdate(net := Scaled(), OPTIMIZERS["AdamW"](net))
+        if states[-1]:
+            update.load_state_dict(states[-1])
+        (net(torch.ones(1, 4)).sum() * net.scale).backward()
+        assert update.step() == []
+        states.append(update.state_dict())
+
+
 def test_mistakes_are_refused_before_anything_runs():
     layer = nn.Linear(4, 2)
     used = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)

@@ -111,7 +111,8 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     before, lines = "", []
     for line in (folder / "records.jsonl").read_text().splitlines():
         tree = json.loads(line)
-        change(tree)
+        if change(tree) == "drop":
+            continue
         tree["before"] = before
         lines.append(json.dumps(tree))
         before = line_sha256(lines[-1])
@@ -505,6 +506,24 @@ def test_arithmetic_of_other_conditions_is_apart(tmp_path: Path, verify: Any, mo
     assert "ONEDNN_MAX_CPU_ISA=SSE41" in found["result"]
 
 
+def drop_states(folder: Path, *steps: int) -> Path:
+    forge(folder, lambda line: "drop" if line["record"] == "state" and line["step"] in steps else None)
+    return folder
+
+
+def test_what_no_record_shows_is_computed_or_not_called_equal(tmp_path: Path, verify: Any, monkeypatch) -> None:
+    """Without the first state, the last one, or those where conditions change; a result of more steps."""
+    short = of_two(tmp_path / "run", max_steps=5)
+    assert "steps 0:2" in verify(drop_states(shutil.copytree(short, tmp_path / "first"), 0), "--all")
+    verify(drop_states(shutil.copytree(short, tmp_path / "last"), 5), "--all")
+    forge_lines(more := shutil.copytree(short, tmp_path / "more"), "result", step=6)
+    change_summary(more, steps=6)
+    assert verify(more, "--all", code=1)["result"].startswith("differs")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    found = verify(drop_states(of_two(short), 5), "--all", code=2)
+    assert "changed within them, after step 5" in found["steps 4:6"]
+
+
 def test_a_journal_that_was_edited_is_found(tmp_path: Path, verify: Any) -> None:
     """A cutoff run: its journal says whose work entered each update."""
     folder = of_two(tmp_path / "run", "virtual_workers=4", "synchrony={form: cutoff, count: 3}")
@@ -533,6 +552,9 @@ def test_a_sample_is_drawn_by_steps_and_by_everybody_alike() -> None:
 
 def test_records_of_any_number_of_attempts_are_one_chain(tmp_path: Path, run: Path) -> None:
     out = tmp_path / "run"
+    of_two(out, max_steps=3)
+    for left in ("checkpoints", "summary.json", "model.safetensors"):  # it begins anew
+        shutil.rmtree(out / left) if left == "checkpoints" else (out / left).unlink()
     of_two(out, max_steps=3)
     of_two(out)
     _, head, problem = parse_records((out / "records.jsonl").read_text())

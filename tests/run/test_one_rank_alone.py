@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.step.trainers import job_of, run_of
 from torusgd.comm.groups import group_of
 from torusgd.data import pipeline
 from torusgd.errors import RunError
+from torusgd.gradients.reducer import BucketRebuild
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
@@ -25,6 +26,14 @@ from torusgd.signals import StopFlag
 
 STEPS = 12
 SHORT = RECIPE.replace("until: 12st", "until: 6st").replace("until: 30st", f"until: {STEPS}st")
+
+
+def test_buckets_are_rebuilt_after_the_mean_was_copied_for_ranks_that_join(tmp_path: Path) -> None:
+    run, seen = run_of(job_of(out=tmp_path)), list[str]()
+    run._feeds = Mock(after_step=lambda *_: seen.append("copied"))
+    with patch.object(BucketRebuild, "after_step", lambda _: seen.append("rebuilt")):
+        run.run()
+    assert seen[:4] == ["copied", "rebuilt"] * 2
 
 
 class StopAfter(StopFlag):

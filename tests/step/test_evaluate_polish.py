@@ -151,7 +151,7 @@ def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_who
     batches = [torch.randn(n, 2, 7, 7) for n in (4, 4, 3)]
     one, other = small_net(), small_net()
     polish(one, batches)
-    polish(other, batches[::-1])
+    polish(other, [*batches[::-1], torch.empty(0, 2, 7, 7)])  # of images that can't be decoded none is left
     assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
     model = small_net()
     with pytest.raises(RuntimeError):
@@ -180,7 +180,8 @@ def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> 
 def test_extra_forward_passes_are_the_running_average_of_training() -> None:
     batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     model, plain = small_net(), small_net()
-    assert refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=NativeAllReduce()) == 24
+    nothing = batches[0][:0]  # of images that can't be decoded none is left
+    assert refresh(model, [[nothing, *batches[:2]], batches[2:]], momentum=0.3, allreduce=NativeAllReduce()) == 24
     running = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     plain[3].eval()  # dropout
     for layer, own in zip(model, plain, strict=True):

@@ -28,9 +28,22 @@ def test_one_local_step_is_plain_sgd_by_the_whole_mean_change_and_sgd_with_momen
     common = (FLAT, "optimizer.weight_decay=0.0")
     one = trained(*common, f"synchrony={outer}")
     other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
+    mixed = ((), ("data.augment.mixup=0.8",))
+    pairs = [(trained(f"synchrony={PLAIN_SUM}", *more), trained(*more), 4e-6) for more in mixed]
     # 4e-6: four updates of 1e-6 each.
-    for ours, theirs, tolerance in ((one, other, 1e-5), (trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)):
+    for ours, theirs, tolerance in ((one, other, 1e-5), *pairs):
         torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=tolerance)
+
+
+def test_frozen_layers_are_those_that_the_run_begins_with() -> None:
+    found = []
+    for form in ((), (f"synchrony={PLAIN_SUM}",)):
+        trainer = trainer_of(job_of(*SGD, "rate.lr=0.2", "model.freeze=[conv1]", *form))
+        with torch.no_grad():
+            trainer.step.state.model.get_parameter("conv1.weight").mul_(-2.0)  # as initial weights would
+        trainer.step.state.write_to_model(len(take_all(trainer)))
+        found.append(dict(trainer.step.state.model.named_parameters()))
+    torch.testing.assert_close(*found, rtol=0, atol=4e-6)
 
 
 def test_local_steps_are_those_of_a_plain_loop() -> None:

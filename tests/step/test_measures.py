@@ -30,7 +30,7 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
     schedule, workers, images = Schedule(recipe_of(*LONG, "virtual_workers=32"), 96), 32, 4
     true = torch.full((64,), 2.0 / 8)
     mean = torch.zeros(64)
-    watch = NoiseWatch(schedule, workers, torch.device("cpu"), Sent(), lambda: float(mean.norm()), lambda: 1.0)
+    watch = NoiseWatch(schedule, workers, torch.device("cpu"), Sent(), lambda: 8 * float(mean.norm()), lambda: 8.0)
     membership = even_shares([0], 0, workers)
     for step in range(EVERY // 2, 1000 * EVERY, EVERY):
         gradients = true + 3.0 / images**0.5 * torch.randn(workers, 64, generator=draw)
@@ -38,8 +38,8 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
         for worker, gradient in enumerate(gradients):
             take = watch.gradients_of(step, worker)
             assert take is not None
-            take(0, gradient[:40])  # two slots
-            take(1, gradient[40:])
+            take(0, 8 * gradient[:40])  # two slots
+            take(1, 8 * gradient[40:])
         view = StepView(schedule[5], membership, recompute=lambda worker: pytest.fail("nothing is recomputed"))
         watch.after_passes(view)
         watch.before_accept(view, NOTHING_SENT)

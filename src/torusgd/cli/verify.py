@@ -73,15 +73,15 @@ def _wanted(
 
     ranges = ranges_of(claims)
     last = ranges[-1].last if ranges else 0
-    result = [Range(last, last, is_result=True)] if claims.result is not None else []
+    result = [Range(last, claims.result.step, is_result=True)] if claims.result is not None else []
     if final and not result:
         raise UserError(f"{claims.run}: is not finished, so there is no result to compute; give --steps or --sample")
     if final:
         return result
     if not ranges:
         raise UserError(f"{claims.run}: its records hold one state only; there are no steps between two to compute")
-    if whole:
-        return ranges + result
+    if whole:  # from the beginning, which a record need not show
+        return [Range(0, ranges[0].first)] * (ranges[0].first > 0) + ranges + result
     if steps is None:
         return drawn(ranges, sample or 1, seed if seed is not None else claims.head)
     words = steps.split(":")

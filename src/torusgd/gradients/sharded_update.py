@@ -27,6 +27,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
 )  # fmt: skip
+_OF_ALL = ("step", "eta", "mu")  # keys of torch's optimizers whose values are one number for all elements
 
 
 class ShardedUpdate:
@@ -157,7 +158,8 @@ class ShardedUpdate:
             group.update({key: value for key, value in loaded.items() if key != "params"})
         for (parameter, shard), (low, high) in zip(self._shards.items(), self._reducer.spans or (), strict=True):
             self.sharded.state[shard] = {
-                key: value.reshape(-1)[low:high].clone() if _is_whole(value, parameter) else value
+                # By its name: of a parameter without dimensions each value looks like a count.
+                key: value if key in _OF_ALL or value.shape != parameter.shape else value.reshape(-1)[low:high].clone()
                 for key, value in whole.state.get(parameter, {}).items()
             }
 
@@ -207,10 +209,6 @@ class ShardedUpdate:
 
 def _refuse_step(*_: Any) -> None:
     raise UserError("optimizer.step(): it would take this rank's gradients alone; call the step() of ShardedUpdate")
-
-
-def _is_whole(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:

@@ -140,7 +140,7 @@ class Verifier:
         while left:
             segment = next(iter(self._segments(left, barrier)), None)
             if segment is None:
-                none = "no checkpoint before them, and from the beginning only with the run's --init"
+                none = "no checkpoint of their conditions before, and from the beginning only with the run's --init"
                 later = f"no checkpoint between the difference after step {barrier} and these steps"
                 self._note(left.pop(0), UNKNOWN, later if barrier else none)
                 continue
@@ -170,6 +170,8 @@ class Verifier:
             why = f"ranks computed under mixed conditions ({changes(line.conditions, line.mixed[0])})"
         elif line.conditions != self._conditions:
             why = f"float arithmetic under other conditions ({changes(line.conditions, self._conditions)})"
+        elif line.step > each.first:
+            why = f"the conditions changed within them, after step {line.step}"
         else:
             return False
         self._note(each, UNKNOWN, why)
@@ -182,7 +184,10 @@ class Verifier:
             steps.add(0)
         starts = {step for step in steps if step >= barrier and step not in self._bad}
         for each in left:
-            start = max((step for step in starts if step <= each.first), default=None)
+            # From no state before its conditions began: what lies between has the bits of others.
+            line = self.claims.conditions_at(each.last)
+            since = 0 if line is None else line.step
+            start = max((step for step in starts if since <= step <= each.first), default=None)
             if start is None:
                 break
             if segments and start <= segments[-1].stop:
@@ -290,7 +295,7 @@ class Verifier:
             if refuted is not None and each.first < refuted <= each.last:
                 self._note(each, DIFFERS, text)
             elif each.last <= last and not (each.is_result and refuted is not None):
-                is_whole = each.last in states or start == each.last
+                is_whole = each.last in states or start == each.last or each.is_result
                 wrong = self._wrong_figures(each, lines, folder)
                 self._note(each, DIFFERS if wrong else EQUAL if is_whole else UNKNOWN, wrong)
         if refuted is not None and not any(each.text == text for each in self.found):
@@ -299,7 +304,12 @@ class Verifier:
 
     def _wrong_figures(self, each: Range, lines: Sequence[records.Line], folder: Path) -> str:
         """What differs between the evaluations of a range, or the results; empty: nothing."""
-        if each.is_result:
+        found = {line.step: line.figures for line in lines if isinstance(line, records.EvaluationLine)}
+        wrong = "; ".join(filter(None, (
+            _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {}))
+            for step, line in self.claims.evaluations.items() if each.first < step <= each.last
+        )))  # fmt: skip
+        if each.is_result and not wrong:
             recorded, computed = self.claims.result, next((x for x in lines if isinstance(x, records.ResultLine)), None)
             assert recorded is not None, "its range is there"
             if computed is None:
@@ -309,12 +319,7 @@ class Verifier:
                 altered = [name for name in theirs if not torch.equal(theirs[name], mine.get(name, torch.empty(0)))]
                 return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}"
             return _wrong("the result", recorded.figures, computed.figures)
-        found = {line.step: line.figures for line in lines if isinstance(line, records.EvaluationLine)}
-        wrong = (
-            _wrong(f"the evaluation after step {step}", line.figures, found.get(step, {}))
-            for step, line in self.claims.evaluations.items() if each.first < step <= each.last
-        )  # fmt: skip
-        return "; ".join(filter(None, wrong))
+        return wrong
 
     def _since(self, start: int, step: int, states: Mapping[int, records.StateLine], folder: Path) -> str:
         """Up to where the run is what was computed, by all that it has of the steps before one that differs."""

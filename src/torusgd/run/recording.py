@@ -45,7 +45,10 @@ class Recorder:
         if self._is_first:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
-        if state.step == 0:
+        # Not twice: of a first step that was cut off the scales are measured already, which this state does not have.
+        lines = self._file.lines if self._file is not None else []
+        is_new = not any(isinstance(line, records.StateLine) for line in lines)
+        if state.step == 0 and self._world.broadcast_json(is_new):
             self._record(state, tensors, records.StateLine(step=0))
         if not self._every or not self._is_first:
             return ""

@@ -239,10 +239,9 @@ class Run:
             state.journal = self.journal.head
         self._count_seconds()
         self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
-        rebuilt = self.trainer.bucket_rebuild.after_step()
         if self.telemetry is not None:
             self.telemetry.step(stats, state.seconds, self.membership)
-        self._say(rebuilt, news)
+        self._say(news)
         if self._generations is not None and self._generations.joiners and self._feeds is None:
             self._feeds = StateFeeds(self._generations)
         if self._feeds is not None:
@@ -250,6 +249,7 @@ class Run:
         if stats.keep and self.memory is not None:
             self.memory.keep(state, self.trainer.step.state)
         self._recorder.after_step(stats, state, self.trainer.step.state)
+        self._say(self.trainer.bucket_rebuild.after_step())  # the last: a feed copies the means
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()

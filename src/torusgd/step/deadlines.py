@@ -220,6 +220,8 @@ class PassThread:
         if self._version != step.index:
             with torch.no_grad():
                 torch._foreach_copy_(tuple(self._copy.parameters()), tuple(self._model.parameters()))
+                for mine, theirs in zip(self._copy.buffers(), self._model.buffers(), strict=True):
+                    mine.copy_(theirs)  # a frozen batch norm normalises with them
             self._version = step.index
         self.is_idle = False
         self._unwanted.clear()

@@ -151,6 +151,9 @@ class LocalSteps(ForwardBackward):
         own, common = dict(copy.named_parameters()), dict(state.model.named_parameters())
         self._own: list[Tensor] = [own[name] for name in state.reducer.names]
         self._common: list[Tensor] = [common[name] for name in state.reducer.names]
+        # Frozen parameters and running statistics, which a checkpoint or initial weights may have changed since.
+        mine, theirs = copy.state_dict(), state.model.state_dict()
+        self._fixed = [(mine[name], theirs[name]) for name in mine.keys() - set(state.reducer.names)]
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The mean loss of the local steps, float32 []."""
@@ -161,14 +164,17 @@ class LocalSteps(ForwardBackward):
         self._state.update.wait_weights()
         with torch.no_grad():
             torch._foreach_copy_(self._own, self._common)
+            for mine, theirs in self._fixed:
+                mine.copy_(theirs)
         self._optimizer.state.clear()
         factor = step.weight_decay_factor
         set_hyperparameters(self._optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=factor)
         losses, statistics, images = [], torch.zeros_like(self._copied.batch), len(batch.images) // self._local_steps
         for part in range(self._local_steps):
             own = slice(part * images, (part + 1) * images)
-            mine = Batch(batch.images[own], batch.targets[own], batch.positions[own], replaced=0, table=batch.table)
-            loss = self._passes.forward(step, worker, mine, membership, part)
+            partners, shares = (None if each is None else each[own] for each in (batch.partners, batch.shares))
+            of_part = batch.images[own], batch.targets[own], batch.positions[own], 0, partners, shares, batch.table
+            loss = self._passes.forward(step, worker, Batch(*of_part), membership, part)
             self._passes.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()

@@ -127,8 +127,9 @@ class NoiseWatch(StepWatch):
     def with_mean(self, view: StepView) -> None:
         if not self._squares or view.is_redone or not all(0.0 < each < math.inf for each in self._squares):
             return
-        small = math.fsum(self._squares) / self._workers / self._loss_scale() ** 2
-        self._estimate.add(small, self._mean_norm() ** 2, view.step.images_per_worker, view.step.batch)
+        small, factor = math.fsum(self._squares) / self._workers, self._loss_scale() ** 2
+        images, batch = view.step.images_per_worker, view.step.batch
+        self._estimate.add(small / factor, self._mean_norm() ** 2 / factor, images, batch)
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         found: dict[str, Any] = {}

@@ -73,8 +73,9 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
 
     with _watched(model, layers, add):
         for batch in batches:
-            model(batch)
-            counts[-1] += len(batch)
+            if len(batch):  # none is left of a batch that can't be decoded, and a mean of nothing is nan
+                model(batch)
+                counts[-1] += len(batch)
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
     (*of_layers, images), *parts = message.split([len(counts), *(s.numel() for s in sums)])
@@ -94,13 +95,11 @@ def own_module(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def refresh(
-    model: nn.Module, steps: Iterable[Sequence[Tensor]], workers: int, momentum: float, allreduce: AllReduce
-) -> int:
-    """Lets the running statistics go on as in training, over steps of `workers` batches in all; the images seen."""
+def refresh(model: nn.Module, steps: Iterable[Sequence[Tensor]], momentum: float, allreduce: AllReduce) -> int:
+    """Lets the running statistics go on as in training, over steps of this rank's batches; the images of all ranks."""
     layers, device = [*learning_layers(model).values()], next(model.parameters()).device
     edges = [0, *accumulate(2 * layer.num_features for layer in layers)]
-    sums = torch.zeros(FULL.rows, edges[-1] + 1, dtype=torch.int64, device=device)
+    sums = torch.zeros(FULL.rows, edges[-1] + 2, dtype=torch.int64, device=device)
 
     def add(index: int, mean: Tensor, variance: Tensor, number: int) -> None:
         unbiased = variance * (number / max(number - 1, 1))
@@ -110,15 +109,16 @@ def refresh(
     for batches in steps:
         sums.zero_()
         with _watched(model, layers, add):
-            for batch in batches:
+            for batch in filter(len, batches):
                 model(batch)
-                sums[:, -1:] += encode(torch.tensor([float(len(batch))], dtype=torch.float64, device=device))
+                sums[:, -2:] += encode(torch.tensor([len(batch), 1.0], dtype=torch.float64, device=device))
         allreduce.start(sums.view(-1)).wait()
         means = decode(sums)
-        images += int(means[-1])
+        seen, taken = means[-2:].tolist()
+        images += int(seen)
         for layer, low in zip(layers, edges, strict=False):
             for key, first in (("running_mean", low), ("running_var", low + layer.num_features)):
-                buffer, mean = layer.get_buffer(key), means[first : first + layer.num_features] / workers
+                buffer, mean = layer.get_buffer(key), means[first : first + layer.num_features] / max(taken, 1.0)
                 buffer.mul_(1 - momentum).add_((momentum * mean).to(buffer.dtype))
     return images
 
@@ -193,4 +193,4 @@ def polish_by_recipe(
         firsts = ((step * recipe.virtual_workers + worker) * size for step in range(settings.steps) for worker in mine)
         images = batches([(first + np.arange(size)) % count for first in firsts])
         steps = (list(islice(images, len(mine))) for _ in range(settings.steps))
-        return refresh(model, steps, workers, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)
+        return refresh(model, steps, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)
