@@ -74,7 +74,10 @@ def _check_denormals() -> None:
 
 def is_portable() -> bool:
     """Whether this thread is inside of `portable`."""
-    return any(isinstance(mode, PortableMode) for mode in _get_current_dispatch_mode_stack())
+    # A look at the modes would break a compiled graph, and no compiled code is portable.
+    return not torch.compiler.is_compiling() and any(
+        isinstance(mode, PortableMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 class _Mode(TorchDispatchMode):
