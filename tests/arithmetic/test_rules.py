@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
 from torusgd.arithmetic.reductions import grid_sum, on_grid
+from torusgd.arithmetic.rules import PASSING
 from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
 
@@ -252,6 +253,11 @@ def test_clipping_takes_lists_of_tensors_in_a_context_within_the_context_too() -
 def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
         nn.CTCLoss()(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
+    with portable(), pytest.raises(UserError, match=r"aten\.randperm\.default has no rule.*draw on the CPU"):
+        torch.randperm(5, device="meta")  # as on a GPU, whose generator is another one
+    with portable():
+        assert sorted(torch.randperm(5).tolist()) == [0, 1, 2, 3, 4]
+    assert torch.ops.aten.record_stream.default in PASSING, "which no CPU has"
     convolution = nn.Conv2d(1, 2, 3)
     with portable(), torch.inference_mode(), pytest.raises(UserError, match=r"Conv2d has no rule.*torch\.no_grad"):
         convolution(draws(1, 1, 4, 4))

@@ -96,12 +96,17 @@ class PortableMode(_Mode):
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if func not in PASSING and any(
-            x.is_floating_point() or x.is_complex() for x in _tensors((args, kwargs, result))
-        ):
+        if func in PASSING:
+            return result
+        tensors = _tensors((args, kwargs, result))
+        # Integers too are other ones where another generator draws them.
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and not all(x.is_cpu for x in tensors)
+        if is_draw or any(x.is_floating_point() or x.is_complex() for x in tensors):
             where = _module()
             place = f" in {type(where).__name__}" if where is not None else ""
-            if torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
+            if is_draw:
+                remedy = "draw on the CPU and move the result"
+            elif torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
                 remedy = "use torch.no_grad() in place of torch.inference_mode()"
             else:
                 remedy = "use another layer, or precision: float32"
