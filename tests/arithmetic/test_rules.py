@@ -54,7 +54,7 @@ def multi_head(x: Tensor, inner: Tensor, outer: Tensor, mask: Tensor | None = No
 
 QKV = [draws(2, 3, 5, 4, seed=n) for n in range(3)]
 MODULE = [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)]
-MASK = torch.ones(5, 5, dtype=torch.bool).triu(1)
+MASK = torch.ones(5, 5, dtype=torch.bool).triu(1) | (torch.arange(5) == 2)[:, None]  # row 2 as a whole
 LOGITS, LABELS = [draws(5, 9)], torch.tensor([1, 0, -100, 8, 3])
 CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "linear": (F.linear, [draws(5, 7), draws(4, 7, seed=1), draws(4, seed=2)]),
@@ -88,6 +88,8 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), QKV),
     "masked attention": (F.scaled_dot_product_attention, [*QKV, draws(5, 5, seed=7)]),
     "cross-entropy": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), LOGITS),
+    "cross-entropy that ignores 255": (
+        lambda x: F.cross_entropy(x, LABELS.where(LABELS >= 0, 255), ignore_index=255), LOGITS),
     "weighted cross-entropy": (lambda x: F.cross_entropy(x, torch.arange(5), torch.arange(9).to(x.dtype)), LOGITS),
     "soft cross-entropy": (lambda x: F.cross_entropy(x, draws(5, 9, seed=3).to(x.dtype).softmax(1)), LOGITS),
     "binary cross-entropy": (
@@ -258,6 +260,8 @@ def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: 
     with portable():
         assert sorted(torch.randperm(5).tolist()) == [0, 1, 2, 3, 4]
     assert torch.ops.aten.record_stream.default in PASSING, "which no CPU has"
+    with portable(), pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        F.cross_entropy(LOGITS[0], torch.tensor([1, 0, -1, 8, 3]))
     convolution = nn.Conv2d(1, 2, 3)
     with portable(), torch.inference_mode(), pytest.raises(UserError, match=r"Conv2d has no rule.*torch\.no_grad"):
         convolution(draws(1, 1, 4, 4))

@@ -220,10 +220,7 @@ RULES |= {
 
 RULES |= {
     aten._softmax.default: lambda x, dim, half_to_float: activations.softmax(x, dim),
-    # Zeros where all are masked.
-    aten._safe_softmax.default: lambda x, dim, dtype=None: activations.softmax(x, dim).masked_fill_(
-        (x == -math.inf).all(dim, keepdim=True), 0.0
-    ),
+    aten._safe_softmax.default: activations.safe_softmax,
     aten._softmax_backward_data.default: lambda g, y, dim, dtype: activations.softmax_gradient(g, y, dim),
     aten._log_softmax.default: lambda x, dim, half_to_float: activations.log_softmax(x, dim),
     aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: activations.log_softmax_gradient(g, y, dim),
