@@ -80,11 +80,13 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (4, 2)), [images()]),
     "global pool": (lambda x: F.adaptive_avg_pool2d(x, 1), [images()]),
     "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
+    "upsample by 1.4": (lambda x: F.interpolate(x, scale_factor=1.4), [images()]),
     "softmax": (lambda x: x.softmax(1), LOGITS),
     "attention": (F.scaled_dot_product_attention, QKV),
     "attention of a module": (multi_head, MODULE),
     "masked attention of a module": (lambda x, inner, outer: multi_head(x, inner, outer, MASK), MODULE),
-    "quotient rounded down": (lambda x: x * torch.div(x.detach() * 7, 2.0, rounding_mode="floor"), [draws(50)]),
+    "quotient rounded down": (
+        lambda x: x * torch.div(torch.arange(1.0, 51), 0.1, rounding_mode="floor"), [draws(50)]),
     "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), QKV),
     "masked attention": (F.scaled_dot_product_attention, [*QKV, draws(5, 5, seed=7)]),
     "cross-entropy": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), LOGITS),
@@ -262,6 +264,10 @@ def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: 
     assert torch.ops.aten.record_stream.default in PASSING, "which no CPU has"
     with portable(), pytest.raises(RuntimeError, match="index -1 is out of bounds"):
         F.cross_entropy(LOGITS[0], torch.tensor([1, 0, -1, 8, 3]))
+    scaled: Any = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], 0.1, fused=True)
+    scaled.grad_scale = weight.grad = torch.ones(1)
+    with portable(), pytest.raises(UserError, match="leave the scaler out"):
+        scaled.step()
     convolution = nn.Conv2d(1, 2, 3)
     with portable(), torch.inference_mode(), pytest.raises(UserError, match=r"Conv2d has no rule.*torch\.no_grad"):
         convolution(draws(1, 1, 4, 4))
@@ -281,11 +287,15 @@ def test_draws_follow_torchs_generator_and_know_no_layout() -> None:
         dropped = F.dropout(torch.ones(4, 8, 3, 3), 0.5)
         torch.set_rng_state(state)
         again = F.dropout(last(torch.ones(4, 8, 3, 3)), 0.5)
+        whole = torch.ones(64, requires_grad=True)
+        by_default, nothing = (torch.ops.aten.native_dropout(whole, *how)[0] for how in ((0.5, None), (1.0, True)))
+        (gradient,) = torch.autograd.grad(nothing.sum(), whole)
         torch.manual_seed(7)
         strided = torch.empty(3, 4, 5, 6, memory_format=torch.channels_last).normal_()
     assert torch.equal(first[0], strided)
     assert torch.equal(dropped, again)
-    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert set(dropped.unique().tolist()) == set(by_default.tolist()) == {0.0, 2.0}
+    assert not torch.cat([nothing, gradient]).any()
     assert first[2].abs().max() <= 2
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from . import activations, draws
-from .functions import elementwise, erf, exp, exp64, log, log64, sigmoid, sigmoid64, sine_and_cosine64, tanh
+from .functions import elementwise, erf, exp, exp64, expm1_64, log, log64, sigmoid, sigmoid64, sine_and_cosine64, tanh
 from .layers import scaled, vector_norm
 from .reductions import over, square_root
 from .rules import Rule, Rules, aten, in_place
@@ -43,7 +43,7 @@ _FUNCTIONS: dict[str, Rule] = {
     "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
     "reciprocal": _reciprocal, "erfinv": _inverse_erf,
     "rsqrt": lambda x: _reciprocal(square_root(x)),
-    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
+    "expm1": partial(elementwise, expm1_64),
     "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
     "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
 }  # fmt: skip
@@ -156,9 +156,11 @@ for _name, _forms in _LISTED.items():
 @RULES.of(aten._fused_sgd_.default)
 def _sgd_step(
     weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], *, weight_decay: float, momentum: float,
-    lr: float, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, **unused: Any,
+    lr: float, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, **scaling: Any,
 ) -> None:  # fmt: skip
     """SGD as torch has it, each operation rounded: g + w * decay; b * momentum + g * (1 - dampening); w - b * lr."""
+    if any(value is not None for value in scaling.values()):
+        raise UserError("portable arithmetic: a fused SGD step by a gradient scaler; leave the scaler out")
     for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         step = gradient.neg() if maximize else gradient
         if weight_decay:
@@ -191,10 +193,10 @@ def _all_reduce(tensors: list[Tensor], group: Any, operation: Any, *args: Any) -
 
 @RULES.of(aten.native_dropout.default)
 def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    if not train:
+    if train is False:  # None drops
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = draws.bernoulli_(torch.empty_like(x), 1 - share)
-    return over(kept, 1 - share).mul_(x), kept.bool()
+    return over(kept, (1 - share) or 1.0).mul_(x), kept.bool()
 
 
 def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -> Tensor:
@@ -202,7 +204,7 @@ def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -
 
 
 RULES |= {
-    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / scale).mul_(g),
+    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / (scale or 1.0)).mul_(g),
     aten.normal_.default: draws.normal_,
     aten.uniform_.default: draws.uniform_,
     aten.bernoulli_.float: draws.bernoulli_,

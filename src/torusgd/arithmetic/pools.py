@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .convolution import Geometry, pair
-from .reductions import on_grid
+from .reductions import on_grid, over
 
 _PIXELS = (2, 3)
 
@@ -151,8 +151,8 @@ def adaptive_average_pool_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def nearest_upsample(x: Tensor, output: Sequence[int], *scales: float | None) -> Tensor:
-    """Each pixel takes that of the input at floor(n * input / output), whatever scale factor was given."""
-    rows, columns = (_sources(size, count, x) for size, count in zip(x.shape[2:], output, strict=True))
+    """Each pixel takes that of the input at floor(n * input / output); or n / scale factor, as torch does on a CPU."""
+    rows, columns = map(_sources, x.shape[2:], output, scales or (None, None), (x, x))
     return x[:, :, rows.unsqueeze(1), columns]
 
 
@@ -161,11 +161,14 @@ def nearest_upsample_gradient(
 ) -> Tensor:
     """The gradients of the pixels that took one of the input, [N, C, H, W] by its shape, are added."""
     size = shape[2:]
-    rows, columns = (_sources(n, count, gradient) for n, count in zip(size, gradient.shape[2:], strict=True))
+    rows, columns = map(_sources, size, gradient.shape[2:], scales or (None, None), (gradient, gradient))
     values = on_grid(gradient, _PIXELS)
     total = values.new_zeros(*gradient.shape[:2], size[0], gradient.shape[3]).index_add_(2, rows, values)
     return total.new_zeros(*gradient.shape[:2], *size).index_add_(3, columns, total).float()
 
 
-def _sources(size: int, count: int, x: Tensor) -> Tensor:
-    return torch.arange(count, device=x.device) * size // count
+def _sources(size: int, count: int, scale: float | None, x: Tensor) -> Tensor:
+    places = torch.arange(count, device=x.device)
+    if scale is None or count in (size, 2 * size):
+        return places * size // count
+    return over(places.double(), scale).long().clamp_(max=size - 1)
