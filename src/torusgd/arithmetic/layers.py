@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..errors import UserError
 from . import activations, normalization, pools, reductions
 from .convolution import Geometry, convolution, input_gradient, pair, weight_gradient
 from .methods import matmul
 from .reductions import all_dims, grid_sum, square_root
-from .rules import Rules, aten, in_place
+from .rules import Rule, Rules, aten, in_place
 
 RULES = Rules()
 
@@ -163,7 +165,7 @@ def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = F
 @RULES.of(aten.cumsum.default)
 def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point():
-        return reductions.on_grid(x, (dim % x.dim(),)).cumsum_(dim).float()
+        return reductions.on_grid(x, all_dims(x, dim)).cumsum_(dim).float()
     # Sums of integers, whatever the requested dtype: exact below 2**53.
     return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
 
@@ -205,13 +207,20 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 
 # Pooling
 
+
+def _batched(pool: Rule) -> Rule:
+    """Takes one image too, [C, H, W], as a batch."""
+    batch, image = (partial(tree_map_only, Tensor, each) for each in (lambda x: x.unsqueeze(0), lambda x: x.squeeze(0)))
+    return lambda x, *args: pool(x, *args) if x.dim() == 4 else image(pool(*batch((x, *args))))
+
+
 RULES |= {
-    aten.max_pool2d_with_indices.default: pools.max_pool,
-    aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
-    aten.avg_pool2d.default: pools.average_pool,
-    aten.avg_pool2d_backward.default: pools.average_pool_gradient,
-    aten._adaptive_avg_pool2d.default: pools.adaptive_average_pool,
-    aten._adaptive_avg_pool2d_backward.default: pools.adaptive_average_pool_gradient,
+    aten.max_pool2d_with_indices.default: _batched(pools.max_pool),
+    aten.max_pool2d_with_indices_backward.default: _batched(pools.max_pool_gradient),
+    aten.avg_pool2d.default: _batched(pools.average_pool),
+    aten.avg_pool2d_backward.default: _batched(pools.average_pool_gradient),
+    aten._adaptive_avg_pool2d.default: _batched(pools.adaptive_average_pool),
+    aten._adaptive_avg_pool2d_backward.default: _batched(pools.adaptive_average_pool_gradient),
     aten.upsample_nearest2d.default: pools.nearest_upsample,
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }

@@ -118,9 +118,9 @@ def layer_norm_gradient(
     """Gradients of input, weight and bias, as `layer_norm` has its arguments; those not needed are None."""
     normal = (x - middle).mul_(deviation)
     first = x.dim() - len(shape)
-    rows, dims = tuple(range(first)), tuple(range(first, x.dim()))
-    weights = grid_sum(gradient * normal, rows).float() if needed[1] else None
-    biases = grid_sum(gradient, rows).float() if needed[2] else None
+    dims, rows = tuple(range(first, x.dim())), (-1, *shape)  # a tensor of one row has no dimension of rows
+    weights = grid_sum((gradient * normal).reshape(rows), (0,)).float() if needed[1] else None
+    biases = grid_sum(gradient.reshape(rows), (0,)).float() if needed[2] else None
     if not needed[0]:
         return None, weights, biases
     return _behind(gradient if weight is None else gradient * weight, normal, deviation, dims), weights, biases

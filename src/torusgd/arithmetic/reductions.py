@@ -98,7 +98,7 @@ def all_dims(x: Tensor, dims: int | list[int] | tuple[int, ...] | None = None) -
     """Dimensions as an operator takes them, as numbers from 0; none are all of them."""
     if isinstance(dims, int):
         dims = (dims,)
-    return tuple(dim % x.dim() for dim in dims) if dims else tuple(range(x.dim()))
+    return tuple(dim % x.dim() for dim in dims) if dims and x.dim() else tuple(range(x.dim()))
 
 
 def count_of(x: Tensor, dims: tuple[int, ...]) -> int:
