@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..errors import UserError
 from . import activations, normalization, pools, reductions
 from .convolution import Geometry, convolution, input_gradient, pair, weight_gradient
 from .methods import matmul
 from .reductions import all_dims, grid_sum, square_root
-from .rules import Rule, Rules, aten, in_place
+from .rules import Rules, aten, in_place
 
 RULES = Rules()
 
@@ -117,9 +115,7 @@ def _batch_norm_gradients(
     gradient: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     middle: Tensor, deviation: Tensor, training: bool, eps: float, needed: list[bool],
 ) -> normalization.Gradients:  # fmt: skip
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
+    if not training and running_mean is not None and running_var is not None:
         middle, deviation = running_mean, normalization.inverse_std(running_var, eps)
     return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, training, needed)
 
@@ -179,8 +175,7 @@ def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, valu
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     if not accumulate or not x.is_floating_point():
         return aten.index_put.default(x, indices, values, accumulate)
-    zeros = torch.zeros_like(x)
-    return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), zeros, values)
+    return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), torch.zeros_like(x), values)
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
@@ -207,20 +202,13 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 
 # Pooling
 
-
-def _batched(pool: Rule) -> Rule:
-    """Takes one image too, [C, H, W], as a batch."""
-    batch, image = (partial(tree_map_only, Tensor, each) for each in (lambda x: x.unsqueeze(0), lambda x: x.squeeze(0)))
-    return lambda x, *args: pool(x, *args) if x.dim() == 4 else image(pool(*batch((x, *args))))
-
-
 RULES |= {
-    aten.max_pool2d_with_indices.default: _batched(pools.max_pool),
-    aten.max_pool2d_with_indices_backward.default: _batched(pools.max_pool_gradient),
-    aten.avg_pool2d.default: _batched(pools.average_pool),
-    aten.avg_pool2d_backward.default: _batched(pools.average_pool_gradient),
-    aten._adaptive_avg_pool2d.default: _batched(pools.adaptive_average_pool),
-    aten._adaptive_avg_pool2d_backward.default: _batched(pools.adaptive_average_pool_gradient),
+    aten.max_pool2d_with_indices.default: pools.max_pool,
+    aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
+    aten.avg_pool2d.default: pools.average_pool,
+    aten.avg_pool2d_backward.default: pools.average_pool_gradient,
+    aten._adaptive_avg_pool2d.default: pools.adaptive_average_pool,
+    aten._adaptive_avg_pool2d_backward.default: pools.adaptive_average_pool_gradient,
     aten.upsample_nearest2d.default: pools.nearest_upsample,
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }
