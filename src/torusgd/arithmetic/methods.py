@@ -9,11 +9,6 @@ Integers are multiplied by whatever is exact on this machine. All methods give t
 decides the time alone. Nothing is believed: a method is tried at its first use for each shape, layout, device and
 number of threads (`multiply`), on operands at the bound and on the caller's own, and where one element is wrong it is
 left out for that shape.
-
-    float64    one product; sums stay below 2**53
-    int8       slices of 8 bits, `torch._int_mm`, int32 sums of fewer than 2**17 terms
-    float32    slices of 8 bits, sums of at most 1,024 terms, up to 2**24
-    bfloat16   the same slices; a device that gives float32 sums of bfloat16 products
 """
 
 import math
@@ -127,9 +122,11 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 METHODS = {method.name: method for method in (
+    # One product; sums stay below 2**53.
     Method("float64", lambda integers: (integers.double(),), lambda a, b: a[0] @ b[0]),
+    # Slices of 8 bits, and int32 sums of fewer than 2**17 terms.
     Method("int8", _int_slices, partial(_joined, _int_product)),
-    # In pieces whose sums stay below 2**24; bfloat16 with float32 sums torch has on CUDA devices only.
+    # The same slices, in pieces whose sums stay below 2**24; bfloat16 with float32 sums torch has on CUDA devices only.
     Method("float32", slices, partial(_joined, _float_product)),
     Method("bfloat16", lambda q: tuple(each.bfloat16() for each in slices(q)), partial(_joined, _float_product)),
 )}  # fmt: skip

@@ -47,9 +47,6 @@ _FUNCTIONS: dict[str, Rule] = {
     "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
     "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
 }  # fmt: skip
-for _name, _function in _FUNCTIONS.items():
-    RULES.both(_name, _function)
-
 
 RULES |= {
     aten.silu_backward.default: activations.silu_gradient,
@@ -97,9 +94,8 @@ def _with_alpha(plain: Rule) -> Rule:
     return lambda x, y, alpha=1: plain(x, y if alpha == 1 else y * alpha)
 
 
-_SUMS: dict[Any, Rule] = {aten.add: torch.add, aten.add_: Tensor.add_, aten.sub: torch.sub, aten.sub_: Tensor.sub_}
-for _packet, _add in _SUMS.items():
-    RULES[_packet.Tensor] = RULES[_packet.Scalar] = _with_alpha(_add)
+for _sum, _plain in (aten.add, torch.add), (aten.add_, Tensor.add_), (aten.sub, torch.sub), (aten.sub_, Tensor.sub_):
+    RULES[_sum.Tensor] = RULES[_sum.Scalar] = _with_alpha(_plain)
 
 
 RULES[aten.rsub.Scalar] = RULES[aten.rsub.Tensor] = lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)
@@ -118,7 +114,7 @@ _COMBINED: dict[str, Rule] = {
     "addcmul": lambda x, a, b, value=1: x + scaled(a * b, value),
     "addcdiv": lambda x, a, b, value=1: x + scaled(torch.div(a, b), value),
 }
-for _name, _function in _COMBINED.items():
+for _name, _function in (_FUNCTIONS | _COMBINED).items():
     RULES.both(_name, _function, "default", "Tensor", "Scalar")
 
 # Lists of tensors, as optimizers and clipping take them
@@ -135,18 +131,13 @@ def _each(function: Rule, is_in_place: bool) -> Rule:
     return run
 
 
-_LISTED: dict[str, tuple[Rule, Rule]] = {
-    "add": (RULES[aten.add.Tensor], RULES[aten.add_.Tensor]),
-    "sub": (RULES[aten.sub.Tensor], RULES[aten.sub_.Tensor]),
-    "mul": (torch.mul, Tensor.mul_),
-    "neg": (torch.neg, Tensor.neg_),
-    "zero": (torch.zeros_like, Tensor.zero_),
-    "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
-}
-_WRITTEN = _COMBINED | {"sqrt": square_root, "reciprocal": _reciprocal, "maximum": torch.maximum, "norm": vector_norm}
-_LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
-for _name, _forms in _LISTED.items():
-    for _suffix, _form in zip(("", "_"), _forms, strict=True):
+_LISTED = _COMBINED | {
+    "add": RULES[aten.add.Tensor], "sub": RULES[aten.sub.Tensor], "mul": torch.mul, "neg": torch.neg,
+    "zero": torch.zeros_like, "copy": lambda x, y, *_: y.clone(), "sqrt": square_root, "reciprocal": _reciprocal,
+    "maximum": torch.maximum, "norm": vector_norm,
+}  # fmt: skip
+for _name, _function in _LISTED.items():
+    for _suffix, _form in (("", _function), ("_", in_place(_function))):
         _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)
         for _which in () if _packet is None else _packet.overloads():
             if not _which.endswith("out"):
@@ -208,13 +199,11 @@ RULES |= {
     aten.normal_.default: draws.normal_,
     aten.uniform_.default: draws.uniform_,
     aten.bernoulli_.float: draws.bernoulli_,
-    aten.rand.default: partial(_drawn, draws.uniform_),
-    aten.rand.generator: partial(_drawn, draws.uniform_),
-    aten.randn.default: partial(_drawn, draws.normal_),
-    aten.randn.generator: partial(_drawn, draws.normal_),
     aten.rand_like.default: lambda x, **options: draws.uniform_(torch.empty_like(x, **options)),
     aten.randn_like.default: lambda x, **options: draws.normal_(torch.empty_like(x, **options)),
 }
+RULES.of(aten.rand.default, aten.rand.generator)(partial(_drawn, draws.uniform_))
+RULES.of(aten.randn.default, aten.randn.generator)(partial(_drawn, draws.normal_))
 
 
 @RULES.of(aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -45,7 +45,7 @@ def grid_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
 
 def blocks(x: Tensor) -> list[slice]:
     """Runs of the first dimension that fit a cache."""
-    step = max(1, _BLOCK * len(x) // x.numel())
+    step = max(1, _BLOCK * len(x) // max(1, x.numel()))
     return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
 
 

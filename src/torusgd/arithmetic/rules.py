@@ -38,27 +38,28 @@ _COMPARISONS = """
 _SINGLE = "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
 # Of torch.distributed, that move values.
 _MESSAGES = """
-    _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier
-    broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
+    _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_
+    barrier broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
 """
 
+
+def _overloads(space: Any, names: str) -> frozenset[Any]:
+    return frozenset(
+        getattr(packet, overload)
+        for name in names.split()
+        if (packet := getattr(space, name, None)) is not None
+        for overload in packet.overloads()
+        # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
+        if "reduce" not in overload and "decimals" not in overload
+    )
+
+
 # By overload, as those below.
-PASSING = frozenset(
-    getattr(packet, overload)
-    for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE), (torch.ops.c10d, _MESSAGES))
-    for name in names.split()
-    if (packet := getattr(space, name, None)) is not None
-    for overload in packet.overloads()
-    # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
-    if "reduce" not in overload and "decimals" not in overload
-) | {aten.median.default}
-# Operators with a rule that integers don't need.
-EXACT_OF_INTEGERS = frozenset(
-    getattr(packet, overload)
-    for name in ["addmm", "baddbmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv", "scatter_add", "scatter_add_"]
-    for packet in (getattr(aten, name),)
-    for overload in packet.overloads()
+PASSING = (
+    _overloads(aten, MOVES + _COMPARISONS + _SINGLE) | _overloads(torch.ops.c10d, _MESSAGES) | {aten.median.default}
 )
+# Operators with a rule that integers don't need.
+EXACT_OF_INTEGERS = _overloads(aten, "addmm baddbmm bmm dot index_add index_add_ mm mv scatter_add scatter_add_")
 
 
 class Rules(dict[Any, Rule]):
