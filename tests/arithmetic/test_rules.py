@@ -260,9 +260,7 @@ def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: 
     with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
         nn.CTCLoss()(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
     with portable(), pytest.raises(UserError, match=r"aten\.randperm\.default has no rule.*draw on the CPU"):
-        torch.randperm(5, device="meta")  # as on a GPU, whose generator is another one
-    with portable():
-        assert sorted(torch.randperm(5).tolist()) == [0, 1, 2, 3, 4]
+        torch.randperm(len(torch.randperm(5)), device="meta")  # as on a GPU, whose generator is another than a CPU's
     assert torch.ops.aten.record_stream.default in PASSING, "which no CPU has"
     with portable(), pytest.raises(RuntimeError, match="index -1 is out of bounds"):
         F.cross_entropy(LOGITS[0], torch.tensor([1, 0, -1, 8, 3]))
