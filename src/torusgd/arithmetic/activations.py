@@ -113,7 +113,7 @@ def softmax_gradient(gradient: Tensor, result: Tensor, dim: int) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax of q k' * scale + mask over keys, times v, and that softmax; of matrices [B, M, K]."""
     scores = matmul(query, key.mT).mul_(scale)
-    weights = safe_softmax(scores if mask is None else scores + mask, -1)
+    weights = softmax(scores, -1) if mask is None else safe_softmax(scores + mask, -1)
     return matmul(weights, value), weights
 
 
