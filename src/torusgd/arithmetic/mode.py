@@ -140,7 +140,7 @@ def attention(
 
 
 def _place() -> str:
-    """The innermost module whose method is being called."""
+    """Words for the innermost module whose method is being called, if there is one."""
     frame = sys._getframe()
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), nn.Module):
