@@ -84,6 +84,7 @@ def test_every_method_gives_the_exact_integer_rounded_once(m: int, k: int, n: in
 def test_sums_at_the_bound_are_exact_in_pieces(terms: int) -> None:
     a, b = torch.full((2, terms), 127.0 * 128), torch.full((terms, 3), -127.0 * 128)
     b[:, 1] = 16192.0  # both slices are large
+    assert methods._INT_TERMS % 8 == 0, "CUDA's product takes no other widths"
     for product in by_every_method(a, b):
         assert product[0, 0].item() == np.float32(-terms * LARGEST**2)
         assert product[1, 1].item() == np.float32(terms * LARGEST * 16192)
@@ -153,6 +154,18 @@ def test_a_method_is_tried_on_the_runs_own_operands_too() -> None:
     exact_but("own", lambda a, product: product + (a[0].abs().max() < 16000))
     with only_methods(["own"]), pytest.raises(RunError):
         matmul(torch.full((2, 2), 1.0), torch.ones(2, 2))
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
+def test_a_lack_of_memory_is_an_error_and_no_verdict(text: str) -> None:
+    def short(a: Operand, product: Tensor) -> Tensor:
+        raise RuntimeError(text)
+
+    exact_but("short", short)
+    with only_methods(["short"]), pytest.raises(RuntimeError, match=text):
+        matmul(torch.ones(2, 2), torch.ones(2, 2))
+    assert not methods._is_exact
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 11), st.sampled_from([1, -1, 2**20, 2**40]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torusgd.arithmetic import functions
+from torusgd.arithmetic import functions, portable
 from torusgd.arithmetic.reductions import square_root
 
 
@@ -44,6 +44,9 @@ def test_sine_cosine_and_square_roots() -> None:
     x = torch.from_numpy(np.random.default_rng(3).uniform(-1000, 1000, 100_000).astype(np.float32)).double()
     for found, exact in zip(functions.sine_and_cosine64(x), (x.sin(), x.cos()), strict=True):
         assert (found - exact).abs().max() < 2.0**-33
+    assert torch.stack(functions.sine_and_cosine64(torch.tensor([-(2.0**20) - 1, 1e30, INF]))).isnan().all()
+    with portable():
+        assert torch.tensor(1e-10).expm1() == torch.tensor(1e-10)
     x = float32_of_all_kinds().abs()
     assert np.array_equal(square_root(x).numpy(), np.sqrt(x.numpy())), "correctly rounded"
 

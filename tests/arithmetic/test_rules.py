@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
 from torusgd.arithmetic.reductions import grid_sum, on_grid
+from torusgd.arithmetic.rules import PASSING
 from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
 
@@ -53,7 +54,7 @@ def multi_head(x: Tensor, inner: Tensor, outer: Tensor, mask: Tensor | None = No
 
 QKV = [draws(2, 3, 5, 4, seed=n) for n in range(3)]
 MODULE = [draws(5, 2, 8), draws(24, 8, seed=1), draws(8, 8, seed=2)]
-MASK = torch.ones(5, 5, dtype=torch.bool).triu(1)
+MASK = torch.ones(5, 5, dtype=torch.bool).triu(1) | (torch.arange(5) == 2)[:, None]  # row 2 as a whole
 LOGITS, LABELS = [draws(5, 9)], torch.tensor([1, 0, -100, 8, 3])
 CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "linear": (F.linear, [draws(5, 7), draws(4, 7, seed=1), draws(4, seed=2)]),
@@ -71,6 +72,7 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "batch norm of rows": (batch_norm, [draws(12, 5), draws(5), draws(5, seed=1)]),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (6, 7), w, b),
                    [draws(4, 3, 6, 7), draws(6, 7, seed=1), draws(6, 7, seed=2)]),
+    "layer norm of one row": (lambda x, w: F.layer_norm(x, (6,), w, w), [draws(6), draws(6, seed=1)]),
     "group norm": (lambda x, w, b: F.group_norm(x, 4, w, b), [images(), draws(8), draws(8, seed=1)]),
     "max pool": (lambda x: F.max_pool2d(x, 3, 2, 1), [images()]),
     "max pool, rounded up": (lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True), [images(h=10, w=8)]),
@@ -78,15 +80,19 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "average pool inside": (lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), [images(h=10)]),
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (4, 2)), [images()]),
     "global pool": (lambda x: F.adaptive_avg_pool2d(x, 1), [images()]),
+    "pools of one image": (
+        lambda x: F.max_pool2d(x, 3, 2) + F.avg_pool2d(x, 3, 2) + F.adaptive_avg_pool2d(x, (5, 4)), [images()[0]]),
     "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
+    "upsample by 1.4": (lambda x: F.interpolate(x, scale_factor=1.4), [images()]),
     "softmax": (lambda x: x.softmax(1), LOGITS),
     "attention": (F.scaled_dot_product_attention, QKV),
     "attention of a module": (multi_head, MODULE),
     "masked attention of a module": (lambda x, inner, outer: multi_head(x, inner, outer, MASK), MODULE),
-    "quotient rounded down": (lambda x: x * torch.div(x.detach() * 7, 2.0, rounding_mode="floor"), [draws(50)]),
+    "quotient rounded down": (lambda x: x * torch.div(torch.arange(50.0), 0.1, rounding_mode="floor"), [draws(50)]),
     "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), QKV),
     "masked attention": (F.scaled_dot_product_attention, [*QKV, draws(5, 5, seed=7)]),
     "cross-entropy": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), LOGITS),
+    "cross-entropy that ignores 156": (lambda x: F.cross_entropy(x, LABELS % 256, ignore_index=156), LOGITS),
     "weighted cross-entropy": (lambda x: F.cross_entropy(x, torch.arange(5), torch.arange(9).to(x.dtype)), LOGITS),
     "soft cross-entropy": (lambda x: F.cross_entropy(x, draws(5, 9, seed=3).to(x.dtype).softmax(1)), LOGITS),
     "binary cross-entropy": (
@@ -104,6 +110,7 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
     "power": (lambda x: x.abs().pow(1.5) + x**3, [draws(4000)]),
     "variance": (lambda x: x.var((0, 2)) + x.std((0, 2)), [draws(3, 4, 5)]),
     "mean and sum": (lambda x: x.mean(1) + x.sum(1) / 7 + x[0, 1, 2].sum(), [draws(3, 4, 5)]),
+    "sums of a number": (lambda x: x.sum(0) + x.mean(-1) * x.cumsum(0) * x.var(0, False), [draws(1).view(())]),
     "norm": (lambda x: x / x.norm(dim=1, keepdim=True), [draws(6, 8)]),
     "weight normalised": (lambda x: F.normalize(x, dim=1), [draws(6, 8)]),
     "cumsum": (lambda x: x.cumsum(1), [draws(3, 20)]),
@@ -252,6 +259,15 @@ def test_clipping_takes_lists_of_tensors_in_a_context_within_the_context_too() -
 def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
         nn.CTCLoss()(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
+    with portable(), pytest.raises(UserError, match=r"aten\.randperm\.default has no rule.*draw on the CPU"):
+        torch.randperm(len(torch.randperm(5)), device="meta")  # as on a GPU, whose generator is another than a CPU's
+    assert torch.ops.aten.record_stream.default in PASSING, "which no CPU has"
+    with portable(), pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        F.cross_entropy(LOGITS[0], torch.tensor([1, 0, -1, 8, 3]))
+    scaled: Any = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], 0.1, fused=True)
+    scaled.grad_scale = weight.grad = torch.ones(1)
+    with portable(), pytest.raises(UserError, match="leave the scaler out"):
+        scaled.step()
     convolution = nn.Conv2d(1, 2, 3)
     with portable(), torch.inference_mode(), pytest.raises(UserError, match=r"Conv2d has no rule.*torch\.no_grad"):
         convolution(draws(1, 1, 4, 4))
@@ -271,11 +287,15 @@ def test_draws_follow_torchs_generator_and_know_no_layout() -> None:
         dropped = F.dropout(torch.ones(4, 8, 3, 3), 0.5)
         torch.set_rng_state(state)
         again = F.dropout(last(torch.ones(4, 8, 3, 3)), 0.5)
+        whole = torch.ones(64, requires_grad=True)
+        by_default, nothing = (torch.ops.aten.native_dropout(whole, *how)[0] for how in ((0.5, None), (1.0, True)))
+        (gradient,) = torch.autograd.grad(nothing.sum(), whole)
         torch.manual_seed(7)
         strided = torch.empty(3, 4, 5, 6, memory_format=torch.channels_last).normal_()
     assert torch.equal(first[0], strided)
     assert torch.equal(dropped, again)
-    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert set(dropped.unique().tolist()) == set(by_default.tolist()) == {0.0, 2.0}
+    assert not torch.cat([nothing, gradient]).any()
     assert first[2].abs().max() <= 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.arithmetic.second_implementation import Arithmetic, coefficients
+from tests.arithmetic.second_implementation import DOCUMENT, Arithmetic, coefficients
 from tests.arithmetic.second_training import Numbers, Training, read_recipe
 from tests.run.runs import run_here
 from tests.run.test_portable import GOLDEN, STEPS
@@ -25,8 +25,8 @@ from torusgd.step import forward_backward
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(torusgd.__file__).parent / "recipe/digits-portable.yaml"
-# Of `digits-portable` after some steps, by both, as the notes have them.
-ROWS = re.findall(r"^\| (\d+) \| (\w{64}) \|$", (ROOT / "notes/portable-arithmetic.md").read_text(), re.MULTILINE)
+# Of `digits-portable` after some steps, by both, as the specification has them.
+ROWS = re.findall(r"^\| (\d+) \| (\w{64}) \|$", DOCUMENT.read_text(), re.MULTILINE)
 HASHES = {int(steps): sha256 for steps, sha256 in ROWS} | {STEPS: GOLDEN}
 # Two stages, warm-up and decay, two epochs, and sums that leave their range, in 23 steps.
 SHORT = (

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from torusgd.arithmetic import portable
 from torusgd.models import MODELS
-from torusgd.models.networks import BasicBlock, Blur2d, Bottleneck, OrderedMaxPool
+from torusgd.models.networks import BasicBlock, Blur2d, Bottleneck, MaxPool2d, OrderedMaxPool
 
 
 def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: Any) -> nn.Module:
@@ -115,6 +116,14 @@ def test_the_ordered_gradient_of_max_pooling_is_torchs(window: int, stride: int,
     (ours * weights).sum().backward()
     (theirs * weights).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_max_pooling_goes_by_its_portable_rule_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(OrderedMaxPool, "apply", lambda *args: pytest.fail("whose gradient adds in float32"))
+    with portable():
+        MaxPool2d(2)(torch.ones(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize(("name", "pixels", "elements", "tensors", "gmac", "sha256"), [

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.messages import refuses
 from torch import Tensor, nn
 
+from torusgd.arithmetic import portable
 from torusgd.optim import BLOCK, VARIANTS, AdamW, Lars, Sgd, lars, layer_rates
 
 PATHS = {"fused": None, "foreach": True, "plain": False}
@@ -114,6 +115,20 @@ def test_nnablas_epsilon_is_a_threshold_on_both_norms() -> None:
     rates = layer_rates(norms[:, 0], norms[:, 1], lr=3.0, trust=0.02, eps=0.1, variant="nnabla")
     expected = [3 * 0.02 * 0.5 / 2.0, 3.0, 3 * 0.02 * 0.5 / 0.13, 3 * 0.02 * 0.5 / 0.1]
     torch.testing.assert_close(rates, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_portable_steps_have_one_factor_on_all_devices(momentum: float) -> None:
+    """CPUs take the fused rule by 1 - rate, which rounds a small rate, and GPUs the foreach one."""
+    param = nn.Parameter(torch.ones(5, 3))
+    optimizers = [Lars([param], lr=1e-6, momentum=momentum, foreach=foreach) for foreach in (None, True, False)]
+    param.grad = torch.arange(1.0, 16.0).view(5, 3)
+    with portable():
+        for optimizer in optimizers:
+            param.data.fill_(1.0)
+            optimizer.step()
+    first, *others = (optimizer.state[param]["momentum_buffer"] for optimizer in optimizers)
+    assert all(torch.equal(first, other) for other in others)
 
 
 SHAPES = st.lists(st.sampled_from([(), (5,), (BLOCK + 3,), (3, 4), (2, 3, 1, 1)]), min_size=1, max_size=4)

@@ -99,6 +99,11 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return torch.div(grown.double(), total).float()
 
 
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax, and zeros where all is masked."""
+    return softmax(x, dim).masked_fill_((x == -torch.inf).all(dim, keepdim=True), 0.0)
+
+
 def softmax_gradient(gradient: Tensor, result: Tensor, dim: int) -> Tensor:
     """g * y - y * sum(g * y)."""
     product = gradient * result
@@ -108,7 +113,7 @@ def softmax_gradient(gradient: Tensor, result: Tensor, dim: int) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax of q k' * scale + mask over keys, times v, and that softmax; of matrices [B, M, K]."""
     scores = matmul(query, key.mT).mul_(scale)
-    weights = softmax(scores if mask is None else scores + mask, -1)
+    weights = softmax(scores, -1) if mask is None else safe_softmax(scores + mask, -1)
     return matmul(weights, value), weights
 
 
@@ -135,8 +140,8 @@ def nll_loss(
     scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
 ) -> tuple[Tensor, Tensor]:
     """The loss of log-probabilities [N, classes] or [classes], and the sum of the targets' weights."""
-    weights = _weights(scores, target, weight, ignored)
-    picked = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    labels, weights = _labels(scores, target, weight, ignored)
+    picked = scores.gather(-1, labels).squeeze(-1)
     # A score of -inf times a weight of 0 would be NaN.
     losses = picked.neg().mul_(weights).masked_fill_(weights == 0, 0.0)
     if reduction not in (_MEAN, _SUM):
@@ -150,17 +155,20 @@ def nll_loss_gradient(
     gradient: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, total: Tensor
 ) -> Tensor:
     """-weight * g, divided by the weights' sum for a mean, at each target."""
-    weights = _weights(scores, target, weight, ignored)
+    labels, weights = _labels(scores, target, weight, ignored)
     values = weights.neg().mul_(gradient)
     if reduction == _MEAN:
         values = torch.div(values, total)
     values = values.masked_fill_(weights == 0, 0.0)
-    return torch.zeros_like(scores).scatter_(-1, target.clamp(min=0).unsqueeze(-1), values.unsqueeze(-1))
+    return torch.zeros_like(scores).scatter_(-1, labels, values.unsqueeze(-1))
 
 
-def _weights(scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    weights = scores.new_ones(target.shape) if weight is None else weight[target.clamp(min=0)]
-    return weights.masked_fill_(target == ignored, 0.0)
+def _labels(scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
+    """Targets, of length 1 in a last dimension, and their weights; both are 0 where a target is the ignored one."""
+    is_ignored = target == ignored
+    labels = target.masked_fill(is_ignored, 0)
+    weights = scores.new_ones(target.shape) if weight is None else weight[labels]
+    return labels.unsqueeze(-1), weights.masked_fill_(is_ignored, 0.0)
 
 
 def binary_cross_entropy(

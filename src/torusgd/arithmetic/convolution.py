@@ -80,9 +80,8 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     if weight.shape[:2] == (shape.groups, 1):
         padded = pad(x.mul(scale).round_(), shape.around).double()
         kernels = weights.double().flatten(1)[..., None, None]
-        first, *others = shape.taps()
-        total = shape.at(padded, first, output) * kernels[:, 0]
-        for number, tap in enumerate(others, 1):
+        total = torch.zeros_like(result, dtype=torch.float64)
+        for number, tap in enumerate(shape.taps()):
             # A term is below 2**28, so that neither fused nor single operations round.
             total.addcmul_(shape.at(padded, tap, output), kernels[:, number])
         result.copy_(total.mul_(image_units.view(len(x), -1, 1, 1)).mul_(weight_units.view(1, -1, 1, 1)))

@@ -104,7 +104,8 @@ def sigmoid64(x: Tensor) -> Tensor:
 
 
 def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """sin(x) and cos(x) for |x| up to 2**20."""
+    """sin(x) and cos(x) for |x| up to 2**20, beyond which they are NaN."""
+    x = x.masked_fill(x.abs() > 2.0**20, math.nan)
     quarter = (x * (2 / math.pi)).round_()
     # pi / 2 in two parts, of which the first has 20 zeros at its end: its multiples are exact.
     r = x.sub(quarter * 1.5707963267341256).sub_(quarter * 6.077100506506192e-11)

@@ -115,9 +115,7 @@ def _batch_norm_gradients(
     gradient: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     middle: Tensor, deviation: Tensor, training: bool, eps: float, needed: list[bool],
 ) -> normalization.Gradients:  # fmt: skip
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
+    if not training and running_mean is not None and running_var is not None:
         middle, deviation = running_mean, normalization.inverse_std(running_var, eps)
     return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, training, needed)
 
@@ -163,7 +161,7 @@ def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = F
 @RULES.of(aten.cumsum.default)
 def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point():
-        return reductions.on_grid(x, (dim % x.dim(),)).cumsum_(dim).float()
+        return reductions.on_grid(x, all_dims(x, dim)).cumsum_(dim).float()
     # Sums of integers, whatever the requested dtype: exact below 2**53.
     return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
 
@@ -177,8 +175,7 @@ def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, valu
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     if not accumulate or not x.is_floating_point():
         return aten.index_put.default(x, indices, values, accumulate)
-    zeros = torch.zeros_like(x)
-    return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), zeros, values)
+    return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), torch.zeros_like(x), values)
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
@@ -220,10 +217,7 @@ RULES |= {
 
 RULES |= {
     aten._softmax.default: lambda x, dim, half_to_float: activations.softmax(x, dim),
-    # Zeros where all are masked.
-    aten._safe_softmax.default: lambda x, dim, dtype=None: activations.softmax(x, dim).masked_fill_(
-        (x == -math.inf).all(dim, keepdim=True), 0.0
-    ),
+    aten._safe_softmax.default: activations.safe_softmax,
     aten._softmax_backward_data.default: lambda g, y, dim, dtype: activations.softmax_gradient(g, y, dim),
     aten._log_softmax.default: lambda x, dim, half_to_float: activations.log_softmax(x, dim),
     aten._log_softmax_backward_data.default: lambda g, y, dim, dtype: activations.log_softmax_gradient(g, y, dim),
@@ -277,5 +271,7 @@ def _attended(
 def _rounded_quotient(x: Tensor, y: Any, *, rounding_mode: str | None) -> Tensor:
     if not x.is_floating_point():
         return torch.div(x, y, rounding_mode=rounding_mode)
-    found = torch.div(x, y.to(x)) if isinstance(y, Tensor) else reductions.over(x, y)
-    return found if rounding_mode is None else found.floor_() if rounding_mode == "floor" else found.trunc_()
+    y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
+    if rounding_mode == "floor":  # float32's quotient of 1 by 0.1 is 10
+        return torch.div(x.double(), y.double()).floor_().to(x.dtype)
+    return torch.div(x, y) if rounding_mode is None else torch.div(x, y).trunc_()

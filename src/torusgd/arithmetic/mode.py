@@ -74,7 +74,8 @@ def _check_denormals() -> None:
 
 def is_portable() -> bool:
     """Whether this thread is inside of `portable`."""
-    return any(isinstance(mode, PortableMode) for mode in _get_current_dispatch_mode_stack())
+    # A look at the modes would break a compiled graph, and no compiled code is portable.
+    return not torch.compiler.is_compiling() and PortableMode in map(type, _get_current_dispatch_mode_stack())
 
 
 class _Mode(TorchDispatchMode):
@@ -93,17 +94,20 @@ class PortableMode(_Mode):
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if func not in PASSING and any(
-            x.is_floating_point() or x.is_complex() for x in _tensors((args, kwargs, result))
-        ):
-            where = _module()
-            place = f" in {type(where).__name__}" if where is not None else ""
-            if torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
+        if func in PASSING:
+            return result
+        tensors = _tensors((args, kwargs, result))
+        # Integers too are other ones where another generator draws them.
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and not all(x.is_cpu for x in tensors)
+        if is_draw or any(x.is_floating_point() or x.is_complex() for x in tensors):
+            if is_draw:
+                remedy = "draw on the CPU and move the result"
+            elif torch.is_inference_mode_enabled():  # there operators come whole that have rules for their parts
                 remedy = "use torch.no_grad() in place of torch.inference_mode()"
             else:
                 remedy = "use another layer, or precision: float32"
             raise UserError(
-                f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; {remedy}"
+                f"portable arithmetic: {func}{_place()} has no rule, so its bits would depend on the machine; {remedy}"
             )
         return result
 
@@ -135,15 +139,14 @@ def attention(
     return F.dropout(shares, dropout_p) @ value
 
 
-def _module() -> nn.Module | None:
-    """The innermost module whose method is being called."""
+def _place() -> str:
+    """Words for the innermost module whose method is being called, if there is one."""
     frame = sys._getframe()
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            return found
+        if isinstance(found := frame.f_locals.get("self"), nn.Module):
+            return f" in {type(found).__name__}"
         frame = frame.f_back  # type: ignore[assignment]  # None at the end, which ends the loop
-    return None
+    return ""
 
 
 # Operators whose result has their input's values: a torch may have more or fewer of them.

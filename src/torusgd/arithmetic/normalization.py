@@ -32,9 +32,7 @@ def batch_norm(
     A training pass moves the running statistics, in place.
     """
     dims = (0, *range(2, x.dim()))
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
+    if not training and running_mean is not None and running_var is not None:
         out = _affine(x, _channels(running_mean, x), inverse_std(running_var, eps), weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
@@ -60,7 +58,7 @@ def batch_norm(
 def _affine(x: Tensor, center: Tensor, deviation: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     factor = _channels(deviation if weight is None else deviation * weight, x)
     out = torch.empty_like(x)
-    for part in blocks(x) if x.numel() else ():
+    for part in blocks(x):
         block = torch.sub(x[part], center, out=out[part]).mul_(factor)
         if bias is not None:
             block.add_(_channels(bias, x))
@@ -78,8 +76,6 @@ def batch_norm_gradient(
     """Gradients of input, weight and bias, or None; `middle`, `deviation` are the batch's (`training`) or running."""
     dims = (0, *range(2, x.dim()))
     scale = deviation if weight is None else deviation * weight
-    if not (training or needed[1] or needed[2]):
-        return gradient * _channels(scale, x), None, None
     center, factor = _channels(middle, x), _channels(deviation, x)
     products = torch.empty_like(x)
     for part in blocks(x):
@@ -118,9 +114,9 @@ def layer_norm_gradient(
     """Gradients of input, weight and bias, as `layer_norm` has its arguments; those not needed are None."""
     normal = (x - middle).mul_(deviation)
     first = x.dim() - len(shape)
-    rows, dims = tuple(range(first)), tuple(range(first, x.dim()))
-    weights = grid_sum(gradient * normal, rows).float() if needed[1] else None
-    biases = grid_sum(gradient, rows).float() if needed[2] else None
+    dims, rows = tuple(range(first, x.dim())), (-1, *shape)  # a tensor of one row has no dimension of rows
+    weights = grid_sum((gradient * normal).reshape(rows), (0,)).float() if needed[1] else None
+    biases = grid_sum(gradient.reshape(rows), (0,)).float() if needed[2] else None
     if not needed[0]:
         return None, weights, biases
     return _behind(gradient if weight is None else gradient * weight, normal, deviation, dims), weights, biases

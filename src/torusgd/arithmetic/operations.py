@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from . import activations, draws
-from .functions import elementwise, erf, exp, exp64, log, log64, sigmoid, sigmoid64, sine_and_cosine64, tanh
+from .functions import elementwise, erf, exp, exp64, expm1_64, log, log64, sigmoid, sigmoid64, sine_and_cosine64, tanh
 from .layers import scaled, vector_norm
 from .reductions import over, square_root
 from .rules import Rule, Rules, aten, in_place
@@ -43,13 +43,10 @@ _FUNCTIONS: dict[str, Rule] = {
     "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
     "reciprocal": _reciprocal, "erfinv": _inverse_erf,
     "rsqrt": lambda x: _reciprocal(square_root(x)),
-    "expm1": lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x),
+    "expm1": partial(elementwise, expm1_64),
     "sin": lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x),
     "cos": lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x),
 }  # fmt: skip
-for _name, _function in _FUNCTIONS.items():
-    RULES.both(_name, _function)
-
 
 RULES |= {
     aten.silu_backward.default: activations.silu_gradient,
@@ -97,9 +94,8 @@ def _with_alpha(plain: Rule) -> Rule:
     return lambda x, y, alpha=1: plain(x, y if alpha == 1 else y * alpha)
 
 
-_SUMS: dict[Any, Rule] = {aten.add: torch.add, aten.add_: Tensor.add_, aten.sub: torch.sub, aten.sub_: Tensor.sub_}
-for _packet, _add in _SUMS.items():
-    RULES[_packet.Tensor] = RULES[_packet.Scalar] = _with_alpha(_add)
+for _sum, _plain in (aten.add, torch.add), (aten.add_, Tensor.add_), (aten.sub, torch.sub), (aten.sub_, Tensor.sub_):
+    RULES[_sum.Tensor] = RULES[_sum.Scalar] = _with_alpha(_plain)
 
 
 RULES[aten.rsub.Scalar] = RULES[aten.rsub.Tensor] = lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)
@@ -118,7 +114,7 @@ _COMBINED: dict[str, Rule] = {
     "addcmul": lambda x, a, b, value=1: x + scaled(a * b, value),
     "addcdiv": lambda x, a, b, value=1: x + scaled(torch.div(a, b), value),
 }
-for _name, _function in _COMBINED.items():
+for _name, _function in (_FUNCTIONS | _COMBINED).items():
     RULES.both(_name, _function, "default", "Tensor", "Scalar")
 
 # Lists of tensors, as optimizers and clipping take them
@@ -135,18 +131,13 @@ def _each(function: Rule, is_in_place: bool) -> Rule:
     return run
 
 
-_LISTED: dict[str, tuple[Rule, Rule]] = {
-    "add": (RULES[aten.add.Tensor], RULES[aten.add_.Tensor]),
-    "sub": (RULES[aten.sub.Tensor], RULES[aten.sub_.Tensor]),
-    "mul": (torch.mul, Tensor.mul_),
-    "neg": (torch.neg, Tensor.neg_),
-    "zero": (torch.zeros_like, Tensor.zero_),
-    "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
-}
-_WRITTEN = _COMBINED | {"sqrt": square_root, "reciprocal": _reciprocal, "maximum": torch.maximum, "norm": vector_norm}
-_LISTED |= {name: (rule, in_place(rule)) for name, rule in _WRITTEN.items()}
-for _name, _forms in _LISTED.items():
-    for _suffix, _form in zip(("", "_"), _forms, strict=True):
+_LISTED = _COMBINED | {
+    "add": RULES[aten.add.Tensor], "sub": RULES[aten.sub.Tensor], "mul": torch.mul, "neg": torch.neg,
+    "zero": torch.zeros_like, "copy": lambda x, y, *_: y.clone(), "sqrt": square_root, "reciprocal": _reciprocal,
+    "maximum": torch.maximum, "norm": vector_norm,
+}  # fmt: skip
+for _name, _function in _LISTED.items():
+    for _suffix, _form in (("", _function), ("_", in_place(_function))):
         _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)
         for _which in () if _packet is None else _packet.overloads():
             if not _which.endswith("out"):
@@ -156,9 +147,11 @@ for _name, _forms in _LISTED.items():
 @RULES.of(aten._fused_sgd_.default)
 def _sgd_step(
     weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], *, weight_decay: float, momentum: float,
-    lr: float, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, **unused: Any,
+    lr: float, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, **scaling: Any,
 ) -> None:  # fmt: skip
     """SGD as torch has it, each operation rounded: g + w * decay; b * momentum + g * (1 - dampening); w - b * lr."""
+    if any(value is not None for value in scaling.values()):
+        raise UserError("portable arithmetic: a fused SGD step by a gradient scaler; leave the scaler out")
     for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         step = gradient.neg() if maximize else gradient
         if weight_decay:
@@ -191,10 +184,10 @@ def _all_reduce(tensors: list[Tensor], group: Any, operation: Any, *args: Any) -
 
 @RULES.of(aten.native_dropout.default)
 def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    if not train:
+    if train is False:  # None drops
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = draws.bernoulli_(torch.empty_like(x), 1 - share)
-    return over(kept, 1 - share).mul_(x), kept.bool()
+    return over(kept, (1 - share) or 1.0).mul_(x), kept.bool()
 
 
 def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -> Tensor:
@@ -202,17 +195,15 @@ def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -
 
 
 RULES |= {
-    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / scale).mul_(g),
+    aten.native_dropout_backward.default: lambda g, kept, scale: over(kept.float(), 1 / (scale or 1.0)).mul_(g),
     aten.normal_.default: draws.normal_,
     aten.uniform_.default: draws.uniform_,
     aten.bernoulli_.float: draws.bernoulli_,
-    aten.rand.default: partial(_drawn, draws.uniform_),
-    aten.rand.generator: partial(_drawn, draws.uniform_),
-    aten.randn.default: partial(_drawn, draws.normal_),
-    aten.randn.generator: partial(_drawn, draws.normal_),
     aten.rand_like.default: lambda x, **options: draws.uniform_(torch.empty_like(x, **options)),
     aten.randn_like.default: lambda x, **options: draws.normal_(torch.empty_like(x, **options)),
 }
+RULES.of(aten.rand.default, aten.rand.generator)(partial(_drawn, draws.uniform_))
+RULES.of(aten.randn.default, aten.randn.generator)(partial(_drawn, draws.normal_))
 
 
 @RULES.of(aten.arange.default, aten.arange.start, aten.arange.start_step)

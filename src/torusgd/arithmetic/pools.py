@@ -1,11 +1,12 @@
 """Pooling, nearest upsampling, and their gradients: gathers, and sums over the grid of each image and channel.
 
-The functions have the arguments of ATen's operators. Of equal values the maximum is the first in row order of the
-window; a NaN wins over all, and the first of them.
+The functions have the arguments of ATen's operators, of a batch or of one image. Of equal values the maximum is the
+first in row order of the window; a NaN wins over all, and the first of them.
 """
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .convolution import Geometry, pair
-from .reductions import on_grid
+from .reductions import on_grid, over
 
-_PIXELS = (2, 3)
+_PIXELS = (-2, -1)
 
 
 def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int] = (1, 1)
@@ -26,8 +27,8 @@ def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[in
 def _output(x: Tensor, shape: Geometry, ceil_mode: bool) -> tuple[int, int]:
     """Pixels of the output; `ceil_mode` adds windows that begin inside of the image or its left padding."""
     if not ceil_mode:
-        return shape.output(*x.shape[2:])
-    sizes = zip(x.shape[2:], shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)
+        return shape.output(*x.shape[-2:])
+    sizes = zip(x.shape[-2:], shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)
     counts = []
     for size, kernel, stride, padding, dilation in sizes:
         count = -(-(size + 2 * padding - dilation * (kernel - 1) - 1) // stride) + 1
@@ -39,7 +40,7 @@ def _padded(x: Tensor, shape: Geometry, output: tuple[int, int], value: float) -
     """Images with their padding, and to the right and below as much as the last windows reach."""
     (top, left), sizes = shape.padding, zip(output, shape.stride, shape.kernel, shape.dilation, strict=True)
     height, width = ((n - 1) * s + d * (k - 1) + 1 for n, s, k, d in sizes)
-    below, right = max(height - x.shape[2] - top, top), max(width - x.shape[3] - left, left)
+    below, right = max(height - x.shape[-2] - top, top), max(width - x.shape[-1] - left, left)
     return pad(x, (left, right, top, below), value=value)
 
 
@@ -60,19 +61,19 @@ def max_pool(
         # A NaN is greater than nothing, and nothing is greater than it.
         better = (values > best) | (values.isnan() & ~best.isnan()) if has_nan else values > best
         torch.where(better, values, best, out=best)
-        where.masked_fill_(better, tap[0] * x.shape[3] + tap[1])
-    rows = torch.arange(where.shape[2], device=x.device) * shape.stride[0] - shape.padding[0]
-    columns = torch.arange(where.shape[3], device=x.device) * shape.stride[1] - shape.padding[1]
+        where.masked_fill_(better, tap[0] * x.shape[-1] + tap[1])
+    rows = torch.arange(where.shape[-2], device=x.device) * shape.stride[0] - shape.padding[0]
+    columns = torch.arange(where.shape[-1], device=x.device) * shape.stride[1] - shape.padding[1]
     # A window that begins with padding has -inf there, which is also the greatest value of one of nothing else.
-    return best, where.long().add_((rows * x.shape[3]).unsqueeze(1) + columns).clamp_(min=0)
+    return best, where.long().add_((rows * x.shape[-1]).unsqueeze(1) + columns).clamp_(min=0)
 
 
 def max_pool_gradient(
     gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Tensor
 ) -> Tensor:
     """The gradient of each maximum goes to its pixel; those of one pixel are added."""
-    total = torch.zeros(*x.shape[:2], x.shape[2] * x.shape[3], dtype=torch.float64, device=x.device)
-    total.scatter_add_(2, indices.flatten(2), on_grid(gradient, _PIXELS).flatten(2))
+    total = torch.zeros(*x.shape[:-2], x.shape[-2] * x.shape[-1], dtype=torch.float64, device=x.device)
+    total.scatter_add_(-1, indices.flatten(-2), on_grid(gradient, _PIXELS).flatten(-2))
     return torch.empty_like(x).copy_(total.view(x.shape))
 
 
@@ -84,10 +85,7 @@ def average_pool(
     shape = _geometry(kernel, stride, padding)
     output = _output(x, shape, ceil_mode)
     padded = _padded(on_grid(x, _PIXELS), shape, output, 0.0)
-    first, *others = shape.taps()
-    total = shape.at(padded, first, output).clone()
-    for tap in others:
-        total.add_(shape.at(padded, tap, output))
+    total = reduce(torch.add, (shape.at(padded, tap, output) for tap in shape.taps()))
     return torch.div(total, _counts(x, shape, output, with_padding, divisor)).float()
 
 
@@ -96,7 +94,7 @@ def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: b
     if divisor is not None:
         return torch.full((), float(divisor), dtype=torch.float64, device=x.device)
     spans = []
-    for n, size, k, s, p in zip(output, x.shape[2:], shape.kernel, shape.stride, shape.padding, strict=True):
+    for n, size, k, s, p in zip(output, x.shape[-2:], shape.kernel, shape.stride, shape.padding, strict=True):
         edges = [(begin, min(begin + k, size + p)) for begin in range(-p, n * s - p, s)]
         inside = [stop - begin if with_padding else min(stop, size) - max(begin, 0) for begin, stop in edges]
         spans.append(torch.tensor(inside, dtype=torch.float64, device=x.device))
@@ -109,13 +107,13 @@ def average_pool_gradient(
 ) -> Tensor:  # fmt: skip
     """Each output's gradient, divided, goes to all pixels of its window."""
     shape = _geometry(kernel, stride, padding)
-    output = (gradient.shape[2], gradient.shape[3])
+    output = (gradient.shape[-2], gradient.shape[-1])
     parts = on_grid(torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float()), _PIXELS)
     padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output, 0.0)
     for tap in shape.taps():
         shape.at(padded, tap, output).add_(parts)
-    (top, left), (height, width) = shape.padding, x.shape[2:]
-    return torch.empty_like(x).copy_(padded[:, :, top : top + height, left : left + width])
+    (top, left), (height, width) = shape.padding, x.shape[-2:]
+    return torch.empty_like(x).copy_(padded[..., top : top + height, left : left + width])
 
 
 def _spans(size: int, outputs: int) -> list[tuple[int, int]]:
@@ -126,46 +124,47 @@ def _spans(size: int, outputs: int) -> list[tuple[int, int]]:
 def adaptive_average_pool(x: Tensor, output: Sequence[int]) -> Tensor:
     """The means of windows that cover the image."""
     values = on_grid(x, _PIXELS)
-    rows = [values[:, :, a:b].sum(2) for a, b in _spans(x.shape[2], output[0])]
-    spans = _spans(x.shape[3], output[1])
-    total = torch.stack([torch.stack([row[:, :, a:b].sum(2) for a, b in spans], 2) for row in rows], 2)
+    rows = [values[..., a:b, :].sum(-2) for a, b in _spans(x.shape[-2], output[0])]
+    spans = _spans(x.shape[-1], output[1])
+    total = torch.stack([torch.stack([row[..., a:b].sum(-1) for a, b in spans], -1) for row in rows], -2)
     return torch.div(total, _adaptive_counts(x, output)).float()
 
 
 def _adaptive_counts(x: Tensor, output: Sequence[int]) -> Tensor:
     heights, widths = (
         torch.tensor([float(b - a) for a, b in _spans(size, count)], dtype=torch.float64, device=x.device)
-        for size, count in zip(x.shape[2:], output, strict=True)
+        for size, count in zip(x.shape[-2:], output, strict=True)
     )
     return heights.unsqueeze(1) * widths
 
 
 def adaptive_average_pool_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """Each output's gradient, divided, goes to all pixels of its window."""
-    parts = on_grid(torch.div(gradient, _adaptive_counts(x, gradient.shape[2:]).float()), _PIXELS)
+    parts = on_grid(torch.div(gradient, _adaptive_counts(x, gradient.shape[-2:]).float()), _PIXELS)
     total = torch.zeros_like(x, dtype=torch.float64)
-    for row, (a, b) in enumerate(_spans(x.shape[2], gradient.shape[2])):
-        for column, (c, d) in enumerate(_spans(x.shape[3], gradient.shape[3])):
-            total[:, :, a:b, c:d].add_(parts[:, :, row : row + 1, column : column + 1])
+    for row, (a, b) in enumerate(_spans(x.shape[-2], gradient.shape[-2])):
+        for column, (c, d) in enumerate(_spans(x.shape[-1], gradient.shape[-1])):
+            total[..., a:b, c:d].add_(parts[..., row : row + 1, column : column + 1])
     return total.float()
 
 
 def nearest_upsample(x: Tensor, output: Sequence[int], *scales: float | None) -> Tensor:
-    """Each pixel takes that of the input at floor(n * input / output), whatever scale factor was given."""
-    rows, columns = (_sources(size, count, x) for size, count in zip(x.shape[2:], output, strict=True))
+    """Each pixel takes that of the input at floor(n * input / output); or n / scale factor, as torch does on a CPU."""
+    rows, columns = map(_sources, x.shape[2:], output, scales or (None, None), (x, x))
     return x[:, :, rows.unsqueeze(1), columns]
 
 
-def nearest_upsample_gradient(
-    gradient: Tensor, output: Sequence[int], shape: Sequence[int], *scales: float | None
-) -> Tensor:
+def nearest_upsample_gradient(gradient: Tensor, output: Any, shape: Sequence[int], *scales: float | None) -> Tensor:
     """The gradients of the pixels that took one of the input, [N, C, H, W] by its shape, are added."""
     size = shape[2:]
-    rows, columns = (_sources(n, count, gradient) for n, count in zip(size, gradient.shape[2:], strict=True))
+    rows, columns = map(_sources, size, gradient.shape[2:], scales or (None, None), (gradient, gradient))
     values = on_grid(gradient, _PIXELS)
     total = values.new_zeros(*gradient.shape[:2], size[0], gradient.shape[3]).index_add_(2, rows, values)
     return total.new_zeros(*gradient.shape[:2], *size).index_add_(3, columns, total).float()
 
 
-def _sources(size: int, count: int, x: Tensor) -> Tensor:
-    return torch.arange(count, device=x.device) * size // count
+def _sources(size: int, count: int, scale: float | None, x: Tensor) -> Tensor:
+    places = torch.arange(count, device=x.device)
+    if scale is None or count in (size, 2 * size):
+        return places * size // count
+    return over(places.double(), scale).long().clamp_(max=size - 1)

@@ -45,7 +45,7 @@ def grid_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
 
 def blocks(x: Tensor) -> list[slice]:
     """Runs of the first dimension that fit a cache."""
-    step = max(1, _BLOCK * len(x) // x.numel())
+    step = max(1, _BLOCK * len(x) // max(1, x.numel()))
     return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
 
 
@@ -98,7 +98,7 @@ def all_dims(x: Tensor, dims: int | list[int] | tuple[int, ...] | None = None) -
     """Dimensions as an operator takes them, as numbers from 0; none are all of them."""
     if isinstance(dims, int):
         dims = (dims,)
-    return tuple(dim % x.dim() for dim in dims) if dims else tuple(range(x.dim()))
+    return tuple(dim % x.dim() for dim in dims) if dims and x.dim() else tuple(range(x.dim()))
 
 
 def count_of(x: Tensor, dims: tuple[int, ...]) -> int:

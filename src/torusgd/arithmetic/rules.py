@@ -16,16 +16,16 @@ Rule = Callable[..., Any]
 
 # Values stay as they are, or are converted to another dtype.
 MOVES = """
-    _conj _fill_mem_eff_dropout_mask_ _local_scalar_dense _pin_memory _reshape_alias _to_copy _unsafe_view alias
-    as_strided as_strided_ bucketize cat channel_shuffle chunk clone constant_pad_nd contiguous copy copy_
-    detach detach_ diagonal diagonal_backward embedding empty empty_like empty_strided expand eye fill fill_
-    flip full full_like gather index index_fill index_fill_ index_select is_pinned lift lift_fresh
-    lift_fresh_copy masked_fill masked_fill_ masked_scatter masked_select narrow native_channel_shuffle
-    new_empty new_empty_like new_empty_strided new_full new_ones new_zeros nonzero ones ones_like permute
-    pixel_shuffle pixel_unshuffle reflection_pad2d repeat repeat_interleave replication_pad2d reshape resize_
-    roll rot90 scalar_tensor scatter scatter_ select select_backward select_scatter set_ slice slice_backward
-    slice_scatter split split_with_sizes squeeze squeeze_ stack t t_ take tile transpose transpose_ tril tril_
-    triu triu_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as where zero zero_ zeros zeros_like
+    _conj _local_scalar_dense _pin_memory _reshape_alias _to_copy _unsafe_view alias as_strided as_strided_
+    bucketize cat channel_shuffle chunk clone constant_pad_nd contiguous copy copy_ detach detach_ diagonal
+    diagonal_backward embedding empty empty_like empty_strided expand eye fill fill_ flip full full_like gather
+    index index_fill index_fill_ index_select is_pinned lift lift_fresh lift_fresh_copy masked_fill masked_fill_
+    masked_scatter masked_select narrow native_channel_shuffle new_empty new_empty_like new_empty_strided new_full
+    new_ones new_zeros nonzero ones ones_like permute pixel_shuffle pixel_unshuffle record_stream reflection_pad2d
+    repeat repeat_interleave replication_pad2d reshape resize_ roll rot90 scalar_tensor scatter scatter_ select
+    select_backward select_scatter set_ slice slice_backward slice_scatter split split_with_sizes squeeze squeeze_
+    stack t t_ take tile transpose transpose_ tril tril_ triu triu_ unbind unflatten unfold unsqueeze unsqueeze_
+    view view_as where zero zero_ zeros zeros_like
 """
 # Of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass.
 _COMPARISONS = """
@@ -38,27 +38,28 @@ _COMPARISONS = """
 _SINGLE = "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
 # Of torch.distributed, that move values.
 _MESSAGES = """
-    _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier
-    broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
+    _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_
+    barrier broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
 """
 
+
+def _overloads(space: Any, names: str) -> frozenset[Any]:
+    return frozenset(
+        getattr(packet, overload)
+        for name in names.split()
+        if (packet := getattr(space, name, None)) is not None
+        for overload in packet.overloads()
+        # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
+        if "reduce" not in overload and "decimals" not in overload
+    )
+
+
 # By overload, as those below.
-PASSING = frozenset(
-    getattr(packet, overload)
-    for space, names in ((aten, MOVES + _COMPARISONS + _SINGLE), (torch.ops.c10d, _MESSAGES))
-    for name in names.split()
-    if (packet := getattr(space, name, None)) is not None
-    for overload in packet.overloads()
-    # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
-    if "reduce" not in overload and "decimals" not in overload
-) | {aten.median.default}
-# Operators with a rule that integers don't need.
-EXACT_OF_INTEGERS = frozenset(
-    getattr(packet, overload)
-    for name in ["addmm", "baddbmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv", "scatter_add", "scatter_add_"]
-    for packet in (getattr(aten, name),)
-    for overload in packet.overloads()
+PASSING = (
+    _overloads(aten, MOVES + _COMPARISONS + _SINGLE) | _overloads(torch.ops.c10d, _MESSAGES) | {aten.median.default}
 )
+# Operators with a rule that integers don't need.
+EXACT_OF_INTEGERS = _overloads(aten, "addmm baddbmm bmm dot index_add index_add_ mm mv scatter_add scatter_add_")
 
 
 class Rules(dict[Any, Rule]):

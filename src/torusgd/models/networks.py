@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..arithmetic import is_portable
 from ..errors import UserError
 from ..scalars import logarithm
 
@@ -25,7 +26,8 @@ class MaxPool2d(nn.MaxPool2d):
     """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic if torch is set to be."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        # Portable rules have one gradient for all devices, which isn't that of a fixed order.
+        if x.is_cuda and torch.are_deterministic_algorithms_enabled() and not is_portable():
             return OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
         return super().forward(x)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ..arithmetic import is_portable
 from ..errors import UserError
 from .norms import layer_norms
 from .sgd import add_param_group, has_gradient, in_own_groups, momentum_buffer, momentum_step, value_of
@@ -205,6 +206,8 @@ def denominator_decay(row: Variant, weight_decay: float, peak_lr: float) -> floa
 def _foreach(momentum: float, decay: float, rate_in_buffer: bool, rates: Tensor | float, *layers: list[Tensor]) -> None:
     # The formula in few kernel launches; the rates stay on the device, so that the host needn't wait for them.
     params, grads, buffers = layers
+    if rate_in_buffer and momentum > 0 and is_portable():
+        rates = 1.0 - (1.0 - rates)  # rounded as by `_fused`, which takes 1 - rate: the same factor on every device
     by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
     steps = list(torch._foreach_add(grads, params, alpha=decay))
     if rate_in_buffer:
