@@ -18,11 +18,7 @@ _MOST_LISTED = 30
 
 
 def printable(text: str) -> str:
-    """A stranger's text for people: line ends, and whatever else steers a terminal, become escapes.
-
-    >>> printable("cat\\x1b[2J")
-    'cat\\\\x1b[2J'
-    """
+    """A stranger's text for people: line ends, and whatever else steers a terminal, become escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

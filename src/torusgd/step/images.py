@@ -24,7 +24,7 @@ class ImageReader:
     ) -> None:
         self._loader, self._schedule, self._liveness = loader, schedule, liveness
         self._location, self._watchers = location, watchers
-        self.error: OSError | RunError | None = None
+        self._error: OSError | RunError | None = None
 
     def read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
         """The images of a virtual worker; None if they can't be read, which all ranks learn by the control vector."""
@@ -33,7 +33,7 @@ class ImageReader:
         try:
             return self.take(step, worker, membership)
         except (OSError, RunError) as error:
-            self.error = error
+            self._error = error
             return None
 
     def take(self, step: Step, worker: int, membership: Membership) -> Batch:
@@ -44,11 +44,14 @@ class ImageReader:
             *plain, batch = [self._loader.take(share, self._following(share, membership)) for share in shares]
         return replace(batch, plain=plain[0] if plain else batch) if step.extra_pass else batch
 
+    def note(self, error: OSError | RunError) -> None:
+        self._error = error
+
     def failure(self, step: Step, failed: int, ranks: int, rank: int) -> RunError:
         """The error that ends the step on all ranks, of which so many could not read; a DiskError if it may pass."""
         # The others must learn of it before any of them ends, so a rank's own error is no more than a remark.
-        own = "" if self.error is None else f" (rank {rank}: {self.error})"
-        kind = DiskError if isinstance(self.error, OSError) and is_transient(self.error) else RunError
+        own = "" if self._error is None else f" (rank {rank}: {self._error})"
+        kind = DiskError if isinstance(self._error, OSError) and is_transient(self._error) else RunError
         return kind(f"step {step.index}: {failed} of {ranks} ranks can't read training images{own}")
 
     def _following(self, share: Share, membership: Membership) -> Iterator[Share]:

@@ -258,7 +258,7 @@ class TrainStep:
                     watcher.with_batch(step.index, passed.worker, passed.batch)
                 self.control.counts.replaced += passed.batch.replaced
         except (OSError, RunError) as error:
-            self.images.error = error
+            self.images.note(error)
             self.control.counts.failed = 1
         self.reducer.begin_worker(last=True)
         sent = self._send(view, _FINISHED, finished)
