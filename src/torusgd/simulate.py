@@ -39,7 +39,7 @@ from .rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
 from .synchrony import barriers
 from .synchrony.barriers import Barrier, passages
 from .synchrony.delays import DelayModel, delay_model
-from .synchrony.limits import Limits, VirtualSteps, each_alone
+from .synchrony.limits import Limits, VirtualSteps
 from .text import listed
 from .weights import weights_sha256
 
@@ -165,7 +165,8 @@ def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     if isinstance(number, int) and not 0 < number <= most:
         there = f"there are {most} workers; wait for 1 to {most} of them"
         raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
-    limits = Limits(each_alone(most), workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
+    alone = [[worker] for worker in range(most)]
+    limits = Limits(alone, workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
     steps = VirtualSteps(limits, most, workers.delays, workers.compute)
     weights = workers.passes.initial.clone()
     time, gradients = 0.0, 0
