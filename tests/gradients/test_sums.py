@@ -241,6 +241,20 @@ def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
     assert run(fresh(), [grads[:1], grads[1:]])[0].nonfinite == [1]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_share_that_becomes_zero_on_a_float16_wire_is_exact_on_any_ranks(ranks: int) -> None:
+    """A quarter of one of two buckets, which holds a third of all elements."""
+    sizes = (1024, 2048)
+    grads = [[torch.ones(n) for n in sizes] for _ in range(2)]
+    for worker in grads:
+        worker[0][:256] = 1e-12
+    total = FloatGradientSum(plan_buckets(sizes, 1024), 2, CPU, torch.float16)
+    total.set_maxima(torch.ones(2))
+    for index, messages in enumerate(zip(*[messages_of(total, grads[r::ranks]) for r in range(ranks)], strict=True)):
+        total.message(index).copy_(reduce(torch.add, messages))
+    assert total.finish().read().underflow == pytest.approx(1 / 12, rel=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) -> None:
     """Also beyond 65,536, where the count needs its second value."""
