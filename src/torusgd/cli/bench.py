@@ -262,8 +262,8 @@ def compare(
         resolved = resolve_model_parallel(recipe, workload, options[n], cluster, software)
         program = measured_software(workload, cluster, program_for(recipe, resolved, cluster, software), runs[1])
         planned = forecast(workload, cluster, program, n)
-        seconds = {batch: step.seconds for batch, step in zip(planned.batches, planned.steps, strict=True)}
-        beside = PlanComparison(run, recipe.name, n, seconds).beside(run / "events.jsonl")
+        stages = [(batch, step.seconds) for batch, step in zip(planned.batches, planned.steps, strict=True)]
+        beside = PlanComparison(run, recipe.name, n, stages).beside(run / "events.jsonl")
         rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
         # The plan is scaled to the run with one rank, so that its rate is the planned one too.
         alone = points[0].images_per_second if points else rate
