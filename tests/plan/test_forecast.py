@@ -132,7 +132,7 @@ def test_start_up_extra_passes_and_held_out_images_are_priced() -> None:
 
     def evaluated(devices: int, *changes: str, crowding: float = 1.0) -> float:
         crowded = cluster.model_copy(update={"crowding": {devices: crowding}})
-        planned = workload("resnet50", *sizes, "data.classes=9", "evaluate.every=null", *changes)
+        planned = workload("resnet50", *sizes, "data.classes=9", "evaluate={every: null}", *changes)
         return forecast(planned, crowded, own, devices).run.evaluation
 
     one = evaluated(10)

@@ -122,5 +122,6 @@ def test_bad_rows_and_tables_are_one_line_that_names_them(tmp_path: Path) -> Non
     assert read_rows(table(tmp_path, batch_per_device=""))[0].images == (32,)
     (tmp_path / "short.csv").write_text("id,system\nx,y\n")
     (tmp_path / "empty.csv").write_text(table(tmp_path).read_text().splitlines()[0] + "\n")
-    for name in ("no-such.csv", "short.csv", "empty.csv"):
+    (tmp_path / "long.csv").write_text("id\n" + (1 << 18) * "x")
+    for name in ("no-such.csv", "short.csv", "empty.csv", "long.csv"):
         refuses(f"a published table: {name}", read_rows, tmp_path / name, about=f"{tmp_path / name}:", TMP=tmp_path)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe.load import load_recipe, parse_yaml, read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
@@ -72,12 +72,14 @@ def read_rows(path: str | Path | None = None) -> list[Row]:
     shipped = files(__package__).joinpath("published.csv")
     text = shipped.read_text() if path is None else read_file(Path(path), where, MOST_TEXT)
     reader = csv.DictReader(text.splitlines())
+    with as_user_error(where, of=csv.Error):  # such as of a cell of 128 KiB or more
+        records = list(reader)
     missing = [name for name in (*COLUMNS, "metric", "value", "unit") if name not in (reader.fieldnames or ())]
     if missing:
         raise UserError(
             f"{where}: the column {missing[0]} is missing; the first line must name {', '.join(COLUMNS)}, ..."
         )
-    rows = [_row(record, f"{where}: row {record['id'] or number}") for number, record in enumerate(reader, 2)]
+    rows = [_row(record, f"{where}: row {record['id'] or number}") for number, record in enumerate(records, 2)]
     if not rows:
         raise UserError(f"{where}: has no rows")
     return rows

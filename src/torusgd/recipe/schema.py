@@ -144,6 +144,12 @@ class Warmup(Section):
     """rate of step 0"""
 
 
+_MEANT_FOR_SHAPES = {
+    "power": ("polynomial",), "milestones": ("step",), "factor": ("step",),
+    **dict.fromkeys(("floor", "start", "end"), ("polynomial", "cosine")),
+}  # fmt: skip
+
+
 class Decay(Section):
     """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
 
@@ -164,8 +170,9 @@ class Decay(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Decay":
-        if (self.shape == "step") != bool(self.milestones):
-            raise ValueError("milestones: needed with shape: step, and only there")
+        self.check_meaning("shape", _MEANT_FOR_SHAPES)
+        if self.shape == "step" and not self.milestones:
+            raise ValueError("milestones: needed with shape: step")
         return self
 
 
@@ -276,6 +283,12 @@ class WeightAverage(Section):
     every: Count = 1
     """steps from one update of the average to the next"""
 
+    @model_validator(mode="after")
+    def _check(self) -> "WeightAverage":
+        if not self.half_life.value:
+            raise ValueError("half_life: must be above 0")
+        return self
+
 
 class LossScale(Section):
     """Dynamic loss scaling, with precision: float16."""
@@ -378,6 +391,10 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
+        if self.noise_scale != NoiseScale() and all(stage.momentum != "noise-scale" for stage in self.stages):
+            raise ValueError("noise_scale: has a meaning with stages.N.momentum: noise-scale only")
+        if self.evaluate.first is not None and self.evaluate.every is None:
+            raise ValueError("evaluate.first: has a meaning with evaluate.every only")
         sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
         for key, (size, resize) in {**sizes, "evaluate": self.held_out_data.sizes}.items():
             if resize is not None and resize < max(size):
