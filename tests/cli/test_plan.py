@@ -91,19 +91,14 @@ def test_one_device_is_not_compared_with_itself_and_many_share_the_batch_of_the_
     assert found["efficiency"] < 0.5
 
 
-@pytest.mark.parametrize(("name", "said"), [("local", "a run makes 8 of each"), ("backup", "a run leaves out")])
-def test_what_a_plan_does_not_know_of_synchrony_is_noted(plan, name: str, said: str) -> None:
-    out = plan(f"fashion-{name}", "--cluster", "abci", "--devices", 2, *SIZES)[0]
-    assert f"note: synchrony.form = {name}: planned as one pass of each virtual worker, " in out
-    assert said in out
-
-
 def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--allreduce", "torus", "--grid", "4x4", "--model-parallel", 2, "--sweep")
     out, found = plan("resnet50", "--cluster", "abci", "--devices", 16, *flags)
     assert [forecast["devices"] for forecast in found["sweep"]] == [2, 4, 8, 16]
     assert found["sweep"][-1]["stages"] == found["stages"]
     assert "note: torusgd train refuses this: model_parallel = 2: " in out
+    for name, said in (("local", "a run makes 8 of each"), ("backup", "a run leaves out")):
+        assert said in plan(f"fashion-{name}", "--cluster", "abci", "--devices", 2, *SIZES)[0]
     # No figure is cut off on a narrow screen.
     monkeypatch.setenv("COLUMNS", "80")
     command = ("resnet50", "--cluster", "hgx-h100", "--devices", 1024, "--to", "75.9%", "--cost", 2.5, "--sweep")

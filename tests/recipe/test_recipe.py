@@ -211,15 +211,6 @@ def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
     assert shares == {worker * plan[0].images_per_worker for worker in range(workers)}
 
 
-def test_fractions_of_an_epoch_are_exact() -> None:
-    """As floats 8.3 * 60,000 is above 498,000, and three intervals of 0.1 epochs are above 0.3."""
-    stages = "stages=[{until: 8.3ep, images_per_worker: 1}]"
-    plan = schedule("virtual_workers=500", stages, "rate.warmup=null", train_images=60_000)
-    assert len(plan) == 996
-    assert plan.boundaries(Duration.parse("0.1ep"))[:10] == [12 * n for n in range(1, 11)]
-    assert plan.boundaries(Duration.parse("8.3ep"))[0] == 996
-
-
 # Warm-ups and polynomials: tests/recipe/test_records.py.
 def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> None:
     step = schedule("rate.decay={shape: step, milestones: [10ep, 30ep], factor: 0.1}", "rate.warmup=null")
@@ -236,6 +227,10 @@ def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> N
     assert plan.boundaries(evaluate.every, evaluate.first) == [20, 120, 220, 320, 420, 450]
     assert plan.boundaries(None) == [450]
     assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
+    # As floats 8.3 * 60,000 is above 498,000.
+    stages = "stages=[{until: 8.3ep, images_per_worker: 1}]"
+    plan = schedule("virtual_workers=500", stages, "rate.warmup=null", train_images=60_000)
+    assert len(plan) == plan.boundaries(Duration.parse("8.3ep"))[0] == 996
 
 
 @settings(max_examples=50)

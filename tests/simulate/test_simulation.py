@@ -1,7 +1,6 @@
 """Training in virtual time: limits in which forms are one another, and the same bits each time."""
 
 import json
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -54,7 +53,7 @@ def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> No
     setting = Setting(recipe, "bsp", 4, "constant", lr=0.1)
     assert simulate(setting, points=1).points[-1].images == 128
     assert simulate(setting, seconds=5, images=5, points=1).points[-1].images < 128
-    refuses("a simulation without an end", simulate, setting, seconds=math.nan, about="simulate: needs seconds")
+    refuses("a simulation without an end", simulate, setting, seconds=float("nan"), about="simulate: needs seconds")
 
 
 def test_other_forms_other_weights_and_a_wrong_one_is_one_line() -> None:

@@ -73,11 +73,9 @@ def test_a_resumed_run_takes_what_a_straight_one_took_by_a_learned_count(monkeyp
     monkeypatch.setattr("torusgd.synchrony.limits.LEARN", 4)
     monkeypatch.setattr("torusgd.synchrony.state_space.ITERATIONS", 8)
 
-    def steps() -> VirtualSteps:
-        rule = limits(8, count="learned", warmup=20, warm=20)
-        return VirtualSteps(rule, 8, delay_model("exponential", seed=0), compute=1.0)
-
-    straight, resumed = steps(), steps()
+    delays = delay_model("exponential", seed=0)
+    rules = (limits(8, count="learned", warmup=20, warm=20) for _ in range(2))
+    straight, resumed = (VirtualSteps(rule, 8, delays, compute=1.0) for rule in rules)
     taken = [straight.at(step) for step in range(40)]
     assert len({step.workers for step in taken}) > 2
     # A step that overflowed is taken twice.

@@ -101,11 +101,9 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
     def forward(cost: ModelCost, images: int, chunk: int) -> float:
         # Devices take chunks in turn: one of them, perhaps the slowest, has the most. It has the last one in part only
         # if it has all.
-        if not images:
-            return 0.0
-        passes = math.ceil(images / (chunk * devices))
-        own = min(images, passes * chunk)
-        return passes * pass_seconds(cost, cluster.device, software, own / passes).forward * slowdown
+        passes = math.ceil(images / (chunk * devices)) if images else 0
+        own = min(images, passes * chunk) / max(passes, 1)
+        return passes * pass_seconds(cost, cluster.device, software, own).forward * slowdown
 
     # How other people's programs cut the held-out images is not known.
     chunk = (workload.chunk if software.program is None else 0) or math.ceil(workload.eval_images / devices)
@@ -184,18 +182,12 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     # With a mirror image beside each, twice as many images pass through the network.
     sides = 2 if recipe.evaluate.flip else 1
     held_out, chunk = held_out * sides, recipe.evaluate.images_per_chunk * sides
-    eval_cost, polish = cost_at(recipe.held_out_data.sizes.sides), _polish(recipe, train)
+    eval_cost, polish = cost_at(recipe.held_out_data.sizes.sides), (0, 1)
+    if (given := recipe.polish) is not None:
+        size = given.images_per_batch or recipe.stages[-1].images_per_worker
+        workers = recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1
+        polish = (given.steps or 0) * workers * size or min(given.images or train, train), size
     return Workload(cost_at(data.sizes.sides), tuple(stages), train, held_out, evaluations, eval_cost, chunk, polish)
-
-
-def _polish(recipe: Recipe, train: int) -> tuple[int, int]:
-    """`Workload.polish` of so many training images (`step.polish`)."""
-    if (given := recipe.polish) is None:
-        return 0, 1
-    size = given.images_per_batch or recipe.stages[-1].images_per_worker
-    if given.steps is None:
-        return min(given.images or train, train), size
-    return given.steps * (recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1) * size, size
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:

@@ -39,6 +39,10 @@ _MEANT_FOR_FORMS = {
     "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
     "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
 }  # fmt: skip
+_MEANT_FOR_SHAPES = {
+    "power": ("polynomial",), "floor": ("polynomial", "cosine"), "start": ("polynomial", "cosine"),
+    "end": ("polynomial", "cosine"), "milestones": ("step",), "factor": ("step",),
+}  # fmt: skip
 _NEEDED = {  # key that a form needs, and its meaning
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -142,12 +146,6 @@ class Warmup(Section):
     """progress p or p ** 2, from `start` to the rate"""
     start: NotNegative = 0.0
     """rate of step 0"""
-
-
-_MEANT_FOR_SHAPES = {
-    "power": ("polynomial",), "milestones": ("step",), "factor": ("step",),
-    **dict.fromkeys(("floor", "start", "end"), ("polynomial", "cosine")),
-}  # fmt: skip
 
 
 class Decay(Section):
@@ -283,12 +281,6 @@ class WeightAverage(Section):
     every: Count = 1
     """steps from one update of the average to the next"""
 
-    @model_validator(mode="after")
-    def _check(self) -> "WeightAverage":
-        if not self.half_life.value:
-            raise ValueError("half_life: must be above 0")
-        return self
-
 
 class LossScale(Section):
     """Dynamic loss scaling, with precision: float16."""
@@ -393,6 +385,8 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
         if self.noise_scale != NoiseScale() and all(stage.momentum != "noise-scale" for stage in self.stages):
             raise ValueError("noise_scale: has a meaning with stages.N.momentum: noise-scale only")
+        if self.average is not None and not self.average.half_life.value:
+            raise ValueError("average.half_life: must be above 0")
         if self.evaluate.first is not None and self.evaluate.every is None:
             raise ValueError("evaluate.first: has a meaning with evaluate.every only")
         sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
