@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from torusgd.plan.published import error_sizes, read_rows, system_left_out
+from torusgd.plan.cluster import load_calibrated
+from torusgd.plan.published import error_sizes, read_rows
 
 from .__main__ import docstrings
 from .accuracy import proof
@@ -230,7 +231,7 @@ def readme() -> str:
     }
     gains = [each.gain() for each in _all_reduces() if each.setup == "far, plain"]
     published = read_rows()
-    off = f"{error_sizes(published, system_left_out)} ({len(published)} rows)"
+    off = f"{error_sizes(published, load_calibrated().system_left_out)} ({len(published)} rows)"
     hosts = "(4 KiB to 4 MiB, 16 emulated hosts, 5 ms, 1 Gb/s)"
     rows = [
         ("top-1 at a batch of 1,024 to 4,096; of 256", f"{trained} (Fashion-MNIST; chosen on these held-out images)",

@@ -32,7 +32,7 @@ from torusgd.step.membership import Membership, even_shares
 from torusgd.step.rank_times import EVERY, balance
 from torusgd.step.work_stealing import Claims, StealingShare
 from torusgd.synchrony.delays import F64, DelayModel, delay_model
-from torusgd.synchrony.limits import Limits, each_alone
+from torusgd.synchrony.limits import Limits
 
 from ..record import sample
 
@@ -69,7 +69,8 @@ def synchronous(clock: Clock) -> Iterator[Step]:
 
 def cutoff(clock: Clock) -> Iterator[Step]:
     """The first c ranks, c by a moving average of their times."""
-    limits = Limits(each_alone(RANKS), 0, count="predicted", threshold=None, warmup=WARMUP, warm=WARMUP)
+    alone = [[rank] for rank in range(RANKS)]
+    limits = Limits(alone, 0, count="predicted", threshold=None, warmup=WARMUP, warm=WARMUP)
     for step in range(STEPS):
         ends = clock.table(step)[:, :PARTS].sum(axis=1)
         first = np.argsort(ends, kind="stable")[: limits.next(step).count]

@@ -39,7 +39,7 @@ from .rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
 from .synchrony import barriers
 from .synchrony.barriers import Barrier, passages
 from .synchrony.delays import DelayModel, delay_model
-from .synchrony.limits import Limits, VirtualSteps, each_alone
+from .synchrony.limits import Limits, VirtualSteps
 from .text import listed
 from .weights import weights_sha256
 
@@ -165,7 +165,8 @@ def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     if isinstance(number, int) and not 0 < number <= most:
         there = f"there are {most} workers; wait for 1 to {most} of them"
         raise UserError(f"simulate: synchrony.form = {form.form}: {there}")
-    limits = Limits(each_alone(most), workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
+    alone = [[worker] for worker in range(most)]
+    limits = Limits(alone, workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
     steps = VirtualSteps(limits, most, workers.delays, workers.compute)
     weights = workers.passes.initial.clone()
     time, gradients = 0.0, 0
@@ -325,7 +326,7 @@ def simulate(
     the run. UserError if setting or data can't be used.
     """
     recipe = setting.recipe
-    if min(seconds, images) <= 0:
+    if not (seconds > 0 and images > 0):  # nan is neither
         raise UserError("simulate: needs seconds and images above 0, at which to end")
     if setting.workers < 1 or not 0 < setting.lr < math.inf or not 0 < setting.compute < math.inf:
         raise UserError("simulate: needs at least 1 worker, a rate above 0, and seconds of compute above 0")
@@ -334,7 +335,7 @@ def simulate(
         raise UserError(f"--momentum {setting.momentum:g}: below 1, and for barriers: bsp, ssp, asp, pbsp, pssp")
     delays = delay_model(setting.delays, recipe.seed, unit=setting.compute)
     train, held_out = open_sources(recipe.data, data, recipe.seed)
-    if seconds == images:
+    if seconds == images == math.inf:
         images = Schedule(recipe, len(train)).stop
     judged = Pipeline(held_out, recipe.held_out_data, recipe.seed)
     passes = Passes(recipe, Pipeline(train, recipe.data, recipe.seed), judged)

@@ -13,17 +13,17 @@ from torusgd.observe.events import PlanComparison
 
 
 def plan(path: Path, **changes: object) -> Path:
-    stages = [{"batch": 96, "seconds": 0.1}, {"batch": 192, "seconds": 0.2}]
+    stages = [{"batch": 96, "seconds": seconds} for seconds in (0.1, 0.2)]
     path.write_text(json.dumps({"recipe": "digits", "devices": 1, "stages": stages, **changes}))
     return path
 
 
-def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
+def test_steps_are_weighed_by_their_stage(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    steps = [(96, 9.0), (96, 0.11), (96, 0.09), (96, 0.5), (192, 0.4)]
-    lines = [{"step": n, "batch": batch, "step_seconds": seconds} for n, (batch, seconds) in enumerate(steps, 1)]
+    steps = [(0, 9.0), (0, 0.11), (0, 0.09), (0, 0.5), (1, 0.4)]  # of one batch, as of larger images
+    lines = [{"step": n, "stage": stage, "step_seconds": seconds} for n, (stage, seconds) in enumerate(steps, 1)]
     events.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation", "step": 5}]))
-    predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 3 * 96 + 192
+    predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 4 * 96
     figures = {"step_seconds": predicted / 4, "images_per_second": images / predicted}
     figures |= {"measured_step_seconds": measured / 4, "measured_images_per_second": images / measured}
     figures |= {"step_seconds_error": predicted / measured - 1, "images_per_second_error": measured / predicted - 1}
@@ -32,8 +32,9 @@ def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
 
 def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
     planned = PlanComparison.load(plan(tmp_path / "plan.json"))
-    planned.check("digits", [96, 192], 1)
-    wrong = {"recipe": ("fashion", [96], 1), "batch": ("digits", [100], 1), "number of ranks": ("digits", [96], 2)}
+    job = "digits", [96, 96], 1
+    planned.check(*job)
+    wrong = {"recipe": ("fashion", *job[1:]), "batch": ("digits", [96, 100], 1), "number of ranks": (*job[:2], 2)}
     for what, job in wrong.items():
         refuses(f"a plan of another {what}", planned.check, *job, about="--plan FOLDER/plan.json", FOLDER=tmp_path)
     for text in ("{}", "no", "[1]"):

@@ -24,7 +24,7 @@ def measured_run(
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
     steps = [
-        {"step": n, "batch": batch, "step_seconds": taken, "update_seconds": update}
+        {"step": n, "stage": 0, "batch": batch, "step_seconds": taken, "update_seconds": update}
         for n, taken in enumerate((9.0, *(seconds * each for each in disturbed)), 1)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, {"event": "evaluation"}]))

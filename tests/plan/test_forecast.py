@@ -127,6 +127,20 @@ def test_start_up_extra_passes_and_held_out_images_are_priced() -> None:
         return forecast(workload("resnet50", f"evaluate.image_size={size}"), cluster, program, 8).run.evaluation
 
     assert evaluation(176) < 0.9 * evaluation(224)
+    # Torusgd's devices take 10 chunks in turn, at the speed of training, and evaluate again after the polish.
+    own, sizes = load_software("torusgd"), ["data.train_images=2000", "data.eval_images=1000"]
+
+    def evaluated(devices: int, *changes: str, crowding: float = 1.0) -> float:
+        crowded = cluster.model_copy(update={"crowding": {devices: crowding}})
+        planned = workload("resnet50", *sizes, "data.classes=9", "evaluate={every: null}", *changes)
+        return forecast(planned, crowded, own, devices).run.evaluation
+
+    one = evaluated(10)
+    assert [evaluated(devices) for devices in (5, 6, 32)] == pytest.approx([2 * one, 2 * one, one])
+    assert evaluated(10, crowding=3.0) == pytest.approx(3 * one)
+    polish = "polish={images_per_batch: 100, images: 2000}"
+    assert evaluated(10, polish) == pytest.approx(4 * one, rel=0.01)
+    assert evaluated(10, polish[:-1] + ", steps: 10}", "virtual_workers=10") == pytest.approx(12 * one, rel=0.01)
     works = (workload("fujitsu-74s", *changes) for changes in ([], ["stages.1.extra_pass=true"]))
     usual, extra = (forecast(work, ABCI, load_software("mxnet-fujitsu"), 2048) for work in works)
     assert extra.steps[0] == usual.steps[0]

@@ -1,5 +1,6 @@
 """This machine as a cluster: a measured network and a measured run of one worker."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is
     alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
     assert (alone.update, two.update) == pytest.approx((0.02, 1.5 * 0.02))
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
+
+
+def test_a_run_is_measured_by_its_first_stage_and_its_extra_passes_are_counted_once(tmp_path: Path) -> None:
+    """A later stage of the same batch, as of larger images, takes longer."""
+    workload, cluster, run = workload_of(RECIPE), local_cluster(network((0,))), measured_run(tmp_path / "one", 0.2)
+    with (run / "events.jsonl").open("a") as lines:
+        lines.write(9 * '{"stage": 1, "batch": 96, "step_seconds": 0.9, "update_seconds": 0.02}\n')
+    workload = replace(workload, stages=(replace(workload.stages[0], extra_pass=True),))
+    program = measured_software(workload, cluster, load_software("torusgd"), run)
+    assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
 
 
 def test_buckets_are_those_that_a_run_rebuilds() -> None:

@@ -27,7 +27,8 @@ MISTAKES = [
     *("data.augment.flip=2", "data.augment.shift=0", "data.mean=[1, 2]", "data.resize=4", "data.image_size=0"),
     *("data.image_size=[11, 39, 1]", "data={image_size: [4, 9], resize: 8, source: digits}", "optimizer.name=sgd"),
     *("optimizer.nesterov=true", "stages.0.lr=2.0", "loss_scale.initial=8", "rate.decay.milestones=[1ep]", "stages=[]"),
-    *("seed=-1", "name=../x"),
+    *("seed=-1", "name=../x", "average={half_life: 0ep}", "rate.decay={shape: cosine, power: 3}"),
+    *("rate.decay={shape: constant, end: 1ep}", "evaluate={every: null, first: 1ep}"),
 ]
 
 
@@ -40,6 +41,8 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) ->
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
     for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
         refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
+    refuses("a batch that is a list", load_recipe, "resnet50", ["batch=[8192]"], about="batch = [8192]:")
+    refuses("a noise scale for nothing", load_recipe, "resnet50", ["noise_scale.lr=1"], about="recipe resnet50: noise")
     refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
     for text in ("a: 1\na: 2\n", "- 1\n", "name: [\n", call, "name: x\n", "name: 2020-01-01\n"):
@@ -224,6 +227,10 @@ def test_rates_decay_weight_decay_is_ramped_and_evaluations_come_as_asked() -> N
     assert plan.boundaries(evaluate.every, evaluate.first) == [20, 120, 220, 320, 420, 450]
     assert plan.boundaries(None) == [450]
     assert plan.boundaries(plan.recipe.evaluate.every)[:2] == [math.ceil(n * TRAIN / 96) for n in (5, 10)]
+    # As floats 8.3 * 60,000 is above 498,000.
+    stages = "stages=[{until: 8.3ep, images_per_worker: 1}]"
+    plan = schedule("virtual_workers=500", stages, "rate.warmup=null", train_images=60_000)
+    assert len(plan) == plan.boundaries(Duration.parse("8.3ep"))[0] == 996
 
 
 @settings(max_examples=50)

@@ -107,7 +107,7 @@ def test_messages_shrink_but_never_vanish_and_a_part_survives_its_file():
     assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]
 
 
-@pytest.mark.parametrize("flags", ["--devices 1", "--devices 17", "--allreduce nccl"])
+@pytest.mark.parametrize("flags", ["--cluster dgx2h", "--cluster abci --devices 6", "--devices 17", "--allreduce nccl"])
 def test_mistakes_are_one_line(flags, mistake):
     mistake("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16, *flags.split())
 

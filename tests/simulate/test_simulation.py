@@ -50,7 +50,10 @@ def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> No
     assert small("threshold:2x3", delays="lognormal:1").points[-1].time % 3 == 0
     # Without an end a run takes the images of the recipe.
     recipe = load_recipe("digits", [*OVERRIDES, "virtual_workers=4", "rate={lr: 0.1}"]).recipe
-    assert simulate(Setting(recipe, "bsp", 4, "constant", lr=0.1), points=1).points[-1].images == 128
+    setting = Setting(recipe, "bsp", 4, "constant", lr=0.1)
+    assert simulate(setting, points=1).points[-1].images == 128
+    assert simulate(setting, seconds=300, images=300, points=1).points[-1].images >= 300
+    refuses("a simulation without an end", simulate, setting, seconds=float("nan"), about="simulate: needs seconds")
 
 
 def test_other_forms_other_weights_and_a_wrong_one_is_one_line() -> None:

@@ -69,6 +69,19 @@ def test_a_learned_count_waits_for_all_until_it_has_learned() -> None:
     assert 1 <= rule.next(34).count <= 3
 
 
+def test_a_resumed_run_takes_what_a_straight_one_took_by_a_learned_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torusgd.synchrony.limits.LEARN", 4)
+    monkeypatch.setattr("torusgd.synchrony.state_space.ITERATIONS", 8)
+
+    delays = delay_model("exponential", seed=0)
+    rules = (limits(8, count="learned", warmup=20, warm=20) for _ in range(2))
+    straight, resumed = (VirtualSteps(rule, 8, delays, compute=1.0) for rule in rules)
+    taken = [straight.at(step) for step in range(40)]
+    assert len({step.workers for step in taken}) > 2
+    # A step that overflowed is taken twice.
+    assert [resumed.at(step) for step in (30, 30, *range(31, 40))] == [taken[30], *taken[30:]]
+
+
 def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:
     """Of two workers of 1 s and 2.5 s the first alone is best, unless each step takes 4 s more."""
     for beside, count in ((0.0, 1), (4.0, 2)):

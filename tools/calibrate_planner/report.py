@@ -7,16 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from torusgd.plan.cluster import load_calibrated, load_cluster, load_parameters, load_software
-from torusgd.plan.published import (
-    Prediction,
-    Row,
-    base_of,
-    counted_groups,
-    left_out,
-    read_rows,
-    summary,
-    system_left_out,
-)
+from torusgd.plan.published import Prediction, Row, base_of, counted_groups, read_rows, summary
 from torusgd.text import change, number
 
 from .findings import section as findings
@@ -100,13 +91,13 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     played = read_played()
-    groups = counted_groups([p.row for p in predictions])
+    groups, fit = counted_groups([p.row for p in predictions]), load_calibrated()
     for prediction in predictions:
         row = prediction.row
         alone = "" if (row.cluster, row.software) in groups else " (fitted)"
         best = best_of(played, row.id)
         free, farther = (
-            change(None if value is None else value / row.value - 1) for value in (left_out(row), system_left_out(row))
+            change(by[row.id] / row.value - 1 if row.id in by else None) for by in (fit.left_out, fit.system_left_out)
         )
         rehearsed = "" if best is None else f"{best.speedup:.3g}"
         lines.append(f"{_line(prediction)} {free}{alone} | {farther} | {rehearsed} |")

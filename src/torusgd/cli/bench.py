@@ -28,7 +28,8 @@ _COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 _TUNED_FOR = "Measure how workers slow each other by this recipe's network, for plans of it; else by a small one."
-_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
+# Steps, and one image classified at the end.
+_SHORT = ("evaluate.every=null", "evaluate.first=null", "data.eval_images=1", "polish=null")
 
 
 def allreduce(
@@ -262,8 +263,8 @@ def compare(
         resolved = resolve_model_parallel(recipe, workload, options[n], cluster, software)
         program = measured_software(workload, cluster, program_for(recipe, resolved, cluster, software), runs[1])
         planned = forecast(workload, cluster, program, n)
-        seconds = {batch: step.seconds for batch, step in zip(planned.batches, planned.steps, strict=True)}
-        beside = PlanComparison(run, recipe.name, n, seconds).beside(run / "events.jsonl")
+        stages = [(batch, step.seconds) for batch, step in zip(planned.batches, planned.steps, strict=True)]
+        beside = PlanComparison(run, recipe.name, n, stages).beside(run / "events.jsonl")
         rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
         # The plan is scaled to the run with one rank, so that its rate is the planned one too.
         alone = points[0].images_per_second if points else rate

@@ -14,11 +14,11 @@ from rich.table import Table
 from ..comm.tuning.profile import Profile
 from ..errors import UserError, as_user_error
 from ..plan import time_to_accuracy as accuracy
-from ..plan.cluster import Cluster, Software, load_cluster, load_software, local_cluster
+from ..plan.cluster import Cluster, Software, load_calibrated, load_cluster, load_software, local_cluster
 from ..plan.design import design, next_steps
 from ..plan.forecast import Forecast, Workload, forecast, workload_of
 from ..plan.program import measured_software, program_for, resolve_model_parallel
-from ..plan.published import base_of, counted_groups, left_out, predict_row, read_rows, summary
+from ..plan.published import base_of, counted_groups, predict_row, read_rows, summary
 from ..plan.relaxed import RelaxedForecast, candidate_forms, measured_delays, relaxed_forecasts
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep, device_counts, fixed_batch, search_settings, sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
@@ -120,9 +120,9 @@ def show_published(path: Path) -> list[dict[str, Any]]:
     """Prints the prediction of every row of a table of published results; as plain values."""
     terminal, predictions = console(), [predict_row(row) for row in read_rows(path)]
     published = [prediction.row for prediction in predictions]
-    groups, rows = counted_groups(published), []
+    groups, rows, left_out = counted_groups(published), [], load_calibrated().left_out
     for prediction in predictions:
-        row, free = prediction.row, left_out(prediction.row)
+        row, free = prediction.row, left_out.get(prediction.row.id)
         error = change(None if free is None else free / row.value - 1)
         name = _SHORT[row.metric] + ("" if (row.cluster, row.software) in groups else " *")
         rows.append((row.id, number(row.value), number(prediction.predicted), change(prediction.error), error, name))
@@ -130,7 +130,7 @@ def show_published(path: Path) -> list[dict[str, Any]]:
     terminal.print("left out: predicted by the fit of all other rows.  *: the only row of its system, fitted")
     for base in sorted({base_of(row) for row in published} - {""}):
         terminal.print(f"relative to {base}: {listed(row.id for row in published if base_of(row) == base)}")
-    known = [row for row in published if left_out(row) is not None]
+    known = [row for row in published if row.id in left_out]
     if counted_groups(known):
         terminal.print(summary(known))
     return [prediction.as_dict() for prediction in predictions]
@@ -268,6 +268,12 @@ def _notes(planned: Planned, workload: Workload, memory: float, program: Softwar
     ranks = devices if devices <= planned.recipe.virtual_workers else None
     setup = Setup(planned.recipe, planned.runtime, planned.runtime.device or "", ranks)
     notes += [f"torusgd train refuses this: {line}" for line in refusals(setup)]
+    synchrony = planned.recipe.synchrony
+    if synchrony.keeps_journal:
+        how = f"and one update; a run makes {synchrony.local_steps} of each, on as many parts of the images"
+        if synchrony.leaves_out:
+            how = "for which all wait; the images a second count those that a run leaves out"
+        notes.append(f"synchrony.form = {synchrony.form}: planned as one pass of each virtual worker, {how}")
     if cluster.device.memory is not None and memory > cluster.device.memory:
         notes.append(f"more than the {byte_size(cluster.device.memory)} of a device; fewer images a worker fit")
     if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:

@@ -38,9 +38,12 @@ def rehearse(
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     planned = replace(planned, software=as_torusgd(planned.software), as_published=frozenset())
     options, devices, cluster = planned.runtime, planned.devices, planned.cluster
-    # What can be planned and not played: one device, fewer virtual workers, other programs' all-reduces.
-    if devices < 2:
-        raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
+    # What can be planned and not played: one node or a part of one, fewer virtual workers, other programs' all-reduces.
+    if devices <= (each := cluster.devices_per_node) or devices % each:
+        raise UserError(
+            f"--devices {devices}: a rehearsal plays whole nodes, two at least; {cluster.name} has {each} devices a "
+            f"node: give {2 * each}, {3 * each} or so on"
+        )
     check(Setup(planned.recipe, ranks=devices), {WORKERS})
     if options.allreduce not in ("auto", "native"):
         parse_algorithm(options.allreduce, devices)

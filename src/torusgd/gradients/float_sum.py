@@ -16,8 +16,9 @@ class FloatGradientSum(GradientSum):
 
     A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
     last accepted step, so that no partial sum of ranks overflows. Its trailer holds the bound of the bucket, a count of
-    ranks with a non-finite value, and the share of elements that became zero. float32 needs no scale and no trailer;
-    a `wide` bucket beside 16-bit ones travels as float32, has both all the same, and loses no bit by a power of two.
+    ranks with a non-finite value, and of elements that became zero the share times the rank's virtual workers. float32
+    needs no scale and no trailer; a `wide` bucket beside 16-bit ones travels as float32, has both all the same, and
+    loses no bit by a power of two.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class FloatGradientSum(GradientSum):
             pairs = zip(buckets, dtypes, strict=True)
             self._messages = [torch.zeros(b.length + 3, dtype=dtype, device=device) for b, dtype in pairs]
         self._views = [view for b, total in zip(buckets, self._totals, strict=True) for view in b.views(total)]
-        self._filled = [False] * slots
+        whole = addends * max(sum(b.length for b in buckets), 1)
+        self._weights = torch.tensor([b.length / whole for b in buckets], device=device)  # of the buckets' underflow
+        self._filled, self._workers = [False] * slots, [0] * count
         self._maxima: dict[int, Tensor] = {}
 
     def clear(self) -> None:
-        self._filled = [False] * len(self._filled)
+        self._filled, self._workers = [False] * len(self._filled), [0] * len(self.buckets)
         self._local.zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
@@ -57,6 +60,7 @@ class FloatGradientSum(GradientSum):
 
     def end_worker(self, bucket: int) -> None:
         b = self.buckets[bucket]
+        self._workers[bucket] += 1
         maxima = [self._maxima.pop(slot) for slot in range(b.first, b.stop) if slot in self._maxima]
         if maxima:
             self._local[bucket] += torch.stack(maxima).max()
@@ -72,7 +76,7 @@ class FloatGradientSum(GradientSum):
         lost = (total.count_nonzero() - payload.count_nonzero()) / max(len(total), 1)
         message[-3] = torch.where(finite, bound * scale, 0.0).clamp(max=FLOAT16_MAX)
         message[-2] = (~finite).to(message.dtype)
-        message[-1] = lost
+        message[-1] = lost * self._workers[bucket]
         return message
 
     def trailers(self) -> Tensor:
@@ -93,7 +97,7 @@ class FloatGradientSum(GradientSum):
             reach, bad, self._pending, lost = trailers.double().split([slots, slots, count, count])
             beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
             if self._is_scaled:
-                return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.float().mean())
+                return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), (lost.float() * self._weights).sum())
             bad = beyond | was_bad
         else:
             views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
@@ -107,7 +111,8 @@ class FloatGradientSum(GradientSum):
         is_bad = torch.stack([bad[b.first : b.stop].any() for b in self.buckets])
         overflow = torch.zeros_like(bad)
         overflow[self._firsts] = (is_bad & ~was_bad) | ~ends[:, 0].isfinite()
-        return SumStatus(torch.stack([overflow, bad & was_bad[self._bucket_of]]), ends[:, 2].float().mean())
+        flags = torch.stack([overflow, bad & was_bad[self._bucket_of]])
+        return SumStatus(flags, (ends[:, 2] * self._weights).sum())
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32)

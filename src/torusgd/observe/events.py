@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..rundir.run_view import StatusFile
 from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats
-from ..text import json_text, plural
+from ..text import json_text, listed, plural
 from ..untrusted import parse_json, read_text
 from .trackers import Trackers
 
@@ -230,39 +230,38 @@ class PlanComparison:
     path: Path
     recipe: str
     devices: int
-    seconds: Mapping[int, float]  # of a step, by its batch
+    stages: Sequence[tuple[int, float]]  # of each the batch, and seconds of a step
 
     @classmethod
     def load(cls, path: Path) -> "PlanComparison":
         """Reads a plan; UserError if it is none."""
         try:
             tree = parse_json(read_text(path))
-            seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
-            return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
+            stages = [(int(stage["batch"]), float(stage["seconds"])) for stage in tree["stages"]]
+            return cls(path, str(tree["recipe"]), int(tree["devices"]), stages)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             why = error.strerror if isinstance(error, OSError) else "is no plan"
             raise UserError(f"--plan {path}: {why}; make one with torusgd plan ... --json {path}") from None
 
-    def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:
-        """UserError unless it is a plan of this recipe and these batches, on so many ranks."""
-        missing = sorted(set(batches) - set(self.seconds))
-        if recipe != self.recipe or missing:
-            what = f"its batch of {missing[0]}" if recipe == self.recipe else recipe
+    def check(self, recipe: str, batches: Sequence[int], ranks: int) -> None:
+        """UserError unless it is a plan of this recipe and stages of these batches, on so many ranks."""
+        if recipe != self.recipe or list(batches) != [batch for batch, _ in self.stages]:
+            what = f"its batches {listed(batches)}" if recipe == self.recipe else recipe
             raise UserError(f"--plan {self.path}: is of {self.recipe} and not of {what}; plan it with the same --set")
         if ranks != self.devices:
             raise UserError(f"--plan {self.path}: is of {self.devices} devices, the run has {ranks} ranks")
 
     def beside(self, events: Path) -> dict[str, float]:
-        """Predicted and measured (medians by batch, without the run's first) steps and throughput, relative errors."""
+        """Predicted and measured (medians by stage, without the run's first) steps and throughput, relative errors."""
         steps: dict[int, list[float]] = {}
         for line in events.read_text().splitlines():
             event: dict[str, Any] = json.loads(line)
-            if event.get("step", 0) > 1 and event.get("batch") in self.seconds and "step_seconds" in event:
-                steps.setdefault(event["batch"], []).append(event["step_seconds"])
+            if event.get("step", 0) > 1 and "step_seconds" in event:
+                steps.setdefault(event["stage"], []).append(event["step_seconds"])
         if not steps:  # fewer than two
             return {}
-        number, images = sum(map(len, steps.values())), sum(batch * len(times) for batch, times in steps.items())
-        predicted = sum(self.seconds[batch] * len(times) for batch, times in steps.items())
+        number = sum(map(len, steps.values()))
+        images, predicted = (sum(self.stages[at][i] * len(times) for at, times in steps.items()) for i in (0, 1))
         measured = sum(median(times) * len(times) for times in steps.values())
         return {
             "step_seconds": predicted / number, "measured_step_seconds": measured / number,

@@ -46,7 +46,7 @@ class RunTime(NamedTuple):
 
     start: float
     training: float
-    evaluation: float
+    evaluation: float  # with the polish and the evaluation after it
     steps: tuple[StepTime, ...]
 
     @property
@@ -62,6 +62,8 @@ class Workload:
     eval_images: int  # number of images of an evaluation that pass through the network
     evaluations: int
     eval_cost: ModelCost | None = None  # cost of the network at the size of held-out images; None: as in training
+    chunk: int = 0  # held-out images that torusgd evaluates in one pass; 0: all that a device has
+    polish: tuple[int, int] = (0, 1)  # images that pass forward after training, and those of one pass
 
     def cost_of(self, stage: PlannedStage) -> ModelCost:
         return stage.cost or self.cost
@@ -94,13 +96,23 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
 
     steps = tuple(map(step, workload.stages))
     training = sum(stage.steps * step.seconds for stage, step in zip(workload.stages, steps, strict=True))
-    cost, images = workload.eval_cost or workload.cost, math.ceil(workload.eval_images / devices)
-    forward = pass_seconds(cost, cluster.device, software, images).forward if images else 0.0
-    forward /= min(cluster.speeds[:devices], default=1.0)  # all devices get as many held-out images
+    slowdown = cluster.slowdown(devices) / min(cluster.speeds[:devices], default=1.0)
+
+    def forward(cost: ModelCost, images: int, chunk: int) -> float:
+        # Devices take chunks in turn: one of them, perhaps the slowest, has the most. It has the last one in part only
+        # if it has all.
+        passes = math.ceil(images / (chunk * devices)) if images else 0
+        own = min(images, passes * chunk) / max(passes, 1)
+        return passes * pass_seconds(cost, cluster.device, software, own).forward * slowdown
+
+    # How other people's programs cut the held-out images is not known.
+    chunk = (workload.chunk if software.program is None else 0) or math.ceil(workload.eval_images / devices)
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
     # Batch-norm statistics are small messages: 4 KiB, so mostly latency.
-    each = forward + software.evaluation.seconds + software.evaluation.norm_sums * workload.cost.norms * small
-    return RunTime(software.start_on(devices), training, workload.evaluations * each, steps)
+    each = forward(workload.eval_cost or workload.cost, workload.eval_images, chunk)
+    each += software.evaluation.seconds + software.evaluation.norm_sums * workload.cost.norms * small
+    polished = forward(workload.cost, *workload.polish) + each if workload.polish[0] else 0.0
+    return RunTime(software.start_on(devices), training, workload.evaluations * each + polished, steps)
 
 
 def staged(epochs: float, images: Sequence[int], devices: int, whole_epochs: bool = False) -> tuple[PlannedStage, ...]:
@@ -168,9 +180,14 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
         steps, images = span.stop_step - span.first_step, span.stage.images_per_worker
         stages.append(PlannedStage(steps, images, recipe.virtual_workers, 0, cost, span.stage.extra_pass))
     # With a mirror image beside each, twice as many images pass through the network.
-    held_out *= 2 if recipe.evaluate.flip else 1
-    eval_cost = cost_at(recipe.held_out_data.sizes.sides)
-    return Workload(cost_at(data.sizes.sides), tuple(stages), train, held_out, evaluations, eval_cost)
+    sides = 2 if recipe.evaluate.flip else 1
+    held_out, chunk = held_out * sides, recipe.evaluate.images_per_chunk * sides
+    eval_cost, polish = cost_at(recipe.held_out_data.sizes.sides), (0, 1)
+    if (given := recipe.polish) is not None:
+        size = given.images_per_batch or recipe.stages[-1].images_per_worker
+        workers = recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1
+        polish = (given.steps or 0) * workers * size or min(given.images or train, train), size
+    return Workload(cost_at(data.sizes.sides), tuple(stages), train, held_out, evaluations, eval_cost, chunk, polish)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:

@@ -336,12 +336,13 @@ def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
 
 
 def matched(
-    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float, passes: int = 1
-) -> Software:
-    """The profile scaled so that `passes` passes of `images` images take `seconds` in all, and an update `update`."""
+    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float,
+    passes: int = 1, extra_pass: bool = False,
+) -> Software:  # fmt: skip
+    """The profile scaled so that `passes` passes of `images` images, extra ones too, and an update take so long."""
     # One factor for all three terms: one measured step can't separate them.
     now = pass_seconds(cost, device, software, images)
-    factor = passes * (now.forward + now.backward) / seconds
+    factor = passes * (now.forward * (1 + extra_pass) + now.backward) / seconds
     memory = software.memory * factor
     update_bytes = update * device.memory_bandwidth * memory / cost.parameters
     scaled = {"math": software.math * factor, "launch": software.launch / factor}

@@ -136,8 +136,9 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
             f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"
         )
     first = workload.stages[0]
-    batch = first.images * first.workers
-    steps = [event for event in events if event.get("batch") == batch and "update_seconds" in event]
+    batch = first.batch
+    of_first = {"stage": 0, "batch": batch}  # a later stage of this batch may have other images
+    steps = [event for event in events if of_first.items() <= event.items() and "update_seconds" in event]
     if len(steps) < 2:
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
     # The first step includes the warm-up.
@@ -150,4 +151,4 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
         software = software.model_copy(update={"communication": communication})
     found = {"measured_on": (cluster.device.name,), "quartiles": tuple(quartiles), "error": error}
     software, cost, passes = software.model_copy(update=found), workload.cost_of(first), whole - update
-    return matched(software, cost, cluster.device, first.images, passes, update, first.workers)
+    return matched(software, cost, cluster.device, first.images, passes, update, first.workers, first.extra_pass)

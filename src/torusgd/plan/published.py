@@ -3,7 +3,7 @@
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe.load import load_recipe, parse_yaml, read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
@@ -72,12 +72,14 @@ def read_rows(path: str | Path | None = None) -> list[Row]:
     shipped = files(__package__).joinpath("published.csv")
     text = shipped.read_text() if path is None else read_file(Path(path), where, MOST_TEXT)
     reader = csv.DictReader(text.splitlines())
+    with as_user_error(where, of=csv.Error):  # such as of a cell of 128 KiB or more
+        records = list(reader)
     missing = [name for name in (*COLUMNS, "metric", "value", "unit") if name not in (reader.fieldnames or ())]
     if missing:
         raise UserError(
             f"{where}: the column {missing[0]} is missing; the first line must name {', '.join(COLUMNS)}, ..."
         )
-    rows = [_row(record, f"{where}: row {record['id'] or number}") for number, record in enumerate(reader, 2)]
+    rows = [_row(record, f"{where}: row {record['id'] or number}") for number, record in enumerate(records, 2)]
     if not rows:
         raise UserError(f"{where}: has no rows")
     return rows
@@ -173,16 +175,6 @@ def predict_row(row: Row) -> Prediction:
     return Prediction(row, values[0], low, min(high, 1.0) if row.metric == "scaling_efficiency" else high)
 
 
-def left_out(row: Row) -> float | None:
-    """The prediction of a row by the fit of all other rows, if the calibration has it."""
-    return load_calibrated().left_out.get(row.id)
-
-
-def system_left_out(row: Row) -> float | None:
-    """The prediction of a row by the fit of the rows of other systems, if the calibration has it."""
-    return load_calibrated().system_left_out.get(row.id)
-
-
 def base_of(row: Row) -> str:
     """The base of a speed-up or efficiency, in words."""
     if row.metric == "allreduce_speedup_vs_ring":
@@ -203,20 +195,21 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The errors of the calibration on the rows that it has, in a few sentences."""
-    parameters, known = load_parameters(), [row for row in rows if left_out(row) is not None]
+    parameters, fit = load_parameters(), load_calibrated()
+    known = [row for row in rows if row.id in fit.left_out]
     counted = [row for members in counted_groups(known).values() for row in members]
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
     return (
         f"{len(parameters)} parameters for {len(known)} rows. Leave-one-out, {len(counted)} rows of systems with two "
-        f"rows or more ({len(shared)} of the parameters): {error_sizes(counted, left_out)}. "
+        f"rows or more ({len(shared)} of the parameters): {error_sizes(counted, fit.left_out)}. "
         f"The same rows, each predicted without any row of its system (cluster and program): "
-        f"{error_sizes(counted, system_left_out)}. "
-        f"All {len(known)} rows so: {error_sizes(known, system_left_out)}. "
+        f"{error_sizes(counted, fit.system_left_out)}. "
+        f"All {len(known)} rows so: {error_sizes(known, fit.system_left_out)}. "
         f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted above."
     )
 
 
-def error_sizes(rows: Sequence[Row], predicted: Callable[[Row], float | None]) -> str:
+def error_sizes(rows: Sequence[Row], predicted: Mapping[str, float]) -> str:
     """The median and the worst error of predictions of rows, in words."""
-    errors = sorted(100 * abs((predicted(row) or 0.0) / row.value - 1) for row in rows)
+    errors = sorted(100 * abs(predicted.get(row.id, 0.0) / row.value - 1) for row in rows)
     return f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %"

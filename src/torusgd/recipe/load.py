@@ -239,7 +239,7 @@ def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> li
                 f"batch = {batch}: recipe {name} has no table `batches` to pick from; set virtual_workers and "
                 "stages.N.images_per_worker, whose product is the batch"
             )
-        if not isinstance(rows.get(batch), dict):
+        if isinstance(batch, list | dict) or not isinstance(rows.get(batch), dict):
             raise UserError(f"batch = {batch}: recipe {name} has no such row; use one of {listed(rows)}")
         for path, value in rows[batch].items():
             _put(tree, str(path), value, f"batches.{batch}.{path}")

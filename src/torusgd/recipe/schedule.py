@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from ..errors import UserError
@@ -75,9 +76,9 @@ class Schedule:
         self._first_steps = [span.first_step for span in self.spans]
         self.stop = self.spans[-1].stop  # samples consumed by the whole run
         warmup, decay = recipe.rate.warmup, recipe.rate.decay
-        self._warmup_end = self.position(warmup.length) if warmup else 0.0
-        self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
-        self._decay_end = self.position(decay.end) if decay.end else float(self.stop)
+        self._warmup_end = float(self.position(warmup.length)) if warmup else 0.0
+        self._decay_start = float(self.position(decay.start)) if decay.start else self._warmup_end
+        self._decay_end = float(self.position(decay.end)) if decay.end else float(self.stop)
         self._milestones = [self.position(milestone) for milestone in decay.milestones]
         if self._warmup_end > self.stop:
             raise UserError(f"rate.warmup.length = {warmup and warmup.length}: longer than the run, {self._length()}")
@@ -106,27 +107,28 @@ class Schedule:
     def __iter__(self) -> Iterator[Step]:
         return (self[index] for index in range(len(self)))
 
-    def position(self, duration: Duration) -> float:
+    def position(self, duration: Duration) -> Fraction:
         """Samples consumed when `duration` has passed since the start of the run."""
-        if duration.unit == "ep":
-            return duration.value * self.train_images
+        if duration.unit == "ep":  # exact: a product rounded up, such as 8.3 * 60,000, would cost a step
+            return Fraction(repr(duration.value)) * self.train_images
+        value = Fraction(duration.value)
         if duration.unit == "sa":
-            return duration.value
+            return value
         # Steps beyond the last stage count with its batch.
-        span = self.spans[bisect_right(self._first_steps, int(duration.value)) - 1]
-        return span.start + (int(duration.value) - span.first_step) * float(span.batch)
+        span = self.spans[bisect_right(self._first_steps, value) - 1]
+        return span.start + (value - span.first_step) * span.batch
 
-    def step_after(self, position: float) -> int:
+    def step_after(self, position: float | Fraction) -> int:
         """Index of the first step boundary (= count of steps done) at or after a position in samples."""
         span = self.spans[max(bisect_right([span.start for span in self.spans], position) - 1, 0)]
-        return min(span.first_step + math.ceil(max(position - span.start, 0.0) / span.batch), len(self))
+        return min(span.first_step + math.ceil(max(position - span.start, 0) / span.batch), len(self))
 
     def boundaries(self, every: Duration | None, first: Duration | None = None) -> list[int]:
         """Step counts after which something periodic happens; the end of the run is always one."""
         counts = {len(self)}  # a set: marks closer than a step fall together
         if every is not None:
-            interval = self.position(every) if every.unit != "st" else every.value
-            offset = interval if first is None else self.position(first) if every.unit != "st" else first.value
+            marks = every, first or every
+            interval, offset = (Fraction(m.value) if every.unit == "st" else self.position(m) for m in marks)
             if first is not None and first.unit != every.unit:
                 raise UserError(f"evaluate.first = {first}: needs the unit of evaluate.every, {every}")
             if interval <= 0:
@@ -136,8 +138,7 @@ class Schedule:
                 raise UserError(
                     f"an interval of {every} passes more than {_MOST_MARKS} times in the run; give a longer one"
                 )
-            # Each mark is a multiple, never a sum of intervals, so that rounding does not add up.
-            for k in range(int(max(limit - offset, 0) // interval) + 1):
+            for k in range((limit - offset) // interval + 1):
                 mark = offset + k * interval
                 counts.add(min(int(mark), len(self)) if every.unit == "st" else self.step_after(mark))
         return sorted(count for count in counts if count > 0)

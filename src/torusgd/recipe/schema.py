@@ -39,6 +39,10 @@ _MEANT_FOR_FORMS = {
     "delays": ("backup", "cutoff", *SIMULATED), "local_steps": ("local",), "outer": ("local",),
     "sample": ("sampled",), "staleness": ("sampled", "stale"), "probability": ("gossip",), "pull_every": ("elastic",),
 }  # fmt: skip
+_MEANT_FOR_SHAPES = {
+    "power": ("polynomial",), "floor": ("polynomial", "cosine"), "start": ("polynomial", "cosine"),
+    "end": ("polynomial", "cosine"), "milestones": ("step",), "factor": ("step",),
+}  # fmt: skip
 _NEEDED = {  # key that a form needs, and its meaning
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -164,8 +168,9 @@ class Decay(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Decay":
-        if (self.shape == "step") != bool(self.milestones):
-            raise ValueError("milestones: needed with shape: step, and only there")
+        self.check_meaning("shape", _MEANT_FOR_SHAPES)
+        if self.shape == "step" and not self.milestones:
+            raise ValueError("milestones: needed with shape: step")
         return self
 
 
@@ -378,6 +383,12 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
+        if self.noise_scale != NoiseScale() and all(stage.momentum != "noise-scale" for stage in self.stages):
+            raise ValueError("noise_scale: has a meaning with stages.N.momentum: noise-scale only")
+        if self.average is not None and not self.average.half_life.value:
+            raise ValueError("average.half_life: must be above 0")
+        if self.evaluate.first is not None and self.evaluate.every is None:
+            raise ValueError("evaluate.first: has a meaning with evaluate.every only")
         sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
         for key, (size, resize) in {**sizes, "evaluate": self.held_out_data.sizes}.items():
             if resize is not None and resize < max(size):

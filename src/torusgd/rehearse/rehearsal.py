@@ -125,8 +125,8 @@ def rehearse(
 ) -> Rehearsal:
     """Plays the last stage's step of a workload in the network lab, with one step more than `steps` to warm up.
 
-    `software` is of `program_for` and `as_torusgd`; `limit` are the seconds of a step in the lab, about. RunError if
-    there is no lab here (no root, no Linux), or a rank failed.
+    `software` is of `program_for` and `as_torusgd`, `devices` fill two nodes or more; `limit` are the seconds of a step
+    in the lab, about. RunError if there is no lab here (no root, no Linux), or a rank failed.
     """
     stage = workload.stages[-1]
     cluster, passes = longest_share(cluster, software, devices, stage.workers)
@@ -141,8 +141,8 @@ def rehearse(
         slower = how.model_copy(update={"message": how.message + late})
         return waited_seconds(script, partial(price_of, cluster, slower, devices), how.pipelined)
 
-    each = min(devices, cluster.devices_per_node)
-    hosts = math.ceil(devices / each)
+    each = cluster.devices_per_node
+    hosts = devices // each
     size = sum(action.bytes for action in script if isinstance(action, Send))
     ceiling = measure_ceiling(hosts, each)
     alone = step_time(cost, cluster, software, 1, stage.images * stage.workers).seconds
@@ -172,9 +172,8 @@ def choose_scale(
     cluster: Cluster, how: Communication, ceiling: Ceiling, seconds: float, size: float, ranks: int, limit: float
 ) -> Scale:
     """The scale at which a lab plays a step of `seconds`, of messages of `size` bytes, in `limit` seconds at most."""
-    # The links between nodes count, or those inside of the only node; a message's cost goes with the latency.
-    link = cluster.between if ranks > cluster.devices_per_node else cluster.inside
-    alpha = link.alpha + how.message
+    link = cluster.between
+    alpha = link.alpha + how.message  # a message's cost goes with the latency
     bandwidth = min(link.bandwidth * link.efficiency, link.stream or float("inf"))
     # Time is stretched until a round of the scaled network takes as long as the lab's own, but no further than to
     # `limit`; bytes are shrunk until a link needs no more than SHARE of the lab's rate.

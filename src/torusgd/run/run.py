@@ -89,7 +89,7 @@ class Run:
         self.trainer = build(job, retained.data, world, self.liveness, requests, watchers, generation, *known)
         self.membership = self.trainer.membership
         if job.plan is not None:
-            job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(retained.began))
+            job.plan.check(job.recipe.name, [span.batch for span in self.schedule.spans], len(retained.began))
         self.state, self._counted, self._is_ready = RunState(self.trainer.fingerprint), 0.0, False
         self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None

@@ -31,7 +31,7 @@ from ..precision import arithmetic_of
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from ..synchrony.delays import F64, delay_model
-from ..synchrony.limits import Limit, Limits, VirtualSteps, each_alone
+from ..synchrony.limits import Limit, Limits, VirtualSteps
 from .batchnorm import BatchNormStatistics
 from .forward_backward import WholeNetwork
 from .journal import Journaled, JournalEntry, entry_of, synchronous
@@ -68,7 +68,7 @@ class Deadlines:
         form, workers = recipe.synchrony, recipe.virtual_workers
         delays = None if form.delays is None else delay_model(form.delays, recipe.seed)
         if delays is not None:
-            shares, first_step = each_alone(workers), 0  # the same steps in a run that is resumed
+            shares, first_step = [[worker] for worker in range(workers)], 0  # the same steps in a run that is resumed
         count, warm = form.count_of(workers), first_step + form.warmup
         self._limits = Limits(shares, recipe.seed, count=count, threshold=form.threshold, warmup=form.warmup, warm=warm)
         self._virtual = None if delays is None else VirtualSteps(self._limits, workers, delays, PASS)

@@ -173,18 +173,19 @@ class VirtualSteps:
 
     def __init__(self, limits: Limits, workers: int, delays: DelayModel, compute: float) -> None:
         self._limits, self._workers, self._delays, self._compute = limits, workers, delays, compute
-        self._learnt = 0
+        self._next, self._last = 0, VirtualStep((), 0.0)  # the last step taken, whose number is one less
 
     def at(self, step: int) -> VirtualStep:
-        """The step of this number, which must grow from call to call."""
-        # A run that is resumed, or continues with other ranks, learns again from all the steps before.
-        for earlier in range(self._learnt, step):
-            seconds, taken = self._seconds(earlier), self._take(earlier)
-            known = np.full(self._workers, np.nan)
-            known[list(taken.workers)] = seconds[list(taken.workers)]
-            self._limits.observe(known, taken.seconds)
-        self._learnt = max(self._learnt, step)
-        return self._take(step)
+        """The step of this number, which must not fall from call to call."""
+        # A run that is resumed, or continues with other ranks, takes all the steps before again: each once, in their
+        # order, for a learned model draws other numbers each time.
+        while self._next <= step:
+            if self._next:
+                taken, known = list(self._last.workers), np.full(self._workers, np.nan)
+                known[taken] = self._seconds(self._next - 1)[taken]
+                self._limits.observe(known, self._last.seconds)
+            self._next, self._last = self._next + 1, self._take(self._next)
+        return self._last
 
     def _take(self, step: int) -> VirtualStep:
         # The first workers by (time, number), up to the count and the seconds; at least the first of all.
@@ -197,11 +198,6 @@ class VirtualSteps:
 
     def _seconds(self, step: int) -> F64:
         return self._compute + self._delays.table(self._workers, step, parts=1)[:, 0]
-
-
-def each_alone(workers: int) -> list[list[int]]:
-    """The `shares` of so many workers, each on a rank of its own."""
-    return [[worker] for worker in range(workers)]
 
 
 def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
