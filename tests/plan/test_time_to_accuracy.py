@@ -75,7 +75,7 @@ def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last
     best = accuracy.quickest(plans(64))
     assert best.cost(2.0) == pytest.approx(64 * 2.0 * best.seconds / 3600)
     # A recipe that evaluates at its end alone does so once.
-    seldom = load_recipe("resnet50", ["evaluate.every=null", "evaluate.first=null", "precision=float16"]).recipe
+    seldom = load_recipe("resnet50", ["evaluate.every=null", "precision=float16"]).recipe
     for often, once in zip(plans(64), accuracy.plan_to_accuracy(seldom, workload(), H100, MXNET, 64), strict=True):
         assert (once.batch, once.run.training) == (often.batch, often.run.training)
         assert often.run.evaluation == pytest.approx(once.run.evaluation * evaluations(often.epochs), rel=1e-6)

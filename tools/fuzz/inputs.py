@@ -243,8 +243,9 @@ class Fuzz:
             stream = io.BytesIO()
             with tarfile.open(fileobj=stream, mode="w", format=rng.choice(formats)) as archive:
                 for each in range(4):
+                    folder = "long" * rng.choice((1, 30))
                     for kind, content in ((".jpg", picture.getvalue()), (".cls", b"%d" % (each % 2))):
-                        member = tarfile.TarInfo(f"{'long' * rng.choice((1, 30))}/{each}{kind}")
+                        member = tarfile.TarInfo(f"{folder}/{each}{kind}")
                         member.size = len(content)
                         archive.addfile(member, io.BytesIO(content))
             good = stream.getvalue()

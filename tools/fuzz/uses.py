@@ -95,7 +95,7 @@ def predicted(path: Path) -> None:
 
 def compared(path: Path) -> None:
     """A plan that `train --plan` compares with a run."""
-    PlanComparison.load(path).check("digits", {96}, 8)
+    PlanComparison.load(path).check("digits", [96], 8)
 
 
 def shown(folder: Path) -> None:

@@ -28,8 +28,7 @@ _COMPARED = "native,ring,halving-doubling,doubling,auto"
 _TIMEOUT = 60.0  # seconds without a heartbeat
 _RANKS_A_CORE = 64  # more would take minutes to start, and time nothing but each other
 _TUNED_FOR = "Measure how workers slow each other by this recipe's network, for plans of it; else by a small one."
-# Steps, and one image classified at the end.
-_SHORT = ("evaluate.every=null", "evaluate.first=null", "data.eval_images=1", "polish=null")
+_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
 
 
 def allreduce(

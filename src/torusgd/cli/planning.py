@@ -53,8 +53,8 @@ class Planned:
     recipe: Recipe
     workload: Workload
     runtime: RuntimeOptions
+    # Names of options that describe what `software` is known to have done, and so do not override it.
     as_published: frozenset[str]
-    """names of options that describe what `software` is known to have done, and so do not override it"""
     cluster: Cluster
     software: Software  # profile as it stands in its file
     measured: Path | None

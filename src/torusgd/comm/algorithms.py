@@ -225,17 +225,17 @@ def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round
     return rounds + leaders + mirror(rounds)
 
 
+# Flat algorithms by way of one rank or two, for comparison: halving-doubling has at most the latency of a tree and
+# fewer bytes; a double tree and a chain need many chunks to come near a ring.
 TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "chain"}
-"""flat algorithms by way of one rank or two, for comparison: halving-doubling has at most the latency of a tree and
-fewer bytes; a double tree and a chain need many chunks to come near a ring"""
+# Algorithms along one axis of all ranks, and the method that each uses there.
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct", **TREES}
-"""algorithms along one axis of all ranks, and the method that each uses there"""
 GRIDS = ("torus", "hierarchical")  # algorithms on a grid, whose axes have methods of their own
 SCHEDULED = (*FLAT, *GRIDS)
+# Names that `create` takes; `auto` measures and picks, `native` is the backend's own.
 NAMES = ("auto", "native", *SCHEDULED)
-"""names that `create` takes; `auto` measures and picks, `native` is the backend's own"""
+# Algorithms that only a plan knows: NCCL's double binary tree, the faster of it and a ring, switches that add.
 OTHER_PROGRAMS = ("tree", "nccl", "in-network")
-"""algorithms that only a plan knows: NCCL's double binary tree, the faster of it and a ring, switches that add"""
 
 
 @dataclass(frozen=True)

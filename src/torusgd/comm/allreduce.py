@@ -24,8 +24,7 @@ from .tuning.profile import Profile, expect, explain, ranks_a_host
 from .tuning.tune import measure
 from .works import Followed
 
-Stops = tuple[int, ...] | None
-"""element offsets at which a shard may begin and end, in ascending order; None: any"""
+Stops = tuple[int, ...] | None  # element offsets at which a shard may begin and end, in ascending order; None: any
 # Bytes of an element by which an algorithm is chosen, whatever the dtype: a sum in int32 and the weights in 16 bits
 # that are gathered later must have the same shards.
 _ELEMENT = 4
@@ -62,12 +61,11 @@ class AlgorithmAllReduce:
     profile: Profile | None = None  # the measurements by which `auto` chooses
 
     def __post_init__(self) -> None:
-        self.group = self.connection.group
-        """the ranks, in a group of this all-reduce's own"""
+        self.group = self.connection.group  # the ranks, in a group of this all-reduce's own
         # A step starts all-reduces of the same few sizes again and again.
         effective = self.connection.engine.effective
+        # The algorithm for a tensor of so many bytes; None for the backend's own all_reduce.
         self.algorithm_for = lru_cache(1024)(lambda size: (chosen := self.choose(size)) and effective(chosen))
-        """the algorithm for a tensor of so many bytes; None for the backend's own all_reduce"""
 
     def start(self, tensor: torch.Tensor) -> Work:
         assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"

@@ -36,8 +36,8 @@ class Window(NamedTuple):
 
 
 FULL = Window(top=85, limbs=7)  # every finite float32, and float64 from 2**-155 to 2**128, without loss
+# Magnitudes up to 2**57 with a resolution of 2**-66: batch-norm statistics and losses of a step.
 NARROW = Window(top=14, limbs=3)
-"""magnitudes up to 2**57 with a resolution of 2**-66: batch-norm statistics and losses of a step"""
 
 
 def gradient_integers(addends: int) -> torch.dtype:

@@ -13,8 +13,8 @@ from .base import Engine, Work
 from .groups import Group, numbered
 from .works import Followed, LaneWork, start_lane
 
+# Number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one.
 LANES = 2
-"""number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
 AHEAD = 128  # number of turns whose receives are posted before their messages are waited for
 STREAM_BYTES = 1 << 18  # fewest bytes of a message in each stream: below that a further connection gains no time
 _MOST_SCHEDULES = 256

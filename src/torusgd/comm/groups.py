@@ -90,8 +90,8 @@ class Group:
         self._is_given_up, self._tree = is_given_up, Tree(meshes, rank, self.size) if meshes else None
         self._has_gloo = self._tree is None or not nccl
         self._parts, self._pairs = list[Group](), dict[int, Group]()
+        # In which each two members are connected: this one, or those of the tree, from the leaves to the root.
         self.meshes: Sequence[Group] = meshes or (self,)
-        """in which each two members are connected: this one, or those of the tree, from the leaves to the root"""
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
         """Sums (or takes the maximum of) a tensor over the members, in place; a tree takes sums free of order."""

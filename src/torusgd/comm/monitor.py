@@ -22,8 +22,8 @@ class Monitor:
 
     def __init__(self, liveness: Liveness | None = None) -> None:
         self.liveness = liveness or Liveness()
+        # Seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)
         self.on_way = 0.0
-        """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
         self.waited = self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:

@@ -24,9 +24,9 @@ from .kernels import operators, register, write_table
 _ALIGNED = 16
 # rules beside the variants of LARS
 _SGD, _NESTEROV = "sgd", "nesterov"
+# Of the table: rate, weight decay, trust coefficient (zero: the rate follows no norm), the factor on the weights' norm
+# in LARS' denominator, and LARS' eps.
 COLUMNS = 5
-"""of the table: rate, weight decay, trust coefficient (zero: the rate follows no norm), the factor on the weights' norm
-in LARS' denominator, and LARS' eps"""
 
 
 class FlatUpdate:

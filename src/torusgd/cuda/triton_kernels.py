@@ -39,8 +39,8 @@ COUNT_BITS, HEADROOM = tl.constexpr(integer_sum.COUNT_BITS), tl.constexpr(intege
 MOST_COUNTED = tl.constexpr((1 << integer_sum.COUNT_BITS) - 1)
 NORM_BLOCK, LANES = tl.constexpr(definition.BLOCK), tl.constexpr(definition.LANES)
 LANE_STAGES = tl.constexpr(definition.LANES.bit_length() - 1)
+# Block norms that a tree takes at a time, a power of two; a layer has at most the square of it, 4e9 elements.
 WIDTH, STAGES = tl.constexpr(1024), tl.constexpr(10)
-"""block norms that a tree takes at a time, a power of two; a layer has at most the square of it, 4e9 elements"""
 _BYTES = 4
 
 

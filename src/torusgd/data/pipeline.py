@@ -66,8 +66,8 @@ class Pipeline:
         self._encoded = source if isinstance(source, EncodedImages) else None
         self._data, self._sizes, self._seed = data, data.sizes, seed
         self._named: set[tuple[str, int]] = set()
+        # Whether `expect` makes reading faster.
         self.reads_ahead = self._encoded is not None and self._encoded.reads_ahead
-        """whether `expect` makes reading faster"""
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
         self._scale = (1 / (255 * np.array(data.std))).astype(np.float32)
         self._offset = (-np.array(data.mean) / np.array(data.std)).astype(np.float32)

@@ -96,8 +96,7 @@ class StreamSampler(Sampler[list[int]]):
     ) -> None:  # fmt: skip
         self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
         self._order = StreamOrder(length, seed, repeats)
-        self.batches = batch_size
-        """as given: a number, or a function of the samples consumed"""
+        self.batches = batch_size  # as given: a number, or a function of the samples consumed
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
         self._steps = 0

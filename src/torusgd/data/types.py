@@ -26,12 +26,12 @@ class Region:
     width: int
     rows: int
     columns: int
+    # Scaled by single operations in a written order, the same on any machine; else by torch's kernel.
     exact: bool = False
-    """scaled by single operations in a written order, the same on any machine; else by torch's kernel"""
 
 
+# From the height and width of an image to the region to read; raises UserError if the image has none.
 Choose = Callable[[int, int], Region]
-"""From the height and width of an image to the region to read; raises UserError if the image has none."""
 
 
 class CorruptImage(Exception):

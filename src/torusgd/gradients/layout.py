@@ -18,8 +18,8 @@ from torch import Tensor
 from ..comm.tuning.profile import Profile, hidden, waited
 from ..optim.norms import BLOCK
 
+# MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`.
 BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
-"""MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`"""
 USUAL_MIB = 4.0  # size of a bucket without a measurement; with `auto`, during the first steps
 _BYTES = 4
 
@@ -72,10 +72,10 @@ class Slot(NamedTuple):
     name: str
     parameter: str
     tensor: Tensor  # the parameter itself, or a view of some of its rows
+    # Number of ranks that share the column blocks: 1 sums over all ranks, M over the ranks with the same columns.
     parallel: int = 1
-    """number of ranks that share the column blocks: 1 sums over all ranks, M over the ranks with the same columns"""
+    # Index of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd.
     layer: int | None = None
-    """index of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd"""
     held: bool = True  # whether this rank computes, sums and updates it
     is_owner: bool = True  # whether this rank reports it to the others, of all ranks of a group that hold it
     is_wide: bool = False  # whether it travels as float32, in buckets of its own, while the others travel in 16 bits
@@ -96,8 +96,8 @@ class ParameterLayout:
         self.is_whole = len(self.held) == len(slots)
         self.bucket_of = tuple(index for index, bucket in enumerate(buckets) for _ in bucket.numels)
         columns = sum(slot.layer is not None for slot in slots)
+        # The numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own.
         self.sections = tuple(count for count in (columns, len(slots) - columns) if count)
-        """the numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own"""
         self.parallel = tuple(self.held[bucket.first].parallel for bucket in buckets)  # that of all slots of a bucket
 
 

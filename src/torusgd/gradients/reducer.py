@@ -112,10 +112,10 @@ class Reducer:
         if state is not None:
             self.sum.load_state(state)
         self._missing = [0] * len(layout.buckets)
+        # Of each held slot the elements whose mean this rank gets; None: all.
         self.spans: list[Span] | None = [*self._own_spans()] if self.is_sharded else None
-        """of each held slot the elements whose mean this rank gets; None: all"""
+        # The held slots, or this rank's shards of them, flat; their `grad` takes the mean.
         self.owned: list[Tensor] = [slot.tensor for slot in layout.held]
-        """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
         if self.spans is not None:
             self.owned = runs_of([slot.tensor.detach().view(-1) for slot in layout.held], self.spans)
         self.means = [torch.zeros_like(tensor) for tensor in self.owned]  # where `apply_mean` writes them

@@ -69,10 +69,8 @@ class ShardedUpdate:
         device = next(model.parameters()).device
         self._optimizer = optimizer
         self._allreduce = create(allreduce, grid=grid, profile=profile, device=device)
-        self.explanation: str = self._allreduce.explanation
-        """one line: what runs, and why"""
-        self.underflow = 0.0
-        """fraction of the last step's elements that the wire rounded to zero"""
+        self.explanation: str = self._allreduce.explanation  # one line: what runs, and why
+        self.underflow = 0.0  # fraction of the last step's elements that the wire rounded to zero
         self._world = group_of(device=device)
         for tensor in (*model.parameters(), *model.buffers()):
             self._world.broadcast(tensor.detach())
@@ -82,8 +80,8 @@ class ShardedUpdate:
         self._parameters = [slot.tensor for slot in slots]
         self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))
         norms = BlockNorms(self._reducer, lambda table: self._allreduce.start(table).wait())
+        # The optimizer that updates this rank's shards, with their state.
         self.sharded = over_tensors(optimizer, self._shards, norms)
-        """the optimizer that updates this rank's shards, with their state"""
         self._gather = WeightGather(model, self._reducer)
         self._may_redo = wire is not None
         self._is_accumulating = False

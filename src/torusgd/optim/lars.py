@@ -31,11 +31,11 @@ Norms = Callable[[Sequence[Tensor]], Tensor]
 class Variant(NamedTuple):
     """The choices in which published codes differ; the defaults are the paper's."""
 
+    # The factor on |w| in the denominator; `premultiplied` is weight_decay * peak_lr.
     decay: Literal["weight_decay", "none", "premultiplied"] = "weight_decay"
-    """the factor on |w| in the denominator; `premultiplied` is weight_decay * peak_lr"""
     eps: bool = True  # whether the denominator takes an epsilon
+    # Whether epsilon is added only to a denominator below it, and the ratio is 1 if |w| is below it.
     eps_is_threshold: bool = False
-    """whether epsilon is added only to a denominator below it, and the ratio is 1 if |w| is below it"""
     decayed_gradient: bool = False  # whether |g| is the norm of g + weight_decay * w
     zero_gradient_is_plain: bool = True  # whether the ratio is 1 if |g| = 0, and not only if |w| = 0
     clip: bool = False  # whether the layer's rate is min(lr, ratio) instead of lr * ratio

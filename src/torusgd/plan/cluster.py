@@ -76,10 +76,10 @@ class Cluster(Section):
     device: Device
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None  # number of nodes; null: any
+    # Factor of compute time by devices at work, which share cores, memory or power; linear between, constant beyond.
     crowding: dict[Count, Slowdown] = Field(default_factory=dict)
-    """factor of compute time by devices at work, which share cores, memory or power; linear between, constant beyond"""
+    # Speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal.
     speeds: Annotated[tuple[Speed, ...], Field(strict=False)] = ()
-    """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None  # number of nodes with full bandwidth among them; null: the whole machine
@@ -96,9 +96,9 @@ class Cluster(Section):
 class Buckets(Section):
     """The rule by which gradients travel together, in the order in which backward completes them."""
 
+    # `layer`: a tensor each; `values`: equal runs of values, which cut tensors; `cubic`: bucket k takes
+    # 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, by torusgd's `buckets` option.
     rule: Literal["one", "layer", "parts", "values", "cubic", "torusgd"] = "one"
-    """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `cubic`: bucket k takes
-    3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, by torusgd's `buckets` option"""
     parts: Count | None = None  # number of buckets of equal bytes, for rule: parts
     values: Count | None = None  # number of elements of one bucket, for rule: values
     option: BucketSizes | None = None  # value of the runtime option `buckets`, for rule: torusgd
@@ -114,11 +114,11 @@ class Buckets(Section):
 class Communication(Section):
     """The way in which a program sums gradients."""
 
+    # Name as in a run (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
+    # algorithm with the least price, `native` that of the cluster's backend: NCCL's ring or tree, Gloo's ring.
     algorithm: str = "native"
-    """name as in a run (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
-    algorithm with the least price, `native` that of the cluster's backend: NCCL's ring or tree, Gloo's ring"""
+    # Grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows.
     grid: Literal["node", "square"] = "square"
-    """grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()  # Y x X grids that go before `grid` if their product is the number of devices
     wire_bits: Literal[16, 32, 64] = 32  # bits of a gradient's element; 64: exact sums of 8,192 virtual workers or more
     buckets: Buckets = Buckets()
@@ -175,9 +175,9 @@ class Software(Section):
     communication: Communication = Communication()
     base_devices: Count = 1  # number of devices that the publication's speed-ups and efficiencies are relative to
     whole_epochs: bool = False  # whether a published run's epochs end with a whole batch, padded from the next epoch
+    # Seconds that count as training time beside steps and evaluations: before the first step, and by what the first
+    # epoch and the first evaluation were longer than the later ones; by devices if logs of several sizes have them.
     start: NotNegative | dict[Count, NotNegative] = 0.0
-    """seconds that count as training time beside steps and evaluations: before the first step, and by what the first
-    epoch and the first evaluation were longer than the later ones; by devices if logs of several sizes have them"""
     evaluation: Evaluation = Evaluation()
     error: NotNegative = 0.1  # relative error (standard deviation of the logarithm) of predictions with this profile
 
@@ -213,8 +213,8 @@ class Calibrated(Section):
     errors: dict[str, NotNegative]  # by software profile: spread of the logarithm of its predictions
     left_out: dict[str, Positive]  # predictions by published row, each by the fit of all others
     system_left_out: dict[str, Positive]  # the same, each by the fit of the rows of other clusters and programs
+    # By published row of a program with three networks or more: its prediction without any row of its network.
     other_networks: dict[str, Positive]
-    """by published row of a program with three networks or more: its prediction without any row of its network"""
 
 
 @cache

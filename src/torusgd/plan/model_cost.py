@@ -36,8 +36,8 @@ _NO_KERNEL = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
     | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
 )
+# Channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000.
 _INPUTS = {"alexnet-bn": (3, 227, 227, 1000), "cd-dnn": (1, 11, 39, 9304), "overfeat-fast": (3, 231, 231, 1000)}
-"""channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000"""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

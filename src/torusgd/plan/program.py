@@ -26,8 +26,8 @@ from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_commu
 from .model_cost import matched
 from .timeline import step_time
 
+# Of a step, over float32's: ResNet-18 on a CPU without int8 dot products (docs/methods/portable-arithmetic.md)
 _PORTABLE_SLOWDOWN = 2.5
-"""of a step, over float32's: ResNet-18 on a CPU without int8 dot products (docs/methods/portable-arithmetic.md)"""
 
 
 def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:

@@ -114,9 +114,9 @@ def check_known(recipe: Recipe, target: float) -> None:
         raise UserError(f"{where}; {recipe.name} changes its batch in {len(recipe.stages)} stages")
 
 
+# Numbers of images of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in
+# the reference runs.
 IMAGES = (32, 50, 64, 100, 128, 204, 256, 400)
-"""numbers of images of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in
-the reference runs"""
 MOST_DEVICES = LARGEST // IMAGES[0]  # that a batch within the curve occupies
 _STEP = 2**0.5  # ratio of one candidate batch to the next, about
 

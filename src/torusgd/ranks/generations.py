@@ -43,8 +43,8 @@ class RanksChange:
 
 
 Wait = Callable[[Store], object]  # returns once the key `ALL_HERE` is there
+# Takes the state from the first rank of a group, and calls its second argument once it has.
 Follow = Callable[[Group, Callable[[], object]], object]
-"""takes the state from the first rank of a group, and calls its second argument once it has"""
 
 
 class _Record(NamedTuple):

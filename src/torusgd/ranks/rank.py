@@ -23,9 +23,9 @@ from .generations import Generations, Released
 from .gpus import device_of
 from .liveness import Heartbeat, Limits
 
+# What a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value, or
+# `RanksChange`, after which it is called again with those that are left or have come.
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
-"""what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value, or
-`RanksChange`, after which it is called again with those that are left or have come"""
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 

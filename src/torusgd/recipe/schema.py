@@ -387,8 +387,6 @@ class Recipe(Section):
             raise ValueError("noise_scale: has a meaning with stages.N.momentum: noise-scale only")
         if self.average is not None and not self.average.half_life.value:
             raise ValueError("average.half_life: must be above 0")
-        if self.evaluate.first is not None and self.evaluate.every is None:
-            raise ValueError("evaluate.first: has a meaning with evaluate.every only")
         sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
         for key, (size, resize) in {**sizes, "evaluate": self.held_out_data.sizes}.items():
             if resize is not None and resize < max(size):

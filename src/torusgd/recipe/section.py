@@ -25,8 +25,8 @@ Count = Annotated[int, Field(ge=1)]
 MOST_RANKS = 2**20
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Options = dict[str, bool | int | float | str]  # keyword arguments of a source or a network
+# Pixels a side of a square, or (height, width)
 Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]
-"""pixels a side of a square, or (height, width)"""
 
 
 class Section(BaseModel):

@@ -30,8 +30,8 @@ _SETTINGS = {
     "tcp_wmem": "4096 1048576 16777216",
 }
 MTU = 60_000  # bytes of a packet: few and large ones, since each costs the process that carries them the same
+# Windows of a kernel that nobody has tuned: on a long, fast link a connection waits for them.
 USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
-"""windows of a kernel that nobody has tuned: on a long, fast link a connection waits for them"""
 
 
 class Host(NamedTuple):

@@ -59,8 +59,8 @@ class Retained:
     state: RunState | None = None  # None: this rank has not taken part in a step yet
     counted: float = 0.0  # until when `state.seconds` counts (time.perf_counter)
     tensors: Tensors = field(default_factory=dict)  # as `StepState.state_dict` gives them
+    # Line of events.jsonl for what this rank did last, which a lost rank 0 may not have written.
     last_event: Callable[[], dict[str, Any]] | None = None
-    """line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
     network: Network | None = None  # with these tensors, or of a rank that joins with any; None: not drawn yet
     saved: LastSaved | None = None
     news: str = ""  # line for people: what the change of ranks has changed
@@ -108,12 +108,12 @@ class Agreed:
 
     state: RunState
     holders: frozenset[int]  # see `Choice`; they go on from their own
+    # What is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so.
     tensors: Iterator[tuple[str, Tensor]]
-    """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
     origin: str = ""  # where a run that begins has found it, for people
     last_event: Mapping[str, Any] | None = None
+    # Newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last.
     saved: LastSaved | None = None
-    """newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last"""
     others: str = ""  # line for people with the ranks that do not hold the state; empty: all do
 
 

@@ -46,8 +46,7 @@ class Recorder:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
         # Not twice: of a first step that was cut off the scales are measured already, which this state does not have.
-        lines = self._file.lines if self._file is not None else []
-        is_new = not any(isinstance(line, records.StateLine) for line in lines)
+        is_new = self._file is not None and not records.states_of(self._file.lines)
         if state.step == 0 and self._world.broadcast_json(is_new):
             self._record(state, tensors, records.StateLine(step=0))
         if not self._every or not self._is_first:

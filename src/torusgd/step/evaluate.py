@@ -143,8 +143,8 @@ class Confusion:
     """
 
     def __init__(self, classes: int, device: torch.device) -> None:
+        # Int64 [C, C]: row, the class of the image; column, the class that the network chose.
         self.counts = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-        """int64 [C, C]: row, the class of the image; column, the class that the network chose"""
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
         """Counts images, by logits [n, C] and targets [n]; of equal logits the lower class wins, as in top-1."""

@@ -40,8 +40,8 @@ class JournalEntry:
     """One update; all of its gradients are of the weights that the step began with."""
 
     step: int
+    # Virtual workers that take part, as a range or a frozenset: nothing is made for each of them in a step.
     workers: Collection[int]
-    """virtual workers that take part, as a range or a frozenset: nothing is made for each of them in a step"""
 
 
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:

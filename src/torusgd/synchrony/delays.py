@@ -41,9 +41,9 @@ Key = tuple[int, int, int]
 # virtual time is the same in whatever order its delays are added.
 _GRID = 2.0**30
 
+# A distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
+# broadcast, to whose shape the result does; the parameters of the text follow, in its order.
 Delay = Callable[[Key, Ints, Ints, Ints], F64]
-"""a distribution of delays in units, from the key that begins every draw, and worker, step and part: arrays that
-broadcast, to whose shape the result does; the parameters of the text follow, in its order"""
 
 
 def _constant(_: Key, worker: Ints, step: Ints, part: Ints, amount: float = 1.0) -> F64:

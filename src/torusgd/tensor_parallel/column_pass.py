@@ -20,8 +20,8 @@ from .exchange import OWN, ActivationBlock, ActivationBlocks, Exchange, Transfer
 from .tail import ColumnLayer, ParallelTail
 
 NUMBERS = 4
+# Function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)
 Sink = Callable[[int, int, Tensor, Tensor | None], None]
-"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 class Joined(NamedTuple):

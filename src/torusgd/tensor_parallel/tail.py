@@ -29,11 +29,11 @@ from ..gradients.layout import Slot
 from ..recipe.compatibility import allowed_parallel
 from .exchange import Layout, ParallelGroups
 
+# Modules of a tail beside nn.Linear: without parameters or state, and computed an element at a time.
 ELEMENTWISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
-"""modules of a tail beside nn.Linear: without parameters or state, and computed an element at a time"""
 ModelParallel = int | Literal["auto"]
 
 

@@ -38,8 +38,8 @@ class Record:
     skew_s: float = 0.0  # median of the seconds by which the first rank began before the last one
     bound_s: float = 0.0  # seconds by which clocks of several machines may have changed a time
     samples_s: tuple[float, ...] = ()
+    # Median of the processor time that a sum takes on the rank where it takes most, all threads together.
     cpu_s: float = 0.0
-    """median of the processor time that a sum takes on the rank where it takes most, all threads together"""
 
     @property
     def is_doubtful(self) -> bool:

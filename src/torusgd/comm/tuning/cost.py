@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ..algorithms import FLAT, TREES, Algorithm, parse_algorithm, squarest
 
+# Methods of a torus, VERTICAL/HORIZONTAL or one for both axes, that are worth a price.
 TORUS_METHODS = ("ring", "halving", "halving/ring", "direct", "doubling/direct", "ring/direct")
-"""methods of a torus, VERTICAL/HORIZONTAL or one for both axes, that are worth a price"""
 
 
 class AlphaBeta(NamedTuple):
