@@ -42,7 +42,6 @@ def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_
     for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
         refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
     refuses("a batch that is a list", load_recipe, "resnet50", ["batch=[8192]"], about="batch = [8192]:")
-    refuses("a noise scale for nothing", load_recipe, "resnet50", ["noise_scale.lr=1"], about="recipe resnet50: noise")
     refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
     for text in ("a: 1\na: 2\n", "- 1\n", "name: [\n", call, "name: x\n", "name: 2020-01-01\n"):
