@@ -43,8 +43,7 @@ def sent(script: list[Action]) -> dict[str, Send]:
 
 
 @pytest.mark.parametrize(
-    ("how", "devices"),
-    [*product(({}, {"update": "sharded"}, {"overlap": False}), (2, 16)), ({"linear_groups": 2}, 16)],
+    ("how", "devices"), [*product(({}, {"update": "sharded"}, {"overlap": False}), (2, 16)), ({"linear_groups": 2}, 16)]
 )
 def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(how, devices):
     software = program(**how)
