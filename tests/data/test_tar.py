@@ -136,6 +136,7 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
         "no label": tar_bytes({"1.jpg": picture(1)}),
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
         "a label apart": tar_bytes({"1.cls": b"2", "2.jpg": picture(2), "1.jpg": picture(1), "2.cls": b"1"}),
+        "a label apart, in JSON": tar_bytes({"1.json": b'{"label": 2}', "2.jpg": picture(2), "2.cls": b"1"}),
         "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
     }  # fmt: skip
     for name, content in damaged.items():

@@ -14,13 +14,12 @@ from tests.run.runs import events, run_here
 from tests.step.trainers import job_of, run_of, trainer_of, weights_of
 
 from torusgd.comm.groups import Group, group_of
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import best_counts
 from torusgd.rng import keyed_uniform
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
-from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
+from torusgd.step.rank_times import SpeedWatch, balance
 
 STAGES = "stages=[{until: 42st, images_per_worker: 2}]"
 LONG = (STAGES, "virtual_workers=6", "evaluate.every=42st", "memory_format=contiguous")
@@ -71,10 +70,12 @@ def test_noise_of_a_few_percent_moves_little_and_costs_nothing() -> None:
 
 
 def test_where_sums_depend_on_who_computes_the_shares_are_even() -> None:
-    inexact, exact = (load_recipe("digits", [f"reduction={each}"]).recipe for each in ("float32", "exact"))
-    even, by_speed = RuntimeOptions(shares="even"), RuntimeOptions()
-    assert [follows_speed(by_speed, inexact), follows_speed(even, exact)] == [False, False]
-    assert follows_speed(by_speed, exact)
+    def follows_speed(shares: Any, reduction: str) -> bool:
+        trainer = trainer_of(job_of(f"reduction={reduction}", options=RuntimeOptions(shares=shares)))
+        return any(isinstance(each, SpeedWatch) for each in trainer.step.watchers)
+
+    assert [follows_speed("speed", "float32"), follows_speed("even", "exact")] == [False, False]
+    assert follows_speed("speed", "exact")
 
 
 def shuffled(membership: Membership, step: int) -> Membership:

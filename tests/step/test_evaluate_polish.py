@@ -181,7 +181,8 @@ def test_extra_forward_passes_are_the_running_average_of_training() -> None:
     batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     model, plain = small_net(), small_net()
     nothing = batches[0][:0]  # of images that can't be decoded none is left
-    assert refresh(model, [[nothing, *batches[:2]], batches[2:]], momentum=0.3, allreduce=NativeAllReduce()) == 24
+    steps = [[nothing, *batches[:2]], [nothing], batches[2:]]
+    assert refresh(model, steps, momentum=0.3, allreduce=NativeAllReduce()) == 24
     running = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     plain[3].eval()  # dropout
     for layer, own in zip(model, plain, strict=True):

@@ -168,7 +168,7 @@ def _labels(scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int)
     is_ignored = target == ignored
     labels = target.masked_fill(is_ignored, 0)
     weights = scores.new_ones(target.shape) if weight is None else weight[labels]
-    return labels.unsqueeze(-1), weights.masked_fill_(is_ignored, 0.0)
+    return labels.unsqueeze(-1), weights.masked_fill(is_ignored, 0.0)
 
 
 def binary_cross_entropy(

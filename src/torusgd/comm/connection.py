@@ -127,8 +127,7 @@ class Clock:
             mesh.broadcast(known)
             known += _distance(mesh)
         self.offset = float(known[0])  # seconds to add to this rank's time.perf_counter()
-        # Between two ranks that are wrong in opposite directions.
-        # Seconds by which the difference of two ranks' readings may be wrong.
+        # Seconds by which the difference of two ranks' readings may be wrong, in opposite directions.
         self.bound = sum(sorted(float(error) for error in self._group.all_gather(known[1:]))[-2:])
         self._agree()  # takes as long as the next one
         self._measured = self._agree()

@@ -105,15 +105,17 @@ def number_labels(
 ) -> tuple[tuple[str, ...], dict[str, Int64]]:
     """The class names by label, and the labels as numbers, int64 [images] by split, of a data set with texts as labels.
 
-    If all labels are whole numbers, they stay as they are, unless all are in the list (`read_classes`). Otherwise they
-    are class names, numbered in the order of the list, or else sorted. UserError, which begins with `where`, if a label
-    is not among the classes.
+    If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
+    list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes, or
+    may be a number or a name of the list.
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
     known = set().union(*distinct.values())
     # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
-    is_numbered = all(label.isascii() and label.isdigit() and len(label) < 10 for label in known)
-    if is_numbered and (listed is None or not known <= listed.keys()):
+    if all(label.isascii() and label.isdigit() and len(label) < 10 for label in known):
+        if listed is not None and known <= listed.keys() and [*listed] != [str(n) for n in range(len(listed))]:
+            what = "the labels are numbers from 0, or names of the list, which has them in another order"
+            raise UserError(f"{where}: {what}; rename the classes, or list 0, 1, 2 and so on")
         numbers = {split: np.array(list(map(int, labels)), dtype=np.int64) for split, labels in splits.items()}
         largest = max(int(each.max(initial=-1)) for each in numbers.values())
         if largest >= (len(listed) if listed is not None else MOST_CLASSES):

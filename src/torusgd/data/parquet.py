@@ -134,7 +134,8 @@ def open_tables(
             texts[split] = list(map(str, values))
             parts[split] = [part for file in each for part in file.parts(image)]
     names = _names(first.schema, label)
-    listed = None if names is None else {str(number): name for number, name in enumerate(names)}
+    keys = list(map(str, range(len(names or ())))) if values and isinstance(values[0], int) else names
+    listed = None if names is None or keys is None else dict(zip(keys, names, strict=True))
     classes, labels = number_labels(texts, listed, str(path))
     train, held_out = (
         TableImages(parts[split], path, [file.path for file in each], classes, labels[split], channels)

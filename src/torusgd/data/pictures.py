@@ -207,7 +207,8 @@ def _columns(head: Sequence[str], file: Path) -> tuple[int, int] | None:
     found = [next((head.index(name) for name in known if name in head), None) for known in (PATHS, LABELS)]
     if (found[0] is None) != (found[1] is None):
         what, known = ("paths", PATHS) if found[0] is None else ("labels", LABELS)
-        raise UserError(f"{file}: its head line {','.join(head)!r} has no column of {what}; call it {known[0]}")
+        remedy = f"call it {known[0]}, or put the line {PATHS[0]},{LABELS[0]} above"
+        raise UserError(f"{file}: its head line {','.join(head)!r} has no column of {what}; {remedy}")
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 

@@ -9,6 +9,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -162,9 +163,12 @@ class _Walk:
         if picture is None and len(sample) == 1:  # a single file may have more dots in its name
             ((kind, member),) = sample.items()
             picture = member if kind.rpartition(".")[2] in PICTURES else None
-        if picture is None and "cls" in sample:
-            remedy = "a sample's files must follow each other; make the tar file with --sort=name"
-            raise UserError(f"{self._file}: {sample['cls'].name} has no JPEG or PNG beside it; {remedy}")
+        apart, label = sample.get("cls") or sample.get("json"), ""
+        if picture is None and apart is not None and apart.size <= _MOST_LABEL:
+            with suppress(ValueError):  # it holds no label, and may be about anything
+                label = self._label(key, sample, apart)
+            if label:
+                raise UserError(f"{self._file}: {apart.name} has no picture beside it; make the file with --sort=name")
         if picture is not None:
             label = self._label(key, sample, picture)
             self._stream.seek(picture.offset - BLOCK)

@@ -27,7 +27,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
 )  # fmt: skip
-_OF_ALL = ("step", "eta", "mu")  # keys of torch's optimizers whose values are one number for all elements
+_OF_ALL = ("step", "eta", "mu", "mu_product")  # keys of torch's optimizers whose values are one number for all elements
 
 
 class ShardedUpdate:
@@ -157,7 +157,9 @@ class ShardedUpdate:
         for (parameter, shard), (low, high) in zip(self._shards.items(), self._reducer.spans or (), strict=True):
             self.sharded.state[shard] = {
                 # By its name: of a parameter without dimensions each value looks like a count.
-                key: value if key in _OF_ALL or value.shape != parameter.shape else value.reshape(-1)[low:high].clone()
+                key: value.reshape(-1)[low:high].clone()
+                if isinstance(value, Tensor) and value.shape == parameter.shape and key not in _OF_ALL
+                else value
                 for key, value in whole.state.get(parameter, {}).items()
             }
 

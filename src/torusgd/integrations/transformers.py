@@ -107,9 +107,8 @@ class _Follow(TrainerCallback):
         stream = self._trainer.stream
         assert stream is not None
         stream.seek(state.global_step)
-        trainer, self._stream = self._trainer, stream
-        settings = trainer.wire, trainer.compare_every
-        self._parts = StepParts(trainer.model_wrapped, trainer.optimizer, stream, *settings)
+        self._stream, of = stream, self._trainer
+        self._parts = StepParts(of.model_wrapped, of.optimizer, stream, of.wire, of.compare_every)
         self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

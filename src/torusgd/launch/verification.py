@@ -171,7 +171,8 @@ class Verifier:
         elif line.conditions != self._conditions:
             why = f"float arithmetic under other conditions ({changes(line.conditions, self._conditions)})"
         elif line.step > each.first:
-            why = f"the conditions changed within them, after step {line.step}"
+            begins = each.first < self.claims.begin.step
+            why = f"{'the records begin' if begins else 'the conditions changed within them,'} after step {line.step}"
         else:
             return False
         self._note(each, UNKNOWN, why)

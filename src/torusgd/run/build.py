@@ -16,6 +16,7 @@ from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
 from ..observe.trace import StepTrace
+from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
 from ..step.corruption import Audit, DriftWatch, steps_between
@@ -23,7 +24,7 @@ from ..step.images import ImageReader
 from ..step.measures import LostPairsWatch, NoiseWatch
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
-from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
+from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers
 from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
@@ -132,7 +133,7 @@ def _watches_of(
     yield Audit(job.options.audit, recipe.seed, world, sums.watched)
     probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
     yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
-    if follows_speed(job.options, recipe):
+    if job.options.shares == "speed" and not obstacle(BY_SPEED, Setup(recipe)):
         yield SpeedWatch(world.rank, world.size, lambda: clock.speed)
     if recipe.precision == "portable":
         yield LostPairsWatch()

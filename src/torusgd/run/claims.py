@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,11 @@ class Claims:
         return next((line for line in self.lines if isinstance(line, records.ResultLine)), None)
 
     def conditions_at(self, step: int) -> records.ConditionsLine | None:
-        """Those under which the steps up to a record of a state were computed."""
-        before = takewhile(lambda line: not (isinstance(line, records.StateLine) and line.step >= step), self.lines)
-        return next((line for line in reversed([*before]) if isinstance(line, records.ConditionsLine)), None)
+        """Those under which the last figures of a step were computed: of its state, an evaluation, or the result."""
+        # A run that was stopped in an evaluation may have gone on with it on another machine.
+        of_step = (n for n, line in enumerate(self.lines) if line.step == step and line.record != "conditions")
+        before = self.lines[: max(of_step, default=len(self.lines))]
+        return next((line for line in reversed(before) if isinstance(line, records.ConditionsLine)), None)
 
     def contradictions(self) -> list[str]:
         """Where what the folder says does not fit together, so that nothing need be computed to know it is wrong."""

@@ -212,8 +212,8 @@ class Run:
 
     def _agreed_signal(self) -> int:
         """The signal that stopped the run, the same on every rank: each has its own time limit, and one is first."""
-        by_request = self._is_first and self.retained.requests.to_stop()
-        own = self.stop.signal or (signal.SIGINT if by_request else 0)  # as Ctrl-C: nobody is to start it again
+        # A request counts as Ctrl-C does: nobody is to start the run again.
+        own = self.stop.signal or (signal.SIGINT if self._is_first and self.retained.requests.to_stop() else 0)
         found = self.world.all_gather(torch.tensor([own], device=self.world.small_device))
         return max(map(int, found)) or signal.SIGTERM
 

@@ -219,9 +219,9 @@ class PassThread:
         # gets the new weights before a step's first virtual worker.
         if self._version != step.index:
             with torch.no_grad():
-                torch._foreach_copy_(tuple(self._copy.parameters()), tuple(self._model.parameters()))
-                for mine, theirs in zip(self._copy.buffers(), self._model.buffers(), strict=True):
-                    mine.copy_(theirs)  # a frozen batch norm normalises with them
+                # Buffers too: a frozen batch norm normalises with them.
+                mine, theirs = ([*each.parameters(), *each.buffers()] for each in (self._copy, self._model))
+                torch._foreach_copy_(mine, theirs)
             self._version = step.index
         self.is_idle = False
         self._unwanted.clear()

@@ -116,9 +116,9 @@ def refresh(model: nn.Module, steps: Iterable[Sequence[Tensor]], momentum: float
         means = decode(sums)
         seen, taken = means[-2:].tolist()
         images += int(seen)
-        for layer, low in zip(layers, edges, strict=False):
+        for layer, low in zip(layers, edges, strict=False) if taken else ():
             for key, first in (("running_mean", low), ("running_var", low + layer.num_features)):
-                buffer, mean = layer.get_buffer(key), means[first : first + layer.num_features] / max(taken, 1.0)
+                buffer, mean = layer.get_buffer(key), means[first : first + layer.num_features] / taken
                 buffer.mul_(1 - momentum).add_((momentum * mean).to(buffer.dtype))
     return images
 

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..gradients.reducer import Reducer
-from ..recipe.compatibility import BY_SPEED, Setup, obstacle
-from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import best_counts, even_counts, slowest_rank
-from ..recipe.schema import Recipe
 from .control_vector import NO_WORDS, ControlVector
 from .membership import Membership, with_counts
 from .watch import StepView, StepWatch
@@ -282,7 +279,3 @@ def balance(membership: Membership, earlier: Sequence[float], later: Sequence[fl
         move = Move(with_counts(membership, best), moved, 1 - slowest_rank(best, later) / slowest_rank(now, later))
     seconds = dict(zip(membership.ranks, later, strict=True))
     return Balance(seconds, steps * (slowest_rank(even, later) - slowest_rank(now, later)), move)
-
-
-def follows_speed(options: RuntimeOptions, recipe: Recipe) -> bool:
-    return options.shares == "speed" and not obstacle(BY_SPEED, Setup(recipe))
