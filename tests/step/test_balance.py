@@ -70,12 +70,11 @@ def test_noise_of_a_few_percent_moves_little_and_costs_nothing() -> None:
 
 
 def test_where_sums_depend_on_who_computes_the_shares_are_even() -> None:
-    def follows_speed(shares: Any, reduction: str) -> bool:
-        trainer = trainer_of(job_of(f"reduction={reduction}", options=RuntimeOptions(shares=shares)))
+    def follows_speed(reduction: str, **options: Any) -> bool:
+        trainer = trainer_of(job_of(f"reduction={reduction}", options=RuntimeOptions(**options)))
         return any(isinstance(each, SpeedWatch) for each in trainer.step.watchers)
 
-    assert [follows_speed("speed", "float32"), follows_speed("even", "exact")] == [False, False]
-    assert follows_speed("speed", "exact")
+    assert [follows_speed("float32"), follows_speed("exact", shares="even"), follows_speed("exact")] == [0, 0, 1]
 
 
 def shuffled(membership: Membership, step: int) -> Membership:
