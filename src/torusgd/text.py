@@ -1,4 +1,4 @@
-"""How figures are written for people: durations, sizes, counts, fractions, plurals and lists of names.
+"""How figures are written for people: durations, sizes, counts, fractions, plurals and lists of names; and as JSON.
 
 What is no number, such as a value of a stranger's JSON, is written as NONE.
 """

@@ -134,6 +134,8 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
     root = write_one(tmp_path / "a", table(range(4), "pixels", "fine", coarse=[0, 0, 1, 1], depth=[b"a"] * 4))
     assert open_tables(root, 3, image="pixels", label="fine")[0].classes == ("cat", "dog")
     assert open_tables(root, 3, image="pixels", label="coarse")[0].classes == ("0", "1")
+    words = write_one(tmp_path / "words", table(range(4)).set_column(1, "label", [["dog", "cat", "dog", "cat"]]))
+    assert open_tables(words, 3)[0].labels.tolist() == [1, 0, 1, 0]  # names where the schema speaks of numbers
     for name, columns in {
         "a table with several columns of bytes": {},
         "a table with several columns of numbers": {"image": "pixels"},

@@ -31,9 +31,7 @@ def doctor() -> None:
     start_forkserver()
     checks = {
         "torusgd": _versions, "machine": _machine, "device": _device, "ranks": _ranks, "memory": _memory,
-        "portable": _portable, "pictures": _pictures,
-        "extras": lambda: listed(extra for extra, lacking in _extras().items() if not lacking) or "none",
-        "missing": _missing,
+        "portable": _portable, "pictures": _pictures, "extras": _installed, "missing": _missing,
     }  # fmt: skip
     terminal, unfit = console(), []
     for name, check in checks.items():
@@ -148,6 +146,10 @@ def _extras() -> dict[str, list[str]]:
             except PackageNotFoundError:
                 lacking.append(match[1])
     return dict(sorted(found.items()))
+
+
+def _installed() -> str:
+    return listed(extra for extra, lacking in _extras().items() if not lacking) or "none"
 
 
 def _missing() -> str:

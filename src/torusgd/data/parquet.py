@@ -133,10 +133,7 @@ def open_tables(
                 raise UserError(f"{path}: row {values.index(None)} of {split} has no label, counted from 0")
             texts[split] = list(map(str, values))
             parts[split] = [part for file in each for part in file.parts(image)]
-    names = _names(first.schema, label)
-    keys = list(map(str, range(len(names or ())))) if values and isinstance(values[0], int) else names
-    listed = None if names is None or keys is None else dict(zip(keys, names, strict=True))
-    classes, labels = number_labels(texts, listed, str(path))
+    classes, labels = number_labels(texts, _names(first.schema, label), str(path))
     train, held_out = (
         TableImages(parts[split], path, [file.path for file in each], classes, labels[split], channels)
         for split, each in files.items()
@@ -222,10 +219,15 @@ def _is_label(kind: Any) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _names(schema: Any, label: str) -> list[str] | None:
-    """The names of the classes, which `datasets` writes into the schema as JSON; None if it didn't."""
+def _names(schema: Any, label: str) -> dict[str, str] | None:
+    """The names of the classes by label, which `datasets` writes into the schema as JSON; None if it didn't."""
+    import pyarrow as pa
+
+    is_number = pa.types.is_integer(schema.field(label).type)  # else the column has the names themselves
     try:
         names = parse_json((schema.metadata or {})[b"huggingface"].decode())["info"]["features"][label]["names"]
-        return [str(name) for name in names] if isinstance(names, list) and len(set(names)) == len(names) else None
+        if not isinstance(names, list) or len(set(names)) < len(names):
+            return None
+        return {str(number) if is_number else str(name): str(name) for number, name in enumerate(names)}
     except (ValueError, KeyError, TypeError):
         return None

@@ -219,10 +219,7 @@ class IntegerGradientSum(GradientSum):
         rows = torch.zeros(2, len(self._bounds), dtype=self._dtype, device=self._bounds.device)
         lost = rows.new_zeros(2)
         if self.buckets:
-            slots = [b.stop - b.first for b in self.buckets]
-            found = zip(self.buckets, self._messages, slots, strict=True)
-            parts = (message[b.length :].split([count, count, 2]) for b, message, count in found)
-            bounds, bad, lost_here = zip(*parts, strict=True)
+            bounds, bad, lost_here = zip(*map(self._trailer, range(len(self.buckets))), strict=True)
             rows[:, self._places] = torch.stack([torch.cat(bounds), torch.cat(bad)])
             lost = total_lost(lost_here)
         return torch.cat([rows.view(-1), lost])
@@ -260,6 +257,12 @@ class IntegerGradientSum(GradientSum):
     def load_state(self, state: Tensor) -> None:
         self._bounds = state.to(self._bounds)
         self._take_scales()
+
+    def _trailer(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
+        # The bounds, the non-finite counts and the count of elements lost of a bucket's message, views of it.
+        b = self.buckets[bucket]
+        bounds, bad, lost = self._messages[bucket][b.length :].split([b.stop - b.first, b.stop - b.first, 2])
+        return bounds, bad, lost
 
     def _take_scales(self) -> None:
         self.needs_measure = False

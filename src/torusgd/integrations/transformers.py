@@ -59,7 +59,7 @@ class StreamTrainer(Trainer):
             )
         self.args.ignore_data_skip = True
         self._schedule, self._calibration = schedule, calibration
-        self.wire, self.compare_every = wire, compare_every
+        self._wire, self._compare_every = wire, compare_every
         self.stream: StreamSampler | None = None
         self.add_callback(_Follow(self))
 
@@ -98,6 +98,11 @@ class StreamTrainer(Trainer):
             precise_batch_norm(self.model, (self._prepare_inputs(inputs) for inputs in self._calibration()))
         return super().evaluate(*args, **kwargs)
 
+    def parts(self) -> StepParts:
+        """What follows the steps of the model as it trains, wrapped."""
+        assert self.stream is not None
+        return StepParts(self.model_wrapped, self.optimizer, self.stream, self._wire, self._compare_every)
+
 
 class _Follow(TrainerCallback):
     def __init__(self, trainer: StreamTrainer) -> None:
@@ -107,8 +112,7 @@ class _Follow(TrainerCallback):
         stream = self._trainer.stream
         assert stream is not None
         stream.seek(state.global_step)
-        self._stream, of = stream, self._trainer
-        self._parts = StepParts(of.model_wrapped, of.optimizer, stream, of.wire, of.compare_every)
+        self._stream, self._parts = stream, self._trainer.parts()
         self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

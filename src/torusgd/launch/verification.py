@@ -161,7 +161,7 @@ class Verifier:
 
     def _is_refused(self, each: Range) -> bool:
         """Whether the bits of a range can't be had here, since its conditions were others; it is noted."""
-        line = self.claims.conditions_at(each.last)
+        line = self.claims.conditions.get(each.last)
         if self.claims.recipe.reduction != "exact":
             why = f"gradients are summed as {self.claims.recipe.reduction}: the bits depend on the ranks"
         elif line is None:
@@ -186,8 +186,7 @@ class Verifier:
         starts = {step for step in steps if step >= barrier and step not in self._bad}
         for each in left:
             # From no state before its conditions began: what lies between has the bits of others.
-            line = self.claims.conditions_at(each.last)
-            since = 0 if line is None else line.step
+            since = self.claims.conditions[each.last].step
             start = max((step for step in starts if since <= step <= each.first), default=None)
             if start is None:
                 break

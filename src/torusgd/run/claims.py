@@ -49,12 +49,17 @@ class Claims:
     def result(self) -> records.ResultLine | None:
         return next((line for line in self.lines if isinstance(line, records.ResultLine)), None)
 
-    def conditions_at(self, step: int) -> records.ConditionsLine | None:
-        """Those under which the last figures of a step were computed: of its state, an evaluation, or the result."""
+    @cached_property
+    def conditions(self) -> dict[int, records.ConditionsLine]:
+        """By step, those under which its last figures were computed: of its state, an evaluation, or the result."""
         # A run that was stopped in an evaluation may have gone on with it on another machine.
-        of_step = (n for n, line in enumerate(self.lines) if line.step == step and line.record != "conditions")
-        before = self.lines[: max(of_step, default=len(self.lines))]
-        return next((line for line in reversed(before) if isinstance(line, records.ConditionsLine)), None)
+        found, now = dict[int, records.ConditionsLine](), None
+        for line in self.lines:
+            if isinstance(line, records.ConditionsLine):
+                now = line
+            elif now is not None:
+                found[line.step] = now
+        return found
 
     def contradictions(self) -> list[str]:
         """Where what the folder says does not fit together, so that nothing need be computed to know it is wrong."""

@@ -72,10 +72,9 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
         counts[index] += number
 
     with _watched(model, layers, add):
-        for batch in batches:
-            if len(batch):  # none is left of a batch that can't be decoded, and a mean of nothing is nan
-                model(batch)
-                counts[-1] += len(batch)
+        for batch in filter(len, batches):  # nothing is left of one that can't be decoded, and its mean would be nan
+            model(batch)
+            counts[-1] += len(batch)
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
     (*of_layers, images), *parts = message.split([len(counts), *(s.numel() for s in sums)])
