@@ -17,7 +17,6 @@ In this order, so that a run that is cut short has what matters most:
                 synchronisations, and the kernels that take longest
     precision   torusgd in float16 against bfloat16: whether `auto` should take it (runtime.py)
     streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`)
-    pool        torch's own max pooling against ours: seconds, and whether each repeats its bits
     jpegs       pictures to batches by the CPU and by nvJPEG
     portable    a step in portable arithmetic against float32 and the usual precision
 
@@ -44,12 +43,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._C._autograd import DeviceType
-from torch.nn import functional as F
 
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.registry import decode_on_gpu
 from torusgd.launch.local import launch
-from torusgd.models.networks import OrderedMaxPool
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -57,7 +54,6 @@ from torusgd.recipe.section import Duration
 from torusgd.run.fingerprint import conditions
 from torusgd.run.job import Job
 from torusgd.runtime import ask_for_repeatable_products, resolve_auto
-from torusgd.weights import weights_sha256
 
 from .gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, RUN_COMPILED, put_section, section
 from .programs import DTYPES, Program, Step, make_recipe, our_step, parts_left_out, peer_step, plain_changes
@@ -269,33 +265,6 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
     return {"images": images, **in_turn(args, programs)}
 
 
-def pool(args: argparse.Namespace) -> dict[str, Any]:
-    """Max pooling of a ResNet's first layer, there and back: torch's own and `OrderedMaxPool`; does each repeat?"""
-    images, side = args.images[0], args.pixels // 2
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        values = torch.randint(0, 8, (images, 64, side, side)).to(args.target)  # many equal maxima
-    x = values.to(torch.bfloat16).contiguous(memory_format=torch.channels_last).requires_grad_()
-    found: dict[str, Any] = {"images": images, "seconds": {}, "hashes": {}}
-    ways = {
-        "torch": lambda: F.max_pool2d(x, 3, 2, 1), "ordered": lambda: OrderedMaxPool.apply(x, 3, 2, 1, False),
-    }  # fmt: skip
-    for name, way in ways.items():
-        weight = torch.linspace(-1, 1, way().numel(), device=args.target).view_as(way()).bfloat16()
-
-        def there_and_back(way: Callable[[], Tensor] = way, weight: Tensor = weight) -> Tensor:
-            return torch.autograd.grad(way(), x, weight)[0]
-
-        torch.use_deterministic_algorithms(True)
-        try:
-            found["hashes"][name] = [weights_sha256({"x": there_and_back()}) for _ in range(5)]
-            found["seconds"][name] = [seconds_of(there_and_back, args.target, 20) for _ in range(args.rounds)]
-        except RuntimeError as error:
-            found["hashes"][name] = summary_of(error)
-        torch.use_deterministic_algorithms(False)
-    return found
-
-
 def jpegs(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds for 256 images of ImageNet's usual size, from files to batches: by the CPU on one core, and by nvJPEG."""
     if args.device == "cpu":
@@ -366,7 +335,7 @@ def counted(events: Sequence[Any]) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "machine": machine, "hashes": hashes, "speed": speed, "parts": parts, "step": counts, "precision": precision,
-    "streams": streams, "pool": pool, "jpegs": jpegs, "portable": portable,
+    "streams": streams, "jpegs": jpegs, "portable": portable,
 }  # fmt: skip
 
 

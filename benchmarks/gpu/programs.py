@@ -11,14 +11,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import alone
 from torusgd.data.pipeline import Batch
 from torusgd.models import model_of
-from torusgd.models.networks import MaxPool2d
 from torusgd.precision import arithmetic_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -141,7 +139,6 @@ def plain_changes() -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """Changes of the plain step, by what they put in place of a part; a GPU must be there."""
     return {
         "torch's sums": _sums_by_torch(),
-        "torch's max pooling": partial(_changed, (MaxPool2d, "forward", nn.MaxPool2d.forward)),
     }
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torusgd.arithmetic import portable
 from torusgd.models import MODELS
-from torusgd.models.networks import BasicBlock, Blur2d, Bottleneck, MaxPool2d, OrderedMaxPool
+from torusgd.models.networks import BasicBlock, Blur2d, Bottleneck
 
 
 def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: Any) -> nn.Module:
@@ -99,31 +98,6 @@ def test_digits_net_learns_the_digits() -> None:
             optimizer.step()
         schedule.step()
     assert (model.eval()(images[1437:]).argmax(1) == labels[1437:]).float().mean() > 0.9
-
-
-@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 2, 0), (2, 2, 0), (3, 1, 1)])
-@pytest.mark.parametrize("ceil_mode", [False, True])
-@pytest.mark.parametrize("size", [(7, 9), (8, 8), (13, 6)])
-def test_the_ordered_gradient_of_max_pooling_is_torchs(window: int, stride: int, padding: int, ceil_mode, size) -> None:
-    generator = torch.Generator().manual_seed(0)
-    # Few distinct values, so that ties are common.
-    x = torch.randint(0, 4, (2, 3, *size), generator=generator).double().requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    ours = OrderedMaxPool.apply(x, window, stride, padding, ceil_mode)
-    theirs = F.max_pool2d(y, window, stride, padding, ceil_mode=ceil_mode)
-    assert torch.equal(ours, theirs)
-    weights = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    (ours * weights).sum().backward()
-    (theirs * weights).sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-
-
-def test_max_pooling_goes_by_its_portable_rule_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(OrderedMaxPool, "apply", lambda *args: pytest.fail("whose gradient adds in float32"))
-    with portable():
-        MaxPool2d(2)(torch.ones(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize(("name", "pixels", "elements", "tensors", "gmac", "sha256"), [

@@ -78,6 +78,17 @@ def test_on_a_gpu() -> None:
     check_repeatable(ready(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)).cuda(), RECIPE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_max_pooling_has_the_same_gradient_again_on_a_gpu(layout: torch.memory_format) -> None:
+    """Its windows overlap, and many of their elements are equal."""
+    x = torch.randint(0, 8, (32, 64, 56, 56), device="cuda").bfloat16().contiguous(memory_format=layout)
+    x.requires_grad_()
+    grad = torch.randn(32, 64, 28, 28, device="cuda").bfloat16().contiguous(memory_format=layout)
+    found = [torch.autograd.grad(nn.functional.max_pool2d(x, 3, 2, 1), x, grad)[0] for _ in range(20)]
+    assert all(torch.equal(found[0], each) for each in found)
+
+
 CPU = torch.device("cpu")
 
 

@@ -11,57 +11,13 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..arithmetic import is_portable
 from ..errors import UserError
 from ..scalars import logarithm
-
-
-class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic if torch is set to be."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Portable rules have one gradient for all devices, which isn't that of a fixed order.
-        if x.is_cuda and torch.are_deterministic_algorithms_enabled() and not is_portable():
-            return OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
-        return super().forward(x)
-
-
-class OrderedMaxPool(torch.autograd.Function):
-    """Max pooling with a gradient that is added in one fixed order."""
-
-    # CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run under deterministic
-    # algorithms. This one adds the k * k positions of the window one after the other.
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, window: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
-        # Torch's own, which is deterministic; backward needs the positions of the maxima.
-        pooled, positions = F.max_pool2d(x, window, stride, padding, ceil_mode=ceil_mode, return_indices=True)
-        ctx.save_for_backward(positions)
-        ctx.shape, ctx.window, ctx.stride, ctx.padding = x.shape, window, stride, padding
-        return pooled
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (grad,), (positions,) = grads, ctx.saved_tensors
-        n, c, h, w = ctx.shape
-        rows = torch.arange(grad.shape[2], device=grad.device)[:, None] * ctx.stride - ctx.padding
-        columns = torch.arange(grad.shape[3], device=grad.device) * ctx.stride - ctx.padding
-        within = (positions // w - rows) * ctx.window + (positions % w - columns)  # index of the maximum in its window
-        # With ceil_mode the last windows reach beyond the padding.
-        reach = [(size - 1) * ctx.stride + ctx.window for size in grad.shape[2:]]
-        padded = grad.new_zeros(n, c, max(h + 2 * ctx.padding, reach[0]), max(w + 2 * ctx.padding, reach[1]))
-        for i in range(ctx.window):
-            for j in range(ctx.window):
-                # No two windows meet at one position of the window: a strided addition writes each element once.
-                part = grad.masked_fill(within != i * ctx.window + j, 0.0)
-                down, right = i + ctx.stride * grad.shape[2], j + ctx.stride * grad.shape[3]
-                padded[:, :, i : down : ctx.stride, j : right : ctx.stride] += part
-        return padded[:, :, ctx.padding : ctx.padding + h, ctx.padding : ctx.padding + w], None, None, None, None
 
 
 class Blur2d(nn.Module):
@@ -136,7 +92,7 @@ def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet
     """
     normalised = partial(_convolution, norm=True)
     # Caffe rounds the size up: 55 and 54 pixels (from 227 and 224) both become 27.
-    pool = partial(MaxPool2d, 3, stride=2, ceil_mode=True)
+    pool = partial(nn.MaxPool2d, 3, stride=2, ceil_mode=True)
     features = [
         *normalised(channels, 96, 11, stride=4), pool(),
         *normalised(96, 256, 5, padding=2, groups=2), pool(),
@@ -163,11 +119,11 @@ def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: floa
     _check_width(width)
     first, second, third, fourth = (published * width // 96 for published in (96, 256, 512, 1024))
     features = [
-        *_convolution(channels, first, 11, stride=4), MaxPool2d(2),
-        *_convolution(first, second, 5), MaxPool2d(2),
+        *_convolution(channels, first, 11, stride=4), nn.MaxPool2d(2),
+        *_convolution(first, second, 5), nn.MaxPool2d(2),
         *_convolution(second, third, 3, padding=1),
         *_convolution(third, fourth, 3, padding=1),
-        *_convolution(fourth, fourth, 3, padding=1), MaxPool2d(2),
+        *_convolution(fourth, fourth, 3, padding=1), nn.MaxPool2d(2),
     ]  # fmt: skip
     return PlainNet(features, fourth, 6, (3072 * width // 96, 4096 * width // 96), classes, dropout)
 
@@ -186,7 +142,7 @@ def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5)
     features: list[nn.Module] = []
     for multiple in _VGG_A:
         if multiple is None:
-            features.append(MaxPool2d(2))
+            features.append(nn.MaxPool2d(2))
         else:
             features += _convolution(channels, multiple * width, 3, padding=1)
             channels = multiple * width
@@ -301,7 +257,7 @@ def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
             if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
                 setattr(module, name, _BlurredConv2d(child))
     if pool:  # the maximum is taken at every pixel, and the blur has the stride (MosaicML)
-        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), Blur2d(model.conv1.out_channels, stride=2))
+        model.maxpool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), Blur2d(model.conv1.out_channels, stride=2))
 
 
 class _BlurredConv2d(nn.Conv2d):
@@ -363,7 +319,7 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool: nn.Module = MaxPool2d(3, stride=2, padding=1)
+        self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = _layer(block, 64, 64, depths[0], stride=1)
         self.layer2 = _layer(block, 64 * block.expansion, 128, depths[1], stride=2)
         self.layer3 = _layer(block, 128 * block.expansion, 256, depths[2], stride=2)

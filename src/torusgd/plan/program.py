@@ -17,6 +17,7 @@ import torch
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
 from ..comm.exact_sum import gradient_integers
 from ..errors import UserError, as_user_error, suggest
+from ..gradients.layout import rule_on
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -42,12 +43,13 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     wire = exact if recipe.reduction == "exact" else getattr(torch, recipe.reduction)
     changes: dict[str, Any] = {"wire_bits": 8 * wire.itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
-    if software.name == "torusgd" and cluster.backend == "nccl":
+    is_gpu = cluster.backend == "nccl"
+    if software.name == "torusgd" and is_gpu:
         changes["pipelined"] = False  # all that NCCL does is enqueued in one order (comm/nccl.py)
     if "streams" in given:
         changes["streams"] = runtime.streams
-    if "buckets" in given:
-        changes["buckets"] = Buckets(rule="torusgd", option=runtime.buckets).model_dump()
+    if "buckets" in given or software.communication.buckets.option == "auto":
+        changes["buckets"] = Buckets(rule="torusgd", option=rule_on(is_gpu, runtime.buckets)).model_dump()
     sharded = runtime.update == "sharded" if "update" in given else software.sharded_update
     if "update" in given:
         changes["gather_ahead"] = sharded

@@ -15,6 +15,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
+from ..gradients.layout import rule_on
 from ..gradients.reducer import Channel, MakeSum, Reducer, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
@@ -90,7 +91,7 @@ def sums_of(
     reducer = Reducer(
         [*(tail.slots if tail is not None else ()), *own],  # column blocks first
         reduction=recipe.reduction, addends=workers, channels=channels, maximum_over_ranks=maximum_over_ranks,
-        rule=options.buckets, to_host=monitor.to_host, make_sum=make_sum,
+        rule=rule_on(world.device.type == "cuda", options.buckets), to_host=monitor.to_host, make_sum=make_sum,
     )  # fmt: skip
     return Sums(allreduce, watched, tail, reducer, [*over_columns.values()])
 
