@@ -39,22 +39,22 @@ PICTURES = 16
 
 
 def write_pictures(root: Path, height: int, width: int, quality: int) -> None:
-    """PICTURES files in train/photo; the same in val/photo, since a folder source has both."""
+    """PICTURES files of two classes in train; the same in val, since a folder source has both."""
     photos = [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
     grow = max(1.0, 1.1 * height / photos[0].height, 1.1 * width / photos[0].width)
     photos = [
         photo.resize((int(photo.width * grow), int(photo.height * grow)), Image.Resampling.LANCZOS) for photo in photos
     ]
     for split in ("train", "val"):
-        (root / split / "photo").mkdir(parents=True)
         for number in range(PICTURES):
-            photo = photos[number % 2]
+            photo, place = photos[number % 2], root / split / ("china", "flower")[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
             left = (photo.width - width) * (number // 2 % 4) // 3
             top = (photo.height - height) * (number // 2 % 4) // 3
             picture = photo.crop((left, top, left + width, top + height))
             if number >= PICTURES // 2:
                 picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            picture.save(root / split / "photo" / f"{number:02}.jpg", quality=quality, subsampling="4:2:0")
+            picture.save(place / f"{number:02}.jpg", quality=quality, subsampling="4:2:0")
 
 
 def with_pillow(folder: PictureFiles, data: Data, epoch: int) -> torch.Tensor:

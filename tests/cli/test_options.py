@@ -34,7 +34,7 @@ PANELS = {
 NEUTRAL = {name for names in {  # options that change no plan, and why
     "device workers_range": "a plan is of one number of its cluster's devices",
     "ranks_per_gpu": "a plan prices devices, each with one rank",
-    "cuda_graphs cuda_streams": "what they gain was never measured",
+    "cuda_graphs cuda_streams": "a profile is of the one form that was measured",
     "checkpoint_every checkpoint_minutes": "a thread writes checkpoints beside the steps; a plan counts none",
     "keep_checkpoints": "of the disk",
     "track": "rank 0 sends a line a step, which a plan does not count",

@@ -126,3 +126,18 @@ def test_a_compiled_run_repeats_its_bits_and_is_about_as_accurate(tmp_path: Path
     plain, *both = run("plain"), run("first", "compile=true"), run("second", "compile=true")
     assert both[0]["weights_sha256"] == both[1]["weights_sha256"]
     assert both[0]["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
+    """Its blocks meet more shapes than the eight of one class that torch compiles by itself."""
+
+    def run(name: str, steps: int) -> str:
+        torch.compiler.reset()  # as in a process of its own
+        changes = ("compile=true", "model={name: resnet18}", "rate={lr: 0.01}", "polish=null")
+        return run_here(tmp_path / name, *changes, max_steps=steps)[0]["weights_sha256"]
+
+    whole = run("whole", 4)
+    run("cut", 2)
+    assert run("cut", 4) == whole

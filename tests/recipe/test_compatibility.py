@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.run.runs import sets
 from torusgd.recipe import compatibility
 from torusgd.recipe.compatibility import RECIPE_RULES, RUN_RULES, Rule, Setup, check, fixed_ranks, obstacle
 from torusgd.recipe.load import load_recipe
+from torusgd.run.job import Job, with_graphs
 
 Run = Callable[..., tuple[int, str, str]]
 GPU = {"device": "cuda"}
@@ -119,3 +121,14 @@ def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_p
     assert obstacle(compatibility.BY_SPEED, inexact)
     assert fixed_ranks(inexact)
     assert obstacle(compatibility.CUDA_GRAPHS, replace(inexact, device="cuda"))
+
+
+@pytest.mark.parametrize(("device", "ranks", "listens", "changes", "graphs"), [
+    ("cuda", 1, False, [], True), ("cpu", 1, False, [], None), ("cuda", 2, False, [], None),
+    ("cuda", 1, True, [], None), ("cuda", 1, False, [RANGE], None), ("cuda", 1, False, [INEXACT], False),
+    ("cuda", 1, False, [PORTABLE], False), ("cuda", 1, False, ["runtime.cuda_graphs=false"], False),
+    ("cuda", 2, False, [GRAPHS], True),
+])  # fmt: skip
+def test_a_gpus_only_rank_takes_cuda_graphs_where_nothing_forbids_them(device, ranks, listens, changes, graphs) -> None:
+    job = Job(*load_recipe("digits", changes), device, Path("nowhere"))
+    assert with_graphs(job, ranks, listens).options.cuda_graphs == graphs

@@ -56,7 +56,7 @@ def train(
     from ..observe.trace import TracedSteps
     from ..ranks.join import parse_address
     from ..recipe.load import load_recipe
-    from ..run.job import Job
+    from ..run.job import Job, with_graphs
     from ..run.trained_weights import check_initial
     from ..rundir.mirror import Mirror
     from ..runtime import expected_ranks, resolve_auto, resolve_device
@@ -71,7 +71,8 @@ def train(
     if init is not None:
         check_initial(init, written)  # before ranks are started, which would each report it
     resolved = resolve_auto(written, device)
-    options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
+    ranks = expected_ranks(options, device, resolved)
+    options = runtime.fitted(options, block, ranks)
     begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
     folder = out or Path("runs") / resolved.name
     mirror = Mirror.at(folder, warn)
@@ -81,6 +82,7 @@ def train(
         resolved, options, device, place, data, init, max_steps, planned, delays=delays or "", trace=traced,
         bucket=bucket,
     )  # fmt: skip
+    job = with_graphs(job, ranks, listens=listen is not None)
     entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
     result = _run(job, begins, entrance, mirror)
     if requeue and result.code == EXIT_AGAIN and is_first():

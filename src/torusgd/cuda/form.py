@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..errors import UserError, first_line, warn
+from ..errors import first_line, warn
 from ..gradients.integer_sum import BucketedSum
 from ..gradients.layout import ParameterLayout, plan_buckets
 from ..gradients.reducer import MakeSum, Reducer, exact_sum, hook_parameters
@@ -32,11 +32,9 @@ _TRITON_FROM = (8, 0)
 
 
 class GpuForm:
-    """The parts of one rank's step; UserError if the GPU can't run the kernels."""
+    """The parts of one rank's step, where `plain_sum` has found that the kernels run."""
 
     def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
-        if world.device.type == "cuda" and (why := _trial(world.device)):
-            raise UserError(f"cuda_graphs = true: Triton's kernels don't run here: {why}; mend that, or leave it out")
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._flat: FlatUpdate | None = None
 
@@ -78,12 +76,15 @@ class GpuForm:
 
 
 def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:
-    """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where they don't run."""
+    """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where they don't run.
+
+    Then a run takes torch's operators, and no CUDA graphs, with the same bits.
+    """
     # Portable arithmetic has rules for torch's operators alone; AMD's GPUs nobody has tried.
     if recipe.reduction != "exact" or recipe.precision == "portable" or torch.version.hip is not None:
         return None
     if (why := _trial(world.device)) and world.rank == 0:
-        warn(f"exact sums by torch's operators, since Triton's kernels don't run here: {why}")
+        warn(f"exact sums by torch's operators, and no CUDA graphs, since Triton's kernels don't run here: {why}")
     return None if why else partial(exact_sum, KernelSum, recipe.virtual_workers, world.device)
 
 

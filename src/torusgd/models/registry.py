@@ -42,6 +42,8 @@ _OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
 # The option of networks that are built for one size of images, most of them transformers.
 SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
 
+_MOST_COMPILED = 1 << 16  # shapes of all blocks of one class
+
 BODY = "body"  # the word of `model.freeze` for all parameters but the head's
 
 
@@ -404,11 +406,16 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise UserError(f"compile: true: needs the C++ compiler {compiler}; install it, or set compile: false")
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor  # takes a second, which others need not wait for
 
     if not hasattr(inductor, "deterministic"):
         raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.13, or set compile: false")
     inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
+    # Of each block each shape is compiled, in training and in evaluation. Torch would give up after eight of one class
+    # and take the rest uncompiled, with other bits, and with others again in a run that was resumed.
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_COMPILED
+    dynamo.fail_on_recompile_limit_hit = True
     # A network without blocks is compiled whole.
     for block in dict(blocks(model)).values() or [model]:
         block.compile(dynamic=False)

@@ -51,9 +51,10 @@ class RuntimeOptions(Section):
     --workers MIN:MAX does. By default 1 to virtual_workers."""
     ranks_per_gpu: Count = 1
     """Let this many consecutive ranks share a GPU. Above 1 their messages go by Gloo, since NCCL wants a GPU a rank."""
-    cuda_graphs: bool = False
-    """Take the steps of a GPU as CUDA graphs, launched before the last step's end is known, with Triton kernels.
-    It has run on one GPU alone, and is several times as fast with small passes. The bits stay the same."""
+    cuda_graphs: bool | None = None
+    """Take the steps of a GPU as CUDA graphs, launched before the last step's end is known: several times as fast with
+    small passes, the same bits. By default where train has one rank, on a GPU, and nothing else that is asked for
+    forbids it; with several ranks they have never run."""
     cuda_streams: Annotated[int, Field(ge=1, le=8)] = 1
     """With cuda_graphs, compute the passes of this many virtual workers at the same time, each on a CUDA stream with
     memory of its own, if one pass is too small to fill the GPU. The bits stay the same."""

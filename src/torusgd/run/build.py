@@ -149,7 +149,8 @@ def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
         return None, None
     from ..cuda.form import GpuForm, plain_sum  # the only way to cuda/
 
-    if not job.options.cuda_graphs:
-        return None, plain_sum(job.recipe, world)
+    make_sum = plain_sum(job.recipe, world)
+    if make_sum is None or not job.options.cuda_graphs:
+        return None, make_sum
     form = GpuForm(job.recipe, job.options, world)
     return form, form.make_sum

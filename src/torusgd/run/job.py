@@ -10,7 +10,7 @@ from pydantic import BaseModel, PositiveInt
 from ..errors import UserError
 from ..observe.events import PlanComparison
 from ..observe.trace import TracedSteps
-from ..recipe.compatibility import Setup, check
+from ..recipe.compatibility import CUDA_GRAPHS, LISTENS, RANGE, Setup, check, obstacle
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -75,6 +75,16 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
     """What the table of compatibility looks at; `more` replaces fields of `Setup`."""
     setup = Setup(job.recipe, job.options, job.device, ranks, job.delays, is_replay=job.replay is not None)
     return replace(setup, **more)
+
+
+def with_graphs(job: Job, ranks: int, listens: bool) -> Job:
+    """The job with `cuda_graphs` decided where it was left open: on a GPU's only rank, if nothing forbids them."""
+    setup = setup_of(job, ranks, listens=listens)
+    may_change = RANGE.is_in(setup) or LISTENS.is_in(setup)
+    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1) or may_change:
+        return job
+    graphs = not obstacle(CUDA_GRAPHS, setup)
+    return replace(job, options=job.options.model_copy(update={"cuda_graphs": graphs}))
 
 
 def check_job(job: Job, ranks: int, device: str, steps: int) -> None:
