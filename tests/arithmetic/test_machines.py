@@ -12,8 +12,9 @@ from tests.arithmetic.small_training import train
 from tests.commands import ran
 
 import torusgd
-from torusgd.arithmetic import METHODS, VERSION, portable
+from torusgd.arithmetic import METHODS, VERSION, counting, portable
 from torusgd.arithmetic.methods import order_of_preference
+from torusgd.arithmetic.scales import Pairs
 
 # Of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only.
 GOLDEN = "31247c0ebc40597fc70344a9e26d9977e06a93e267cc0ad78f5e7ec19bbf26cc"
@@ -89,6 +90,20 @@ def test_a_gpu_has_the_golden_hash_by_every_method(method: str) -> None:
 def test_products_by_tf32_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     assert train(portable(), device="cuda") == GOLDEN
+
+
+@pytest.mark.gpu
+def test_a_gpus_backward_passes_are_counted_too() -> None:
+    """They run in the thread that counts, and not in one of autograd's for the GPU."""
+
+    def pairs(device: str) -> Pairs:
+        torch.manual_seed(0)
+        with portable(), counting() as found:
+            layer = torch.nn.Linear(64, 64)
+            layer.to(device)(torch.randn(8, 64).to(device)).square().sum().backward()
+        return found
+
+    assert pairs("cuda") == pairs("cpu")
 
 
 # Of the package: what is on the way to a weight.

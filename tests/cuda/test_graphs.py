@@ -1,6 +1,7 @@
 """Passes captured once and replayed, on one stream or several, all-reduces leaving meanwhile: the same bits, one order
 of messages on all ranks, no two streams that use memory at once which either writes; on the GPU of `fake_cuda`."""
 
+import random
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -79,6 +80,17 @@ def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
             assert len(all_steps(trainer)) == STEPS
     assert left(trainer) == plain_bits(SGD)
     assert len(gpu.captured) == 2, "one attempt a stage"
+
+
+def test_a_network_that_draws_on_the_host_is_not_captured_which_would_repeat_the_draw() -> None:
+    gpu = FakeGpu()
+    with gpu.streams(1):
+        trainer = make_trainer(True, SGD)
+        trainer.network.model.register_forward_pre_hook(lambda model, images: (images[0] * (random.random() < 2),))
+        with pytest.warns(UserWarning, match="draws random numbers on the host"):
+            all_steps(trainer)
+    assert not gpu.captured
+    assert left(trainer) == plain_bits(SGD)
 
 
 def races(*changes: str, ignores: Callable[[FakeGpu, FakeStream, FakeEvent], bool] | None = None) -> tuple[Races, str]:

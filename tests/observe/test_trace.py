@@ -13,6 +13,7 @@ from tests.step.trainers import job_of, run_of
 
 from torusgd.comm.groups import alone
 from torusgd.observe.trace import StepTrace, TracedSteps, merged
+from torusgd.recipe.runtime_options import RuntimeOptions
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
@@ -61,9 +62,11 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
 
 def test_a_trace_has_the_steps_and_changes_no_bit_and_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
     run_of(job_of(out=tmp_path / "alone")).run()
-    run_of(job_of(out=tmp_path / "run", trace=TracedSteps(2, 3))).run()
-    check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
-    assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
+    for name, graphs in (("run", False), ("ahead", True)):  # traced steps are taken one by one
+        options = RuntimeOptions(cuda_graphs=graphs)
+        run_of(job_of(out=tmp_path / name, trace=TracedSteps(2, 3), options=options)).run()
+        check(json.loads((tmp_path / name / "trace.json").read_text()), ranks=1, steps=2, workers=4)
+        assert summary(tmp_path / name)["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
     for _ in range(2):  # the ranks change within the traced steps
         trace = StepTrace(TracedSteps(1, 3), alone(), tmp_path)
         trace.between_steps(0)

@@ -95,4 +95,8 @@ def test_runs_that_can_not_be_planned_from(tmp_path: Path) -> None:
     for name, change in {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}.items():
         folder = measured_run(tmp_path / "one", 0.2, **change)
         refuses(f"a measured run {name}", plan, folder, about=f"measured run {folder}:", TMP=tmp_path)
+    graphs = measured_run(tmp_path / "one", 0.2, update=0.0)
+    words = "a measured run of CUDA graphs", plan, graphs
+    refuses(*words, takes_graphs=False, about=f"measured run {graphs}:", TMP=tmp_path)
+    assert plan(graphs).measured_on
     refuses("a measured run that is none", plan, tmp_path, about=f"measured run {tmp_path}:", TMP=tmp_path)

@@ -54,7 +54,8 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
             return
         torch.set_flush_denormal(False)
         _check_denormals()
-        with Attention(), PortableMode():
+        # Backward passes run in this thread, a GPU's too: what products go by and what is counted is a thread's own.
+        with Attention(), PortableMode(), torch.autograd.set_multithreading_enabled(False):
             yield
 
 

@@ -107,7 +107,10 @@ class Planned:
         resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
         program = program_for(self.recipe, resolved, self.cluster, self.software)
         measured = self.measured
-        return program if measured is None else measured_software(self.workload, self.cluster, program, measured)
+        if measured is None:
+            return program
+        graphs = self.devices == 1 or bool(self.runtime.cuda_graphs)
+        return measured_software(self.workload, self.cluster, program, measured, graphs)
 
     def program_on(self, devices: int) -> Software:
         """The program that trains on another number of devices, to which a given grid does not apply."""

@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs, with the runtime option `cuda_graphs`, and exact sums by Triton's kernels, on any GPU.
+"""Steps as CUDA graphs (the runtime option `cuda_graphs`), and exact sums by Triton's kernels, on any GPU.
 
-It has run on one GPU (docs/gpu.md). A run on a CPU without the option imports nothing from here.
+It has run on one GPU (docs/gpu.md). A run on a CPU imports nothing from here, unless the option is set.
 
     form           what a run can have it, and the parts that it puts in place of the plain step's
     run_ahead      steps that the host launches before it knows how the last ones ended

@@ -18,6 +18,7 @@ from ..gradients.reducer import MakeSum, Reducer, exact_sum, hook_parameters
 from ..optim import Lars, Sgd
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
+from ..runtime import KERNELS_FROM
 from ..step.control_vector import ControlMessage
 from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
@@ -26,9 +27,6 @@ from .flat_weights import FlatUpdate
 from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import RunAhead
 from .sums import DeviceControl, DeviceGradientSum, KernelSum
-
-# compute capability
-_TRITON_FROM = (8, 0)
 
 
 class GpuForm:
@@ -78,20 +76,20 @@ class GpuForm:
 def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:
     """What makes exact sums by Triton's kernels, of a step without CUDA graphs; None where they don't run.
 
-    Then a run takes torch's operators, and no CUDA graphs, with the same bits.
+    Then a run takes torch's operators, with the same bits.
     """
     # Portable arithmetic has rules for torch's operators alone; AMD's GPUs nobody has tried.
     if recipe.reduction != "exact" or recipe.precision == "portable" or torch.version.hip is not None:
         return None
     if (why := _trial(world.device)) and world.rank == 0:
-        warn(f"exact sums by torch's operators, and no CUDA graphs, since Triton's kernels don't run here: {why}")
+        warn(f"exact sums by torch's operators, since Triton's kernels don't run here: {why}")
     return None if why else partial(exact_sum, KernelSum, recipe.virtual_workers, world.device)
 
 
 @cache
 def _trial(device: torch.device) -> str:
     # Why the kernels don't run: Triton, a compiler or a folder may be missing. Found here, and not within a step.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _TRITON_FROM:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < KERNELS_FROM:
         return "they need a GPU of compute capability 8.0"
     try:
         sums = [make(plan_buckets([5, 300], limit=100), 2, device) for make in (BucketedSum, KernelSum)]

@@ -10,6 +10,7 @@ of a network that can't be captured, of which a warning says why.
 The main stream is the one that is current outside of this file. Events order the streams; the host waits for none.
 """
 
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -233,6 +235,13 @@ class PassParts(NamedTuple):
         return [slot.tensor for slot in self.reducer.layout.held]
 
 
+def _host_generators(device: torch.device) -> tuple[object, ...]:
+    # The states of the generators from which a network may draw on the host; a CPU's own may be drawn from.
+    _, keys, place, *_ = np.random.get_state()
+    mine = torch.get_rng_state().tolist() if device.type == "cuda" else ()
+    return random.getstate(), bytes(keys), place, mine
+
+
 class GraphedNetwork(ForwardBackward):
     """Passes through a whole network, captured for each shape of the images.
 
@@ -271,8 +280,13 @@ class GraphedNetwork(ForwardBackward):
             return network.forward(step, worker, batch, membership)
         # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
         coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
+        network.begin(step, worker)
+        before = _host_generators(self._parts.device)
         with self._parts.batch_norm.aside(coming.statistics):
-            return network.forward(step, worker, batch, membership)
+            loss = network.forward(step, worker, batch, membership)
+        if _host_generators(self._parts.device) != before:
+            self._give_up(shape, "the network draws random numbers on the host, which a graph would repeat")
+        return loss
 
     def backward(self) -> None:
         if not self.is_added:
@@ -289,12 +303,14 @@ class GraphedNetwork(ForwardBackward):
             else:
                 found.graphs[True] = (capture(partial(found.run_and_add, ready.record)),)
         except RuntimeError as error:
-            why = first_line(error)
-            warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=3)
-            self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
+            self._give_up(shape, first_line(error))
             return None
         found.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
         return found
+
+    def _give_up(self, shape: object, why: str) -> None:
+        warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=4)
+        self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
 
     def _replay(self, captured: "_Pass", ready: ReadyEvents | None, step: Step, worker: int, batch: Batch) -> Tensor:
         parts, stream = self._parts, self._streams[self._turn]

@@ -122,9 +122,11 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
     return {"algorithm": own.name, "grids": (own.grid,)}
 
 
-def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
+def measured_software(
+    workload: Workload, cluster: Cluster, software: Software, run: Path, takes_graphs: bool = True
+) -> Software:
     """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker; its `error`
-    reaches at least from the 5th to the 95th hundredth of those steps.
+    reaches at least from the 5th to the 95th hundredth of those steps. `takes_graphs`: whether the planned run may.
     """
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
     with as_user_error(needed, of=(OSError, ValueError)):
@@ -146,6 +148,11 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     # The first step includes the warm-up.
     seconds = [event["step_seconds"] for event in steps[1:]]
     whole, update = median(seconds), median(event["update_seconds"] for event in steps[1:])
+    if update == 0.0 and not takes_graphs:  # only the device knows it
+        raise UserError(
+            f"measured run {run}: took its steps as CUDA graphs, which several devices don't by themselves; train it "
+            "again with --set runtime.cuda_graphs=false"
+        )
     low, *quartiles, high = np.quantile(seconds, (LOW, 0.25, 0.75, HIGH)).tolist()
     error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
     if cluster.profile is not None:

@@ -190,7 +190,8 @@ DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
                       s.ranks, s.recipe.column_blocks))  # fmt: skip
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
 CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: bool(s.options.cuda_graphs))
-NO_GRAPHS = Part("", "`cuda_graphs: false`", lambda s: not s.options.cuda_graphs)
+NO_GRAPHS = Part("", "`cuda_graphs: false`", 
+                 lambda s: not s.options.cuda_graphs and (s.options.cuda_graphs is False or s.ranks != 1))  # fmt: skip
 CUDA_STREAMS = Part("cuda_streams", "`cuda_streams` above 1", lambda s: s.options.cuda_streams > 1)
 AUDITED = Part("audit", "`audit`", lambda s: s.options.audit > 0)
 BY_SPEED = Part("shares", "`shares: speed`",

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
+from ..errors import UserError, warn
 from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
 from ..observe.trace import StepTrace
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
@@ -53,7 +54,7 @@ class Trainer:
     mixed_conditions: list[Conditions]  # of ranks that have others than rank 0; empty unless the options allow them
     trace: StepTrace | None
     explanation: str
-    ahead: "RunAhead | None"  # takes the steps in the place of `step`, with the runtime option `cuda_graphs`
+    ahead: "RunAhead | None"  # takes the steps in the place of `step`, as CUDA graphs
     sums: Sums
     hooks: Sequence[RemovableHandle]
 
@@ -150,7 +151,13 @@ def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
     from ..cuda.form import GpuForm, plain_sum  # the only way to cuda/
 
     make_sum = plain_sum(job.recipe, world)
-    if make_sum is None or not job.options.cuda_graphs:
+    if not job.options.cuda_graphs:
         return None, make_sum
+    if make_sum is None:  # ranks of two forms would send their messages in two orders
+        why = f"Triton's kernels don't run on {world.device}"
+        if world.size > 1:
+            raise UserError(f"cuda_graphs = true: {why}; mend that, or leave it out")
+        warn(f"no CUDA graphs: {why}")
+        return None, None
     form = GpuForm(job.recipe, job.options, world)
     return form, form.make_sum

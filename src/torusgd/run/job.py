@@ -14,6 +14,7 @@ from ..recipe.compatibility import CUDA_GRAPHS, LISTENS, RANGE, Setup, check, ob
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
+from ..runtime import runs_kernels
 from ..step.journal import Journaled
 from ..step.records import Expected
 from ..synchrony.delays import delay_model
@@ -65,7 +66,7 @@ class Job:
         return cls(found.recipe, found.runtime, found.device, Path(found.out), data, **rest)
 
     def command(self) -> dict[str, Any]:
-        """What the user gave beside the recipe, as plain JSON, so that the same command can be given again."""
+        """What the user gave beside the recipe, and `with_graphs` decided, as plain JSON, to be given again."""
         options = self.options.model_dump(mode="json", exclude_unset=True)
         data = None if self.data is None else str(self.data)
         return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
@@ -78,12 +79,13 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
 
 
 def with_graphs(job: Job, ranks: int, listens: bool) -> Job:
-    """The job with `cuda_graphs` decided where it was left open: on a GPU's only rank, if nothing forbids them."""
+    """The job with `cuda_graphs` decided where a GPU's only rank left it open: yes, if nothing forbids them."""
+    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1):
+        return job
     setup = setup_of(job, ranks, listens=listens)
     may_change = RANGE.is_in(setup) or LISTENS.is_in(setup)
-    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1) or may_change:
-        return job
-    graphs = not obstacle(CUDA_GRAPHS, setup)
+    # Graphs of compiled blocks have not run yet.
+    graphs = runs_kernels() and not (job.recipe.compile or may_change or obstacle(CUDA_GRAPHS, setup))
     return replace(job, options=job.options.model_copy(update={"cuda_graphs": graphs}))
 
 

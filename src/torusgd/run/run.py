@@ -77,8 +77,10 @@ class Run:
         saves, last = self._boundaries(job.options.checkpoint_every), retained.saved.at if retained.saved else None
         self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
+        traced = () if job.trace is None else range(job.trace.first - 1, job.trace.last)
+        looks = {*self._evaluations, *saves, *traced, self.steps}
         requests = Requests(
-            self._must_stop, self.liveness, self._evaluations | saves | {self.steps}, save_due=self._saver.is_due,
+            self._must_stop, self.liveness, looks, save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
         )  # fmt: skip
         limit, images = job.recipe.data.max_replaced, self.schedule.train_images

@@ -37,7 +37,7 @@ class BatchNormStatistics:
     def __init__(self, model: nn.Module, each_of: int | None = None, has_extra: bool = False) -> None:
         self._model, self._each_of = model, each_of
         self._frozen = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and is_frozen(layer)]
-        model.eval()  # so that `begin_pass` knows that it must prepare the layers
+        self._is_prepared = False
         self.layers = learning_layers(model)
         if not self.layers and (each_of is not None or has_extra):
             raise UserError("model: has no batch norm; leave out model.batch_norm_workers and stages.N.extra_pass")
@@ -82,7 +82,9 @@ class BatchNormStatistics:
 
     def begin_pass(self) -> None:
         """Puts the model into training mode, and clears what a pass before may have left, a nan included."""
-        if not self._model.training:  # once, since for a ResNet-50 it takes a millisecond, which a GPU would wait
+        # Once after each evaluation, since for a ResNet-50 it takes a millisecond, which a GPU would wait.
+        if not (self._is_prepared and self._model.training):
+            self._is_prepared = True
             self._model.train()
             for layer in self._frozen:
                 layer.eval()
