@@ -31,15 +31,9 @@ leave_within(0.1, 3)
 """
 
 
-def test_a_process_that_a_thread_keeps_after_its_work_ends_with_its_code_and_a_line() -> None:
+def test_a_thread_that_lasts_ends_with_a_line_a_swallowed_stop_comes_again_and_a_called_command_ends_nothing() -> None:
     kept = ran([sys.executable, "-c", LASTING], code=3, env=os.environ | {"RANK": "2"})
     assert re.fullmatch(r"torusgd: rank 2 on \S+ ends only now, 0.1 s after its work was done\n", kept.stderr)
-
-
-def test_a_stop_that_a_library_swallows_comes_again() -> None:
     assert ran([sys.executable, "-c", SWALLOWED]).stdout == "2\n"
-
-
-def test_a_command_that_a_program_calls_does_not_end_the_program_later() -> None:
     called = "from torusgd import cli; import sys, threading\nsys.argv = ['torusgd', '--version']\n"
     ran([sys.executable, "-c", called + "try: cli.main()\nexcept SystemExit: assert threading.active_count() == 1"])

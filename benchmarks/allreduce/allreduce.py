@@ -25,8 +25,9 @@ from typer import Option
 
 from torusgd.comm.connection import Elapsed
 from torusgd.comm.tuning.bench import bench_allreduce
-from torusgd.rehearse.lab import MTU, USUAL_WINDOWS, Host, Lab
+from torusgd.rehearse.lab import MTU, Host, Lab
 
+from ..hosts import USUAL_WINDOWS
 from ..record import sample
 
 SETUPS = {

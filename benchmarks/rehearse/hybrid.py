@@ -22,9 +22,10 @@ import typer
 from typer import Option
 
 from torusgd.comm.connection import Elapsed
-from torusgd.rehearse.lab import Host, Lab, interface_bytes
+from torusgd.rehearse.lab import Host, Lab
 from torusgd.tensor_parallel.tail import best_groups, hybrid_volume
 
+from ..hosts import interface_bytes
 from ..record import sample
 
 if TYPE_CHECKING:

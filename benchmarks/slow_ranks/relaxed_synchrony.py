@@ -28,8 +28,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torusgd.models import MODELS
-from torusgd.rehearse.lab import Host, Lab, interface_bytes
+from torusgd.rehearse.lab import Host, Lab
 
+from ..hosts import interface_bytes
 from ..record import sample
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,9 @@ import typer
 from typer import Option
 
 from torusgd.comm.connection import Elapsed
-from torusgd.rehearse.lab import Host, Lab, interface_bytes
+from torusgd.rehearse.lab import Host, Lab
 
+from ..hosts import interface_bytes
 from ..record import sample
 
 STEPS = 3

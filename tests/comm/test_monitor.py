@@ -99,13 +99,10 @@ def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(monkeypatch: pyte
     assert (error.value.late, liveness.asked) == ((lost,), 3)
 
 
-def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks() -> None:
+def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks_and_a_tensor_of_the_host_is_there_already() -> None:
     with pytest.raises(CommTimeout) as caught:
         Monitor().watch(copied(False)).wait(limit=0.01)
     assert caught.value.late == ()
-
-
-def test_a_tensor_of_the_host_is_there_already() -> None:
     tensor = torch.ones(2)
     assert Monitor().to_host(tensor) is tensor
 

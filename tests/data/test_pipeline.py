@@ -161,17 +161,6 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> No
         assert psnr(images[index] * 255, expected) > 50
 
 
-def test_augment_options_are_read() -> None:
-    data = Data(**TILES, image_size=12, resize=16)
-    source, seen = open_sources(data, None, 0)[0], []
-    shifted, resized = {"crop": "shift", "shift": 1}, {"crop": "resized"}
-    boxes: tuple[dict[str, Any], ...] = ({}, {"area": (0.5, 0.6)}, {"aspect": (1.0, 1.1)})
-    for options in ({}, {"flip": 1.0}, shifted, shifted | {"shift": 3}, *(resized | each for each in boxes)):
-        pipeline = Pipeline(source, data.model_copy(update={"augment": Augment.model_validate(options)}), 0)
-        seen.append(pipeline.training_batch(np.arange(6), EPOCH_0[:6], augment=True).images)
-    assert len({images.numpy().tobytes() for images in seen}) == len(seen)
-
-
 def test_an_undecodable_image_is_replaced_by_a_keyed_one_with_its_own_label(caplog: pytest.LogCaptureFixture) -> None:
     bad, (_, clean) = (3, 11), stripes()
     _, pipeline = stripes(bad)

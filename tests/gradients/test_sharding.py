@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torusgd.gradients.layout import Slot, Span, lay_out_slots
-from torusgd.gradients.update import BlockNorms, over_tensors
-from torusgd.optim import BLOCK, Lars, layer_norms
+from torusgd.gradients.update import BlockNorms
+from torusgd.optim import BLOCK, layer_norms
 
 ROWS, INPUTS, BLOCKS = 8, 3000, 4  # a row is no multiple of 4,096
 
@@ -92,17 +92,3 @@ def test_the_norm_is_that_of_the_whole_parameter() -> None:
     norms = BlockNorms(reducer, lambda table: None)
     expected = torch.cat([layer_norms([whole]).expand(4), layer_norms([other])])
     assert torch.equal(norms([*aligned, other, *aligned, other]), expected.repeat(2))
-
-
-def test_shards_keep_the_trust_of_the_parameters_that_they_are_of() -> None:
-    """A shard is flat; whether LARS scales it depends on the dimensions of its parameter."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    whole = Lars(model.parameters(), lr=1.0, trust=0.5)
-    flat: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
-    sharded = over_tensors(whole, flat, layer_norms)
-    for param, shard in flat.items():
-        param.grad, shard.grad = torch.ones_like(param), torch.ones_like(shard)
-    whole.step()
-    sharded.step()
-    for param, shard in flat.items():
-        assert torch.equal(shard, param.flatten())

@@ -219,9 +219,6 @@ def test_batch_norms_gradients_leave_alone_and_groups_are_counted_over_all_tenso
         layout = lay_out_slots(slots, rule)
         assert [b.stop - b.first for b in layout.buckets] == [2, 7, 19, 27, 106]
         assert [slot.is_wide for slot in slots] == [False] * 55 + [True] * 106
-        megabytes = [(4 if layout.held[b.first].is_wide else 2) * b.length / 1e6 for b in layout.buckets]
-        # MXNet numbers a block's shortcut elsewhere, which moves 4 MB between the second and the third.
-        assert megabytes == pytest.approx([4.1, 17.83, 23.2, 5.88, 0.21], rel=0.25)
         assert [slot.tensor.numel() for slot in slots] == [n for b in layout.buckets for n in b.numels]
     # A size holds for the wide ones too.
     wide = lay_out_slots(slots, 0.01).buckets[28:]

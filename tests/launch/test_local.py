@@ -14,22 +14,8 @@ import pytest
 from tests.commands import ran
 from tests.launch.driven import kill
 from tests.polling import until
-from tests.run.processes import (
-    LOOPBACK,
-    RECIPE,
-    Process,
-    ended_well,
-    is_alive,
-    last_step,
-    listening,
-    pauses,
-    run_alone,
-    torusgd,
-    torusgd_words,
-    wait_for_end,
-    wait_for_phase,
-    wait_for_step,
-)
+from tests.run import processes
+from tests.run.processes import Process, ended_well, is_alive, last_step, pauses, torusgd, wait_for_end, wait_for_step
 
 from torusgd.launch.local import Restarts
 from torusgd.ranks.failures import Failure, FailureKind
@@ -93,13 +79,13 @@ def test_a_stop_in_steps_and_evaluation_is_harmless(tmp_path: Path, recipe: Path
 
     process = with_pauses(tmp_path, recipe)
     wait_for_step(out, 10, process)
-    wait_for_phase(out, "evaluate", process)
+    processes.wait_for_phase(out, "evaluate", process)
     os.killpg(process.pid, signal.SIGINT)
     assert_stopped(process, 130, f"stopped by SIGINT{LINE}the checkpoint of step 10")
     assert f"resumed from the checkpoint of step {done}" in process.out
     assert '"evaluation"' not in (out / "events.jsonl").read_text()
 
-    run_alone(out, recipe, "data.options={pause: 0.01, eval_pause: 0.04}")
+    processes.run_alone(out, recipe, "data.options={pause: 0.01, eval_pause: 0.04}")
     told = ended_well(out, undisturbed)
     assert (told["resumed_from"], told["restarts"], told["world_size"]) == (10, 0, 1)
 
@@ -146,9 +132,9 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path: Path, recipe: Path, undi
     else:
         pytest.fail("never hit in the middle of a checkpoint")
     wait_for_step(out, 10, process)
-    addresses = listening([process.pid, *process.descendants()])
+    addresses = processes.listening([process.pid, *process.descendants()])
     assert len(addresses) >= 4  # the launcher's store, and Gloo on each rank
-    assert set(addresses) <= LOOPBACK
+    assert set(addresses) <= processes.LOOPBACK
     os.kill(process.rank(out, 1), signal.SIGKILL)
     wait_for_step(out, 13, process)
     ranks = process.ranks()
@@ -178,7 +164,7 @@ def test_a_defect_on_one_rank_is_told_once_and_not_tried_again(tmp_path: Path, r
 def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """A run is suspended, started a second time meanwhile, and goes on with a rank that is frozen at step 6."""
     out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
-    impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 5, "))
+    impatient.write_text(processes.RECIPE.replace("runtime: {", "runtime: {timeout: 5, "))
     process = torusgd(tmp_path, out, impatient, "--workers", "2", *pauses(0.01))
     wait_for_step(out, 6, process)
     os.killpg(process.pid, signal.SIGSTOP)  # as Ctrl-Z
@@ -207,7 +193,7 @@ def test_a_temporary_folder_with_too_long_a_name_is_told(tmp_path: Path, recipe:
 
 
 def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
-    words = [*torusgd_words(tmp_path / "out", recipe), "--workers", "1", *pauses(0.002)]
+    words = [*processes.torusgd_words(tmp_path / "out", recipe), "--workers", "1", *pauses(0.002)]
     line = " ".join(f"'{word}'" for word in words)
     done = ran(["script", "-qec", line, "/dev/null"])
     assert re.search(r"(?s)stage 2/2.*images/s  data .*left", done.stdout)

@@ -17,19 +17,8 @@ import pytest
 from tests.comm.gloo_world import start_forkserver
 from tests.messages import refused
 from tests.polling import until
-from tests.run.processes import (
-    STEPS,
-    Process,
-    children,
-    ended_well,
-    held_port,
-    is_alive,
-    last_step,
-    pauses,
-    torusgd_words,
-    wait_for_end,
-    wait_for_step,
-)
+from tests.run import processes
+from tests.run.processes import Process, children, ended_well, held_port, last_step, pauses, wait_for_step
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.__main__ import main
@@ -42,7 +31,7 @@ from torusgd.ranks.liveness import Limits
 def torchrun(
     folder: Path, out: Path, recipe: Path, *options: str, flags: list[str], nodes: str = "", **environment: str
 ) -> Process:
-    words = torusgd_words(out, recipe, *flags)
+    words = processes.torusgd_words(out, recipe, *flags)
     assert words[1] == "-m"
     where = nodes.split() or ("--nproc-per-node", "2", "--master-port", str(held_port()))
     launcher = (sys.executable, "-m", "torch.distributed.run", *where, *options)
@@ -87,7 +76,7 @@ def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) 
     """Ranks whose variables a script has set."""
     start_forkserver()
     told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
-    words = torusgd_words(out, recipe, *flags)[2:]
+    words = processes.torusgd_words(out, recipe, *flags)[2:]
     return [Forked(folder / str(rank), words, told | {"RANK": str(rank)}) for rank in range(size)]
 
 
@@ -103,7 +92,7 @@ def test_torchrun_restarts_and_ranks_by_hand_finish(tmp_path: Path, recipe: Path
     process.end()
     done = last_step(out)
     assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
-    assert not any(map(is_alive, ranks))
+    assert not any(map(processes.is_alive, ranks))
     assert process.out.count("4 virtual workers on 2 ranks") == 2  # rank 0 alone prints, in both attempts
     assert process.out.count("resumed from the checkpoint of step 4") == 1
 
@@ -123,7 +112,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.popen.kill()
-    wait_for_end(ranks)
+    processes.wait_for_end(ranks)
 
 
 @pytest.mark.slow
@@ -138,7 +127,7 @@ def test_a_stop_of_one_rank_by_hand_stops_all_and_ranks_that_never_meet_end(tmp_
     impatient = tmp_path / "impatient.yaml"
     impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), "RANK": "1"}
-    process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
+    process = Process(tmp_path, *processes.torusgd_words(tmp_path / "out", impatient), environment=told)
     where = f"127.0.0.1:{told['MASTER_PORT']}"
     assert process.end() == 1
     assert re.fullmatch(rf"torusgd: rank 1 on .*: the ranks did not meet at {where} within 2 s: .*\n", process.err)
@@ -244,7 +233,7 @@ def test_after_a_loss_all_go_on_from_good_memory(tmp_path: Path, recipe: Path, u
 @pytest.mark.slow
 def test_a_node_joins_is_lost_and_the_other_goes_on(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     out, rare = tmp_path / "out", tmp_path / "rare.yaml"
-    rare.write_text(recipe.read_text().replace("checkpoint_every: 4st", f"checkpoint_every: {STEPS}st"))
+    rare.write_text(recipe.read_text().replace("checkpoint_every: 4st", f"checkpoint_every: {processes.STEPS}st"))
     # torch 2.13 never tells a node that joins later where the shared store is.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     nodes = "--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --max-restarts 3 --rdzv-conf last_call_timeout=2 "

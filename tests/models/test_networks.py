@@ -74,15 +74,6 @@ def test_alexnet_pools_to_its_classifier_at_unusual_sizes_only(size: int, pooled
     assert bool(calls) == pooled
 
 
-def test_dropout_acts_in_training_only_and_on_request() -> None:
-    images = torch.rand(4, 1, 8, 8)
-    default, dropping = (MODELS["digits-net"](classes=10, channels=1, **each) for each in ({}, {"dropout": 0.5}))
-    assert torch.equal(default(images), default(images))
-    assert not torch.equal(dropping(images), dropping(images))
-    dropping.eval()
-    assert torch.equal(dropping(images), dropping(images))
-
-
 def test_digits_net_learns_the_digits() -> None:
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     images = (torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16 - 0.305) / 0.376

@@ -135,17 +135,6 @@ def test_lamb_by_hand_and_without_trust_at_the_plain_rate() -> None:
     assert torch.allclose(plain, weights(5) - 0.1 * grad / (grad.abs() + 1e-6), atol=1e-6)
 
 
-def test_a_slice_is_updated_as_the_whole_is() -> None:
-    whole = weights(BLOCK + 1003)
-    cut = [torch.nn.Parameter(each.clone()) for each in whole.detach().tensor_split([BLOCK, BLOCK + 7])]
-    optimizers = [AdamW(params, lr=0.01, weight_decay=0.1) for params in ([whole], cut)]
-    for step in range(4):
-        grad = gradient(whole, step)
-        take(optimizers[0], [whole], [grad])
-        take(optimizers[1], cut, list(grad.tensor_split([BLOCK, BLOCK + 7])))
-    assert torch.equal(whole, torch.cat(list(cut)))
-
-
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
 def test_an_element_that_never_has_a_gradient_stays(kind: type[AdamW]) -> None:
     param = weights(4, 4)

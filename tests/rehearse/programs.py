@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from benchmarks.hosts import interface_bytes
 
 from torusgd.comm import CommError, create
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.connection import Clock, connect, typical
-from torusgd.rehearse.lab import interface_bytes
 
 RANK = int(os.environ["RANK"])
 
@@ -52,19 +52,6 @@ def both_ways() -> None:
     lines = Path("/proc/self/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line[:4] == "Tcp:")
     found(int(values[names.index("RetransSegs")]))
-
-
-def auto() -> None:
-    """Lets `auto` probe the network, and checks its sums from small to large."""
-    ranks = dist.get_world_size()
-    allreduce = create("auto")
-    print(allreduce.explanation)
-    tensors = [torch.arange(length) + dist.get_rank() for length in (0, 1, 1000, 100_003)]
-    for work in [allreduce.start(tensor) for tensor in tensors]:
-        work.wait()
-    for tensor in tensors:
-        assert tensor.equal(torch.arange(len(tensor)) * ranks + ranks * (ranks - 1) // 2)
-    allreduce.close()
 
 
 def sent_bytes(length: str, repeat: int = 3) -> None:

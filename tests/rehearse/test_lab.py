@@ -15,7 +15,6 @@ from tests.messages import refuses
 from tests.polling import until
 from tests.rehearse.marks import needs_lab
 from tests.run.processes import descendants, is_alive
-from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import RunError
 from torusgd.rehearse.lab import Host, Lab
 
@@ -56,24 +55,6 @@ def test_bytes_on_the_wire_follow_the_formula_on_each_axis() -> None:
             want = {"torus": (3 * 2 * (2 / 3), 3 * 2 * (3 / 4) / 3), "ring": (2 * 2 * (11 / 12), 2 * (11 / 12))}[name]
             assert inside == pytest.approx(4 * length * want[0], rel=0.05)
             assert between == pytest.approx(4 * length * want[1], rel=0.05)
-
-
-@pytest.mark.slow
-def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes() -> None:
-    length = 600_000
-    found = records([Host(latency=0.001, rate=1e9)] * 6, "sent_bytes", length)
-    how = parse_algorithm("torus", 6, (2, 3))
-    for rank, measured in enumerate(found):
-        sent = sum(m.high - m.low for turn in how.rounds(rank, length)[0] for m in turn.sends)
-        assert measured["torus"][1] == pytest.approx(4 * sent, rel=0.05)
-
-
-@pytest.mark.slow
-def test_one_slow_host_and_every_algorithm_still_agrees() -> None:
-    hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
-    lines = {line for text in outputs(hosts, "auto") for line in text.splitlines()}
-    (explained,) = (line for line in lines if line.startswith("allreduce auto"))
-    assert "4 ranks on 4 hosts" in explained
 
 
 def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:

@@ -3,6 +3,8 @@
 Das et al.'s volumes and groups against the figures that the paper gives, and against brute force.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from torch.nn.functional import linear
 from torusgd.models import MODELS
 from torusgd.recipe.compatibility import allowed_parallel
 from torusgd.tensor_parallel.exchange import Layout, sum_in_tree
-from torusgd.tensor_parallel.tail import best_groups, column_tail, hybrid_volume, optimal_groups
+from torusgd.tensor_parallel.tail import best_groups, column_tail, hybrid_volume
 
 
 @pytest.mark.parametrize(("name", "options", "pixels", "layers"), [
@@ -91,6 +93,13 @@ def test_every_piece_is_held_once(parts: int, blocks: int) -> None:
     for rank in range(ranks):
         assert {piece.owner for piece in layout.activations(rank)} == set(layout.owners(rank))
         assert rank in layout.owners(rank)
+
+
+def optimal_groups(inputs: int, weights: int, nodes: int, batch: int, overlap: float = 0.0) -> float:
+    """The real-valued G of least volume, sqrt(2 N batch iw*ih / ((2 - overlap) ofm k)), within 1..N."""
+    # The zero of the derivative by G of both volumes' sum, a node's own part included; the size of a value cancels out.
+    best = math.sqrt(2 * nodes * batch * inputs / ((2 - overlap) * weights))
+    return min(max(best, 1.0), float(nodes))
 
 
 @pytest.mark.parametrize(("nodes", "batch", "ofm", "none", "full"), [

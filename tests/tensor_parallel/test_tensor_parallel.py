@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
-from tests.messages import refused
 from tests.run.runs import run_here
 from tests.step.trainers import job_of, run_of
 from torch import nn
@@ -135,13 +134,3 @@ def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=8) == [8, 1]
     assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=5) == [1, 1]
     assert choose_parallel(2, tail.layers, 8, 16, 256, ranks=8) == [2, 2]
-
-
-@pytest.mark.parametrize(("name", "about", "overrides"), [
-    ("column blocks without exact sums", "", ("column_blocks=2", "reduction=float32")),
-    ("model-parallel ranks of a network without column blocks", "model_parallel = 2", ()),
-    ("more model-parallel ranks than ranks", "model_parallel = 2", ("column_blocks=4",)),
-])  # fmt: skip
-def test_what_can_not_be_shared_is_refused(name: str, about: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    with refused(name, about):
-        run_of(job_of(*overrides, options=RuntimeOptions(model_parallel=2), out=tmp_path))

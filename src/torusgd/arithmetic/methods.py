@@ -274,13 +274,7 @@ def quantised(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The product of float32 matrices [M, K] and [K, N], or of batches of them [B, M, K] and [B, K, N].
-
-    >>> import torch
-    >>> matmul(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5], [0.25]]))
-    tensor([[1.0000],
-            [2.5000]])
-    """
+    """The product of float32 matrices [M, K] and [K, N], or of batches of them [B, M, K] and [B, K, N]."""
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros(*a.shape[:-1], b.shape[-1])
     left, rows = quantised(a, (-1,))

@@ -295,9 +295,6 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
 
     `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
     colon the methods of the vertical and the horizontal axis, or one for both, rings by default.
-
-    >>> str(parse_algorithm("torus:halving/ring", 12))
-    'torus:halving/ring 3x4'
     """
     algorithm, _, methods = name.partition(":")
     if algorithm not in SCHEDULED or (methods and algorithm in FLAT):

@@ -45,9 +45,6 @@ def gradient_integers(addends: int) -> torch.dtype:
 
     An addend has about 28 - log2(addends) bits of an int32, so that the mean's relative error grows with the root of
     their number; from 8,192 on it would be above 1e-5 where the noise of a gradient is 10 times its mean.
-
-    >>> gradient_integers(8191), gradient_integers(8192)
-    (torch.int32, torch.int64)
     """
     assert addends <= MOST_ADDENDS, "the bound of a sum has no bits left"
     return torch.int32 if addends <= _MOST_NARROW else torch.int64
@@ -73,9 +70,6 @@ def decode(limbs: Tensor, window: Window = FULL) -> Tensor:
     """The float64 value, within one unit in the last place, of summed limbs, int64 [window.rows, ...].
 
     An element is nan if one of its addends was not finite.
-
-    >>> decode(encode(torch.tensor([1e8, 1.0, -1e8])).sum(dim=1)).item()
-    1.0
     """
     digits = list(limbs[:-1])
     # From the lowest limb up: an arithmetic shift leaves each limb in 0..2**40 and hands its sign to the one above.

@@ -434,9 +434,6 @@ def group_of(group: AnyGroup | None = None, device: torch.device | str = "cpu") 
     """A group of torch's (None: the default one) as a `Group`; a rank alone where torch.distributed is not initialised.
 
     A `Group` is returned as it is, with the device that it has.
-
-    >>> group_of().size
-    1
     """
     if isinstance(group, Group):
         return group

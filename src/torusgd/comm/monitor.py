@@ -73,11 +73,7 @@ class Monitor:
 
 
 def hidden_share(on_way: float, waited: float) -> float | None:
-    """The fraction of the time with messages on their way in which nobody waited; None without messages, or unknown.
-
-    >>> hidden_share(on_way=0.2, waited=0.05)
-    0.75
-    """
+    """The fraction of the time with messages on their way in which nobody waited; None without messages, or unknown."""
     return min(1.0, max(0.0, 1 - waited / on_way)) if on_way > 0 else None
 
 

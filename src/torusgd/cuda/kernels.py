@@ -114,9 +114,6 @@ def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tens
     """Tensors with so many elements, cut into blocks: int64 [blocks, 4].
 
     A row is the number of a block's tensor, its begin there, its elements, and its begin in all tensors in a row.
-
-    >>> blocks_of((5, 2), 4, torch.device("cpu")).tolist()
-    [[0, 0, 4, 0], [0, 4, 1, 4], [1, 0, 2, 5]]
     """
     rows, offset = list[tuple[int, int, int, int]](), 0
     for number, numel in enumerate(numels):

@@ -77,11 +77,7 @@ def ranges_of(claims: Claims) -> list[Range]:
 
 
 def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:
-    """So many ranges, by steps that are drawn by SHA-256 of the seed and a number, the same for everybody.
-
-    >>> drawn([Range(0, 10), Range(10, 90), Range(90, 100)], 1, "7")
-    [Range(first=10, last=90, is_result=False)]
-    """
+    """So many ranges, by steps that are drawn by SHA-256 of the seed and a number, the same for everybody."""
     found: set[Range] = set()
     number, first, steps = 0, ranges[0].first, ranges[-1].last - ranges[0].first
     while len(found) < min(count, len(ranges)):

@@ -145,10 +145,6 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
     built-in builder and must draw its weights from torch's default generator. UserError if there is no such name or
     option, the network takes other images or gives other logits, or training changes state of it that is not batch
     norm's.
-
-    >>> net = build_model(Model(name="digits-net"), classes=10, channels=1, image_size=8, seed=0)
-    >>> net(torch.zeros(5, 1, 8, 8)).shape
-    torch.Size([5, 10])
     """
     with torch.random.fork_rng(devices=[]):
         # The CPU's generator alone: a network is built on the CPU whatever trains it, with one set of weights.
@@ -201,12 +197,7 @@ def _plain_layout(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
-    """Names of the tensors whose shapes depend on the number of classes, which another data set needs anew.
-
-    >>> from torusgd.recipe.load import load_recipe
-    >>> sorted(head_of(load_recipe("digits").recipe, classes=10))
-    ['fc.bias', 'fc.weight']
-    """
+    """Names of the tensors whose shapes depend on the number of classes, which another data set needs anew."""
     count, channels = recipe.data.classes or classes, recipe.data.channels
     # Found by building the network for one class more, which works for anybody's network.
     with torch.random.fork_rng(devices=[]):
@@ -410,7 +401,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     import torch._inductor.config as inductor  # takes a second, which others need not wait for
 
     if not hasattr(inductor, "deterministic"):
-        raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.13, or set compile: false")
+        raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.11, or set compile: false")
     inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
     # Of each block each shape is compiled, in training and in evaluation. Torch would give up after eight of one class
     # and take the rest uncompiled, with other bits, and with others again in a run that was resumed.

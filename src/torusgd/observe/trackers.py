@@ -106,11 +106,7 @@ class Trackers:
 
 
 def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
-    """Kind and figures of a line of events.jsonl; None if it has none.
-
-    >>> figures_of({"event": "evaluation", "step": 3, "top1": 0.5, "top5": 1.0, "loss": None})
-    ('eval', {'top1': 0.5, 'top5': 1.0})
-    """
+    """Kind and figures of a line of events.jsonl; None if it has none."""
     name = event.get("event")
     if name is None:
         seconds = event["step_seconds"]

@@ -124,7 +124,7 @@ class Communication(Section):
     buckets: Buckets = Buckets()
     wide_norms: bool = False  # whether batch norm's gradients leave last, in 32 bits, for rule: torusgd
     overlap: bool = False  # whether buckets leave while backward runs
-    pipelined: bool = False  # whether buckets on different axes of a grid travel at the same time
+    pipelined: bool = False  # whether buckets on the links inside and between hosts travel at the same time
     contention: Fraction = 0.0  # fraction of the hidden communication by which it slows the computation that hides it
     streams: Count = 1  # connections between two devices for one message, each as quick as a link's `stream`
     message: Overhead = 0.0  # seconds a message costs the program on top of the link's alpha

@@ -30,11 +30,11 @@ PARTS = {  # names of the parts of a `StepTime` for people
 
 
 class Phase(NamedTuple):
-    """A part of an all-reduce that occupies one axis."""
+    """A part of an all-reduce that occupies the links inside hosts, or those between them."""
 
-    axis: str
+    link: str
     seconds: float
-    lead: float = 0.0  # seconds at its beginning in which another message's phase may have the axis
+    lead: float = 0.0  # seconds at its beginning in which another message's phase may have the link
 
 
 def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> Topology:
@@ -80,9 +80,9 @@ def phases(
         # Groups have no grid: they sum by a ring if the program has no flat algorithm.
         axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
         if kind == "sum":
-            return (Phase("flat", prices.all_reduce(topology, axis, method).seconds(size)),)
+            return (Phase("between", prices.all_reduce(topology, axis, method).seconds(size)),)
         halved = prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
-        return (Phase("flat", halved.seconds(size)),)
+        return (Phase("between", halved.seconds(size)),)
     # A measurement on as many ranks goes before every formula.
     profile, name = cluster.profile, communication.algorithm
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
@@ -90,22 +90,26 @@ def phases(
         # connections of their own: the rounds of one begin while another's are under way.
         is_own = name == "native"
         seconds = expect(profile, round(size))[2] if is_own else waited(profile, size)
-        whole: tuple[Phase, ...] = (Phase("flat", seconds, lead=0.0 if is_own else waited(profile, 1)),)
+        whole: tuple[Phase, ...] = (Phase("between", seconds, lead=0.0 if is_own else waited(profile, 1)),)
     elif name == "in-network":
         # Reduce-scatter in the host, addition in the switches (each card sends and receives a byte once), all-gather.
-        half = Phase("horizontal", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
+        half = Phase("inside", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
         up_and_down = 2 * (topology.between.alpha + topology.message) + size * topology.between.beta
-        whole = (half, half) if ranks <= topology.per_host else (half, Phase("vertical", up_and_down), half)
+        whole = (half, half) if ranks <= topology.per_host else (half, Phase("between", up_and_down), half)
     elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
         rivals = [_tree(topology, ranks)]
         rivals += [] if name == "tree" else [prices.all_reduce(topology, Axis(ranks), "ring")]
-        whole = (Phase("flat", min(cost.seconds(size) for cost in rivals)),)
+        whole = (Phase("between", min(cost.seconds(size) for cost in rivals)),)
     else:
         # In one chunk: buckets gain among each other what chunks gain in a message.
-        costs = prices.price(algorithm_of(communication, cluster, ranks, size, kind), topology)
+        algorithm = algorithm_of(communication, cluster, ranks, size, kind)
+        costs = prices.price(algorithm, topology)
         starts = (topology.start, *(0.0 for _ in costs[1:]))
+        # Rows that leave a host have its one link in common with the columns, and all axes inside one the host's own.
+        is_inside = {"horizontal": topology.per_host % algorithm.grid[1] == 0, "vertical": ranks <= topology.per_host}
         whole = tuple(
-            Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True)
+            Phase("inside" if is_inside.get(axis) else "between", start + cost.seconds(size))
+            for (axis, cost), start in zip(costs, starts, strict=True)
         )
     return whole if kind == "sum" else halves(whole)[0 if kind == "scatter" else 1]
 
@@ -131,7 +135,7 @@ def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]
     """An all-reduce as its reduce-scatter and its all-gather, which is the same backwards."""
     # Phases are symmetrical; a single phase in the middle, such as a torus' vertical one, is cut in two.
     middle = len(whole) // 2
-    half = [Phase(axis, length / 2, lead / 2) for axis, length, lead in whole[middle : middle + len(whole) % 2]]
+    half = [Phase(link, length / 2, lead / 2) for link, length, lead in whole[middle : middle + len(whole) % 2]]
     return (*whole[:middle], *half), (*half, *whole[len(whole) - middle :])
 
 
@@ -229,7 +233,7 @@ def compute_seconds(actions: Sequence[Action]) -> float:
 
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
-    """The exposed communication: seconds by which messages make a step longer; `pipelined` on each axis at a time."""
+    """The exposed communication: seconds by which messages make a step longer; `pipelined`: on all links at a time."""
     network, begin, now = _Network(price, pipelined), 0.0, 0.0
     # A message that a step leaves in flight may hide behind the next step, so that the first step is too short. The
     # third of three is taken, by when all steps are alike.
@@ -247,14 +251,14 @@ def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> 
 
 
 class _Network:
-    """Messages in flight: past its lead a phase has its axis for itself; axes serve phases in order of arrival."""
+    """Messages in flight: past its lead a phase has its links for itself, which serve phases in order of arrival."""
 
     def __init__(self, price: Price, pipelined: bool) -> None:
         self._price, self._pipelined = price, pipelined
         # (time at which the phase may begin, number of the message, index of the phase, name, phases): of two phases
         # that may begin at one time, the message that was sent first goes first.
         self._events: list[tuple[float, int, int, str, Sequence[Phase]]] = []
-        self._free: dict[str, float] = {}  # the time at which each axis has served all phases taken so far
+        self._free: dict[str, float] = {}  # the time at which each link has served all phases taken so far
         self._ends: dict[str, float] = {}
         self._in_flight: set[str] = set()
         self._numbers = count()
@@ -274,9 +278,9 @@ class _Network:
         # before them: it is sent after this one has arrived.
         while name in self._in_flight:
             now, number, index, owner, ahead = heappop(self._events)
-            axis, seconds, lead = ahead[index]
-            end = max(now + lead, self._free.get(axis, 0.0)) + seconds - lead
-            self._free[axis] = end
+            link, seconds, lead = ahead[index]
+            end = max(now + lead, self._free.get(link, 0.0)) + seconds - lead
+            self._free[link] = end
             if index + 1 < len(ahead):
                 heappush(self._events, (end, number, index + 1, owner, ahead))
             else:

@@ -479,11 +479,7 @@ class Listener:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has an IPv4 address; UserError if none has.
-
-    >>> interface_of("127.0.0.1")
-    'lo'
-    """
+    """The name of the network interface that has an IPv4 address; UserError if none has."""
     names = [name for name, found in interface_addresses() if found == address]
     names += ["lo"] if address.startswith("127.") else []  # which answers to all of them
     if not names:

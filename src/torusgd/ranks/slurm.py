@@ -21,12 +21,6 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
 
     A batch script and a step of one task stay as they are: there `torusgd train` starts ranks of its own. So does a
     task for which somebody has set RANK already. UserError if Slurm's variables make no sense.
-
-    >>> task = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
-    ...         "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    >>> adopt_step(task)
-    >>> [task[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
-    ['3', '4', '1', 'gpu03', '15007']
     """
     if "RANK" in environment or "SLURM_STEP_ID" not in environment:
         return

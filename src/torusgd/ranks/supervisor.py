@@ -364,11 +364,7 @@ class Supervisor:
 
 
 def ranks_do(ranks: Sequence[int], verb: str) -> str:
-    """For people.
-
-    >>> ranks_do([2], "go"), ranks_do([0, 3], "join")
-    ('rank 2 goes', 'ranks 0, 3 join')
-    """
+    """For people."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
     return f"{named('rank', ranks)} {verb}"

@@ -205,11 +205,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def import_factory(path: str, *, key: str) -> Callable[..., Any]:
-    """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`.
-
-    >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
-    2
-    """
+    """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise UserError(f"{key}: write a factory of your own as package.module:factory, got {path!r}")

@@ -219,11 +219,7 @@ class Schedule:
 
 
 def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
-    """Sizes that differ by one at most.
-
-    >>> even_counts(8, 3)
-    (2, 3, 3)
-    """
+    """Sizes that differ by one at most."""
     # Cuts at the rounded-down multiples of V / N; neighbours differ by one at most.
     edges = [place * virtual_workers // ranks for place in range(ranks + 1)]
     return tuple(high - low for low, high in pairwise(edges))
@@ -233,9 +229,6 @@ def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ..
     """Sizes with which the last rank is done as early as can be; each rank takes one at least.
 
     `seconds` are those of one virtual worker on each rank; `virtual_workers` are at least as many as ranks.
-
-    >>> best_counts(12, [1.0, 1.0, 2.0])
-    (5, 5, 2)
     """
     # A step is as long as its slowest rank: each next virtual worker goes to the rank that would be done first (ours;
     # list scheduling goes back to Graham, 1969).

@@ -30,8 +30,6 @@ _SETTINGS = {
     "tcp_wmem": "4096 1048576 16777216",
 }
 MTU = 60_000  # bytes of a packet: few and large ones, since each costs the process that carries them the same
-# Windows of a kernel that nobody has tuned: on a long, fast link a connection waits for them.
-USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
 
 
 class Host(NamedTuple):
@@ -43,12 +41,6 @@ class Host(NamedTuple):
     ranks: int = 1
     latency: float = 0.0
     rate: float = 10e9
-
-
-def interface_bytes() -> dict[str, int]:
-    """The bytes that have left by each interface of this process' host: `lo` within the host, `tun0` to the others."""
-    rows = (line.replace(":", " ").split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
-    return {name: int(numbers[8]) for name, *numbers in rows}
 
 
 class _Helper:

@@ -51,11 +51,7 @@ class Chart(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction: which value lies where.
-
-    >>> Axis(0.0, 10.0, 52, 368).at(5.0)
-    210.0
-    """
+    """One direction: which value lies where."""
 
     low: float
     high: float

@@ -86,12 +86,7 @@ class TrainRank:
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
-    """The options for another number of ranks, and a line that says what gives way.
-
-    >>> options, line = fitting(RuntimeOptions(allreduce="torus", grid="2x2"), 3)
-    >>> line
-    'grid 2x2 does not fit 3 ranks: allreduce torus goes on without it'
-    """
+    """The options for another number of ranks, and a line that says what gives way."""
     name, native = options.allreduce, {"allreduce": "native", "grid": None, "streams": 1}
     if ranks == 1 or name == "native":  # nothing is summed, and no grid but 1 x 1 would be taken
         return options.model_copy(update={"grid": None}), ""

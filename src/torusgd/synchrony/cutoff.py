@@ -32,11 +32,7 @@ def expected_order(samples: F64) -> F64:
 
 
 def best_cutoff(expected: F64) -> int:
-    """c* for E[x_(c)], c = 1..n, in [n]; of equal rates the larger c, which leaves less out.
-
-    >>> best_cutoff(np.array([1.0, 2.0, 10.0]))
-    2
-    """
+    """c* for E[x_(c)], c = 1..n, in [n]; of equal rates the larger c, which leaves less out."""
     rates = np.arange(1, len(expected) + 1) / expected
     return int(len(rates) - np.argmax(rates[::-1]))
 

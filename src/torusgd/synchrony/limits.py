@@ -61,9 +61,6 @@ def threshold_at(tau: float, ends: F64, overhead: float = 0.0) -> Threshold:
 
     The gain is the mean over steps of (1 - dropped) (longest + overhead) / (min(tau, longest) + overhead) - 1, where
     `longest` is the time without a threshold.
-
-    >>> threshold_at(2.0, np.array([[[1.0, 2.0], [1.0, 4.0]]]))
-    Threshold(seconds=2.0, dropped=0.25, gain=0.5)
     """
     finished = (ends <= tau).mean(axis=(1, 2))
     longest = ends[:, :, -1].max(axis=1)

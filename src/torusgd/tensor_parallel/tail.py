@@ -15,7 +15,6 @@ go on at the same time: with 0 a volume is what goes one way through a node's li
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -217,22 +216,12 @@ def hybrid_volume(
     return activations * (1 - groups / nodes), gathered * (groups - 1) / groups
 
 
-def optimal_groups(inputs: int, weights: int, nodes: int, batch: int, overlap: float = 0.0) -> float:
-    """The real-valued G of least volume, sqrt(2 N batch iw*ih / ((2 - overlap) ofm k)), within 1..N."""
-    # The zero of the derivative by G of both volumes' sum, a node's own part included; the size of a value cancels out.
-    best = math.sqrt(2 * nodes * batch * inputs / ((2 - overlap) * weights))
-    return min(max(best, 1.0), float(nodes))
-
-
 def best_groups(
     inputs: int, weights: int, nodes: int, batch: int, overlap: float = 0.0, among: Sequence[int] | None = None
 ) -> int:
     """The G with the least exact volume; the larger of two equals, which sends fewer messages.
 
     `batch` are the images of a step over all nodes, `among` the numbers of groups to choose from (None: N's divisors).
-
-    >>> best_groups(4096, 4096 * 4096, nodes=64, batch=256)
-    2
     """
     choices = [groups for groups in range(1, nodes + 1) if nodes % groups == 0] if among is None else among
     return min(

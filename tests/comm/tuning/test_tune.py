@@ -104,17 +104,13 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
             assert record["grid"] == [2, 2]
         if record["algorithm"] in ("native", "ring"):
             assert record["grid"] is None
+    assert Record("ring", 1000, 4, None, "ring", 1e-3, 1e-3, 1e-3, 5).bus_bandwidth == pytest.approx(1.5e6)
 
 
 @on_ranks(2)
 def test_mistakes_are_told():
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("sizes 3", {"sizes": [3]}), ("allreduce tree", {"algorithms": ["tree"]}),
-        ("grid 3x3", {"algorithms": ["torus"], "grid": (3, 3)}),
-    ]  # fmt: skip
-    for about, options in wrong:
-        with pytest.raises(UserError, match=f"^{about}:"):
-            bench_allreduce(**options)
+    with pytest.raises(UserError, match=r"^sizes 3:"):
+        bench_allreduce(sizes=[3])
 
 
 @on_ranks(2)
@@ -124,7 +120,3 @@ def test_crowding_is_of_the_task_that_is_given():
         (crowd,) = tune.crowding(connection, 0.0, lambda: time.sleep(seconds))
     assert crowd.ranks == 2
     assert crowd.slowdown == pytest.approx(3, rel=0.3)
-
-
-def test_bus_bandwidth():
-    assert Record("ring", 1000, 4, None, "ring", 1e-3, 1e-3, 1e-3, 5).bus_bandwidth == pytest.approx(1.5e6)
