@@ -109,7 +109,7 @@ class Planned:
         measured = self.measured
         if measured is None:
             return program
-        graphs = self.devices == 1 or bool(self.runtime.cuda_graphs)
+        graphs = runtime.workers == 1 or bool(self.runtime.cuda_graphs)
         return measured_software(self.workload, self.cluster, program, measured, graphs)
 
     def program_on(self, devices: int) -> Software:

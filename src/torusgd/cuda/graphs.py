@@ -239,7 +239,7 @@ def _host_generators(device: torch.device) -> tuple[object, ...]:
     # The states of the generators from which a network may draw on the host; a CPU's own may be drawn from.
     of_numpy: Any = np.random.get_state()
     mine = torch.get_rng_state().tolist() if device.type == "cuda" else ()
-    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2], mine
+    return random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:], mine
 
 
 class GraphedNetwork(ForwardBackward):

@@ -80,17 +80,17 @@ def phases(
         # Groups have no grid: they sum by a ring if the program has no flat algorithm.
         axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
         if kind == "sum":
-            return (Phase("between", prices.all_reduce(topology, axis, method).seconds(size)),)
-        halved = prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method)
-        return (Phase("between", halved.seconds(size)),)
+            return (_phase(prices.all_reduce(topology, axis, method), size),)
+        return (_phase(prices.reduce_scatter(topology, axis, "halving" if method == "doubling" else method), size),)
     # A measurement on as many ranks goes before every formula.
     profile, name = cluster.profile, communication.algorithm
+    link = "between" if ranks > topology.per_host else "inside"
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
         # `torusgd tune` measured the backend's own all-reduce, and its choice, whose messages have threads and
         # connections of their own: the rounds of one begin while another's are under way.
         is_own = name == "native"
         seconds = expect(profile, round(size))[2] if is_own else waited(profile, size)
-        whole: tuple[Phase, ...] = (Phase("between", seconds, lead=0.0 if is_own else waited(profile, 1)),)
+        whole: tuple[Phase, ...] = (Phase(link, seconds, lead=0.0 if is_own else waited(profile, 1)),)
     elif name == "in-network":
         # Reduce-scatter in the host, addition in the switches (each card sends and receives a byte once), all-gather.
         half = Phase("inside", prices.reduce_scatter(topology, Axis(topology.per_host), "ring").seconds(size))
@@ -99,19 +99,18 @@ def phases(
     elif name in ("tree", "nccl") or (name == "native" and cluster.backend == "nccl"):
         rivals = [_tree(topology, ranks)]
         rivals += [] if name == "tree" else [prices.all_reduce(topology, Axis(ranks), "ring")]
-        whole = (Phase("between", min(cost.seconds(size) for cost in rivals)),)
+        whole = (Phase(link, min(cost.seconds(size) for cost in rivals)),)
     else:
         # In one chunk: buckets gain among each other what chunks gain in a message.
-        algorithm = algorithm_of(communication, cluster, ranks, size, kind)
-        costs = prices.price(algorithm, topology)
+        costs = prices.price(algorithm_of(communication, cluster, ranks, size, kind), topology)
         starts = (topology.start, *(0.0 for _ in costs[1:]))
-        # Rows that leave a host have its one link in common with the columns, and all axes inside one the host's own.
-        is_inside = {"horizontal": topology.per_host % algorithm.grid[1] == 0, "vertical": ranks <= topology.per_host}
-        whole = tuple(
-            Phase("inside" if is_inside.get(axis) else "between", start + cost.seconds(size))
-            for (axis, cost), start in zip(costs, starts, strict=True)
-        )
+        whole = tuple(_phase(cost, size, start) for (_, cost), start in zip(costs, starts, strict=True))
     return whole if kind == "sum" else halves(whole)[0 if kind == "scatter" else 1]
+
+
+def _phase(cost: Cost, size: float, start: float = 0.0) -> Phase:
+    # Axes that both leave their hosts have one link in common; what leaves them at times has it for all of its time.
+    return Phase("between" if cost.between > 0 else "inside", start + cost.seconds(size))
 
 
 def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float, kind: Kind) -> Algorithm:

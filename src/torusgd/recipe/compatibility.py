@@ -190,7 +190,7 @@ DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
                       s.ranks, s.recipe.column_blocks))  # fmt: skip
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
 CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: bool(s.options.cuda_graphs))
-NO_GRAPHS = Part("", "`cuda_graphs: false`", 
+NO_GRAPHS = Part("", "`cuda_graphs: false`",
                  lambda s: not s.options.cuda_graphs and (s.options.cuda_graphs is False or s.ranks != 1))  # fmt: skip
 CUDA_STREAMS = Part("cuda_streams", "`cuda_streams` above 1", lambda s: s.options.cuda_streams > 1)
 AUDITED = Part("audit", "`audit`", lambda s: s.options.audit > 0)
@@ -274,7 +274,8 @@ RUN_RULES = (
          "{0.ranks} ranks can't share {0.recipe.virtual_workers} virtual workers evenly, and the ranks of a group work "
          "in step", "use a number of workers that divides {0.recipe.virtual_workers}"),
     Rule(CUDA_STREAMS, ON_CPU, "a CPU has no CUDA streams", "set it to 1"),
-    Rule(CUDA_STREAMS, NO_GRAPHS, "passes at the same time are those of graphs", "set cuda_graphs: true, or this to 1"),
+    Rule(CUDA_STREAMS, NO_GRAPHS, "passes at the same time are those of graphs",
+         "set this to 1, or cuda_graphs: true where nothing forbids it"),
     *(Rule(CUDA_GRAPHS, other, why, "leave one of them out") for other, why in (
         (INEXACT, "only exact sums are found right or wrong on the GPU itself"),
         (RELAXED, "clocks on the host decide what a step takes"),
