@@ -1,5 +1,6 @@
 """Steps launched in advance: the bits of one by one, whatever happens, and few calls of the host."""
 
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -174,6 +175,9 @@ def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Pat
         [[e.get(key) for key in ("step", "loss", "top1")] for e in events(tmp_path / n)] for n in ("plain", "ahead")
     ]
     assert found[0] == found[1]
+    lines = [[json.loads(line) for line in (tmp_path / n / "records.jsonl").open()] for n in ("plain", "ahead")]
+    states = [[each["tensors"] for each in part if each["record"] == "state"] for part in lines]
+    assert (states[0][0], states[0][-1]) == (states[1][0], states[1][-1]), "whoever verifies it may take either form"
 
 
 @pytest.mark.parametrize(("capability", "why"), [

@@ -183,7 +183,7 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = 0.9) ->
             *flat.constants(),
         )  # fmt: skip
         triton_kernels.update(given)
-    return tensors, [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
+    return tensors, [run.view_as(tensor) for run, tensor in zip(flat._runs(flat.momenta), tensors, strict=True)]
 
 
 def layer_norms(tensors: Sequence[Tensor]) -> Tensor:

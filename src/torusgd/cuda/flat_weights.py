@@ -45,16 +45,25 @@ class FlatUpdate:
         }
         self._always = torch.ones(1, device=first.device)
         self._values = torch.zeros(len(tensors), COLUMNS, dtype=torch.float64, device=first.device)
-        for tensor, weights, momenta in zip(tensors, self._runs(self.weights), self._runs(self.momenta), strict=True):
+        self._is_begun = False
+        for tensor, weights in zip(tensors, self._runs(self.weights), strict=True):
             weights.copy_(tensor.detach().view(-1))
             tensor.data = weights.view_as(tensor)
-            optimizer.state[tensor]["momentum_buffer"] = momenta.view_as(tensor)
 
     def constants(self) -> tuple[float, str, float]:
         """Momentum, rule and LARS' peak rate: what is the same for all tensors."""
         first = self._optimizer.param_groups[0]
         rule = _NESTEROV if first.get("nesterov") else first.get("variant", _SGD)
         return first["momentum"], rule, first.get("peak_lr", 0.0)
+
+    def _begin(self) -> None:
+        # Only now, since before the first update a state has no momentum in either form. That of a checkpoint moves.
+        self._is_begun = True
+        for tensor, momenta in zip(self._tensors, self._runs(self.momenta), strict=True):
+            state = self._optimizer.state[tensor]
+            if "momentum_buffer" in state:
+                momenta.copy_(state["momentum_buffer"].reshape(-1))
+            state["momentum_buffer"] = momenta.view_as(tensor)
 
     def step(self) -> None:
         """Updates all tensors by their `grad`, in any case."""
@@ -74,6 +83,8 @@ class FlatUpdate:
 
     def update(self, going: Tensor) -> None:
         """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero."""
+        if not self._is_begun:
+            self._begin()
         self.write_values()
         gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
         assert len(gradients) == len(self._tensors), "every tensor has its mean gradient"
