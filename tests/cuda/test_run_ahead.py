@@ -132,6 +132,17 @@ def test_a_watcher_that_is_due_sees_its_steps_one_by_one() -> None:
     assert left(plain) == left(ahead)
 
 
+def test_before_a_first_update_nothing_is_launched_and_there_is_no_momentum() -> None:
+    """A float16 run may skip its first steps, and be stopped, saved and resumed in either form then."""
+    infinite = "loss_scale={initial: 1.0e38, growth_interval: 1000}"
+    trainers = [make_trainer(each, SGD, "precision=float16", "virtual_workers=1", infinite) for each in (False, True)]
+    for trainer in trainers:
+        for index in range(3):
+            take(trainer, index)
+    states = [set(trainer.step.update.state(keep=True)) for trainer in trainers]
+    assert states == [set(), set()]
+
+
 @pytest.mark.parametrize(("workers", "counts"), [(4, LAUNCHES), (1, [0, 3, 1, 1, 1, 0, 0])])
 def test_steps_are_launched_two_in_advance(workers: int, counts: list[int]) -> None:
     """Those of one virtual worker, which have no noise scale, all but the first: 1 to 3 together, of both stages."""

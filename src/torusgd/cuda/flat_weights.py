@@ -45,7 +45,7 @@ class FlatUpdate:
         }
         self._always = torch.ones(1, device=first.device)
         self._values = torch.zeros(len(tensors), COLUMNS, dtype=torch.float64, device=first.device)
-        self._is_begun = False
+        self.is_begun = False  # whether there was an update
         for tensor, weights in zip(tensors, self._runs(self.weights), strict=True):
             weights.copy_(tensor.detach().view(-1))
             tensor.data = weights.view_as(tensor)
@@ -58,7 +58,7 @@ class FlatUpdate:
 
     def _begin(self) -> None:
         # Only now, since before the first update a state has no momentum in either form. That of a checkpoint moves.
-        self._is_begun = True
+        self.is_begun = True
         for tensor, momenta in zip(self._tensors, self._runs(self.momenta), strict=True):
             state = self._optimizer.state[tensor]
             if "momentum_buffer" in state:
@@ -83,7 +83,7 @@ class FlatUpdate:
 
     def update(self, going: Tensor) -> None:
         """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero."""
-        if not self._is_begun:
+        if not self.is_begun:
             self._begin()
         self.write_values()
         gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]

@@ -10,6 +10,7 @@ device, nor do the steps after it. When the host learns of it, it forgets those,
 anew from the same state, with the same bits.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,12 +36,13 @@ AHEAD = 2  # steps that the host launches beyond the one whose verdict it waits 
 
 
 class _Launched(NamedTuple):
-    """A step that the device has been given; the last two are those of the precision before it."""
+    """A step that the device has been given; scale and steps in a row are those of the precision before it."""
 
     step: Step
     read: Callable[[], Tensor]  # waits until the device has come there, and gives the verdict's report
     loss_scale: float
     accepted_in_a_row: int
+    is_whole: bool  # False: this rank replaced an image, or could not read one, and the device will refuse the step
 
 
 def nothing_to_recompute(worker: int) -> IntegerHash:
@@ -60,6 +62,7 @@ class RunAhead:
 
     def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
         """See `TrainStep.run`; afterwards the device may have gone on, up to the next look at the weights."""
+        begin = time.perf_counter()
         self._step.clock.start()
         self._step.clock.passes_done()
         following = wanted.step + len(self._launched)
@@ -70,17 +73,22 @@ class RunAhead:
             return self._step.run(membership, wanted)
         launched = self._launched[0]
         assert launched.step.index == wanted.step, "steps are taken in their order"
+        self._step.liveness.progress("train", wanted.step, membership.mine[0])
         stats = self._stats_of(launched)
-        if stats is None:
-            self._forget()
-            return self._step.run(membership, wanted)
-        self._launched.popleft()
-        return stats
+        if stats is not None:
+            self._launched.popleft()
+            return stats
+        self._forget()
+        lost = time.perf_counter() - begin
+        stats = self._step.run(membership, wanted)
+        return stats and replace(stats, times=replace(stats.times, seconds=stats.times.seconds + lost))
 
     def _is_ordinary(self, index: int) -> bool:
         # Whether a step may be launched before the ones before it have ended: no watcher wants to see it.
         run = self._step
-        if index >= len(run.schedule) or run.reducer.sum.needs_measure:
+        if index >= len(run.schedule) or run.reducer.sum.needs_measure or not self._flat.is_begun:
+            return False
+        if self._launched and not self._launched[-1].is_whole:
             return False
         average = run.state.average
         is_averaged = average is not None and average.is_due(run.schedule[index])
@@ -97,7 +105,9 @@ class RunAhead:
         run.reducer.wait()
         report = self._end(step)
         precision.grow()
-        self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before))
+        counts = run.control.counts
+        is_whole = not (counts.replaced or counts.failed)
+        self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before, is_whole))
 
     def _end(self, step: Step) -> Tensor:
         # Launches all of a step that follows its messages; the verdict's report.

@@ -59,7 +59,7 @@ class Telemetry:
         self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
-        self._speed = self._left_out = 0.0
+        self._pace = self._left_out = 0.0  # seconds an image, share of images
         self._slowest = ""
         if self.console.is_terminal and not is_quiet:
             columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False)
@@ -119,9 +119,9 @@ class Telemetry:
     def _show(self, stats: StepStats) -> None:
         if (late := stats.slowest) is not None:
             self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
-        now = stats.step.batch / stats.times.seconds
+        now = stats.times.seconds / stats.step.batch  # averaged so, since of steps in advance some take no time here
         self._left_out += 0.1 * (stats.images_left_out / stats.step.batch - self._left_out)
-        self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
+        self._pace = 0.9 * self._pace + 0.1 * now if self._pace else now
         if self._progress is not None:
             gap = "  " if self.console.width >= WIDE else "\n"
             self._progress.update(self._task, completed=stats.step.index + 1, description=self._line(stats, gap))
@@ -144,10 +144,10 @@ class Telemetry:
     @property
     def _entering(self) -> float:
         """Images a second whose gradients enter updates."""
-        return self._speed * (1 - self._left_out)
+        return (1 - self._left_out) / self._pace
 
     def _seconds_left(self, step: Step) -> float:
-        return (self._stop_images - step.start - step.batch) / self._speed
+        return (self._stop_images - step.start - step.batch) * self._pace
 
     def _schedule_epoch(self, step: int) -> float:
         last = self._schedule[step - 1]

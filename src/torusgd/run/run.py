@@ -78,7 +78,8 @@ class Run:
         self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         self._recorder = Recorder(job, world, self._boundaries(job.options.verify_every), self.steps)
         traced = () if job.trace is None else range(job.trace.first - 1, job.trace.last)
-        looks = {*self._evaluations, *saves, *traced, self.steps}
+        # A step that ends with a checkpoint is known to be refused where steps are launched in advance.
+        looks = {*self._evaluations, *saves, *(step - 1 for step in saves), *traced, self.steps}
         requests = Requests(
             self._must_stop, self.liveness, looks, save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
