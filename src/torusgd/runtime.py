@@ -18,7 +18,7 @@ from .recipe.schema import Recipe
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type.
 _BFLOAT16_FROM = (8, 0)
-KERNELS_FROM = (8, 0)  # of Triton's kernels
+_KERNELS_FROM = (8, 0)  # of Triton's kernels
 
 
 def ranks_are_given() -> bool:
@@ -120,9 +120,9 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
     return recipe.resolve(precision=precision, memory_format="channels_last")
 
 
-def runs_kernels() -> bool:
-    """Whether the kernels of CUDA graphs are made for this GPU; AMD's nobody has tried."""
-    return torch.version.hip is None and torch.cuda.get_device_capability() >= KERNELS_FROM
+def runs_kernels(device: torch.device | None = None) -> bool:
+    """Whether the kernels of CUDA graphs are made for a GPU (None: the current one); AMD's nobody has tried."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _KERNELS_FROM
 
 
 def cpu_info(key: str) -> str:

@@ -18,7 +18,7 @@ from ..gradients.reducer import MakeSum, Reducer, exact_sum, hook_parameters
 from ..optim import Lars, Sgd
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..runtime import KERNELS_FROM
+from ..runtime import runs_kernels
 from ..step.control_vector import ControlMessage
 from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
@@ -89,7 +89,7 @@ def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:
 @cache
 def _trial(device: torch.device) -> str:
     # Why the kernels don't run: Triton, a compiler or a folder may be missing. Found here, and not within a step.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < KERNELS_FROM:
+    if device.type == "cuda" and not runs_kernels(device):
         return "they need a GPU of compute capability 8.0"
     try:
         sums = [make(plan_buckets([5, 300], limit=100), 2, device) for make in (BucketedSum, KernelSum)]

@@ -280,7 +280,7 @@ class GraphedNetwork(ForwardBackward):
             return network.forward(step, worker, batch, membership)
         # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
         coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
-        network.begin(step, worker)
+        network.begin(step, worker)  # as the forward pass will, so that only its draws are seen
         before = _host_generators(self._parts.device)
         with self._parts.batch_norm.aside(coming.statistics):
             loss = network.forward(step, worker, batch, membership)

@@ -156,9 +156,8 @@ def measured_software(
                 "it again with --set runtime.cuda_graphs=false"
             )
         # Of steps that are launched in advance some take the host no time, and others that of three.
-        seconds = [
-            mean(seconds[i : i + _IN_ADVANCE]) for i in range(0, max(1, len(seconds) - _IN_ADVANCE), _IN_ADVANCE)
-        ]
+        windows = range(0, max(1, len(seconds) - _IN_ADVANCE + 1), _IN_ADVANCE)
+        seconds = [mean(seconds[i : i + _IN_ADVANCE]) for i in windows]
         whole = median(seconds)
     low, *quartiles, high = np.quantile(seconds, (LOW, 0.25, 0.75, HIGH)).tolist()
     error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
