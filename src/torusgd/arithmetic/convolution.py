@@ -12,9 +12,8 @@ multiplied and added in float64, where all of them are exact. A library's convol
 not exact, so none takes part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.nn.functional import pad
 
 from ..errors import UserError
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
+from .passes import joined, scaled
 from .scales import amax_over, count, counts, scales
 
 # Bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache.
@@ -88,8 +88,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry)
     else:
         windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
         kernels = weights.permute(0, 2, 3, 1).reshape(shape.groups, len(weight) // shape.groups, -1).mT
-        units = image_units.view(len(x), -1, 1) * weight_units.view(shape.groups, -1)
-        part = (windows, kernels, result.permute(0, 2, 3, 1))
+        units, part = (image_units, weight_units.view(shape.groups, -1)), (windows, kernels, result.permute(0, 2, 3, 1))
         exactly(lambda method: _correlate(method, x, scale, shape.around, units, [part]), x.device)
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
 
@@ -123,14 +122,13 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
             if not (row.taps and column.taps):
                 pixels.zero_()
                 continue
-            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 2, 3, 4, 1).flatten(2).mT
+            kernels = weights[:, :, :, row.elements, column.elements].flip(3, 4).permute(0, 3, 4, 1, 2).flatten(1, 3)
             windows = Windows(
                 (len(row.taps), len(column.taps)), (1, 1), (row.apart, column.apart), (row.count, column.count),
                 (row.first + before, column.first + left),
             )  # fmt: skip
             parts.append((windows, kernels, pixels))
-    units = image_units.view(len(gradient), -1, 1) * weight_units.view(groups, -1)
-    around = (left, right, before, after)
+    units, around = (image_units, weight_units.view(groups, -1)), (left, right, before, after)
     exactly(lambda method: _correlate(method, gradient, scale, around, units, parts), gradient.device)
     return result
 
@@ -186,18 +184,22 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         return total.view(size).float()
     windows = Windows(shape.kernel, shape.stride, shape.dilation, output)
 
-    def products(method: Method) -> Iterator[Tensor]:
+    def products(method: Method) -> Tensor:
+        found = None
         for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
             left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
             right = _slices(method, x[chunk], scale, shape.around)
             rows = tuple(part.flatten(0, 2).unflatten(1, (groups, -1)).permute(1, 2, 0) for part in left)
             rows = tuple(part[0] if groups == 1 else part for part in rows)
-            yield multiply(method, rows, tuple(windows.of(part, groups) for part in right))
+            found = joined(multiply(method, rows, tuple(windows.of(part, groups) for part in right)), found)
+        assert found is not None
+        return found
 
-    total = exactly(lambda method: reduce(Tensor.add_, products(method)), x.device)
-    total = total.view(groups, -1, windows.taps, size[1]).mul_(gradient_units.view(groups, -1, 1, 1))
-    total.mul_(image_units.view(groups, 1, 1, -1))
-    return total.flatten(0, 1).transpose(1, 2).float().reshape(size)
+    whole = (
+        exactly(products, x.device).view(groups, -1, windows.taps, size[1]).mul_(gradient_units.view(groups, -1, 1, 1))
+    )
+    whole.mul_(image_units.view(groups, 1, 1, -1))
+    return whole.flatten(0, 1).transpose(1, 2).float().reshape(size)
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Windows:
 
 
 def _correlate(
-    method: Method, images: Tensor, scale: Tensor, around: tuple[int, ...], units: Tensor,
+    method: Method, images: Tensor, scale: Tensor, around: tuple[int, ...], units: tuple[Tensor, Tensor],
     parts: list[tuple[Windows, Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
     """Products of windows of images with kernels, into views of a result; a chunk at a time, which fits a cache.
@@ -237,24 +239,31 @@ def _correlate(
     Args:
         images: float32 [N, C, H, W], with `scale` [N, C or 1, 1, 1].
         around: Zeros to the left, right, above and below.
-        units: [N, groups, O / groups], by which integers are multiplied.
+        units: 2**-s of the images, [N, groups] in some shape, and of the kernels, [groups, O / groups].
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
     """
-    groups, wide = units.shape[1], 16 * min(units[0].numel(), 512)
+    groups, wide = len(units[1]), 16 * min(units[1].numel(), 512)
+    one = torch.ones(1, 1, 1, device=images.device)
     prepared = [
-        (each, tuple(part[0] if len(part) == 1 else part for part in method.prepare(k)), out) for each, k, out in parts
+        (each, tuple(part[0] if groups == 1 else part for part in method.prepare(k, one)), out)
+        for each, k, out in parts
     ]
     per_image = max(w.output[0] * w.output[1] * max(w.taps * images.shape[1], wide) for w, _, _ in parts)
     for chunk in _runs(len(images), per_image):
         left = _slices(method, images[chunk], scale[chunk], around)
-        unit = units[chunk].unsqueeze(2)
+        down = units[0].view(-1, groups)[chunk]
         for windows, kernels, out in prepared:
             width = windows.output[1] * max(windows.taps * images.shape[1], wide)
-            for rows in _runs(windows.output[0], width * len(unit)):
-                product = multiply(method, tuple(windows.of(part, groups, rows) for part in left), kernels)
-                product = product.view(groups, len(unit), -1, unit.shape[-1]).transpose(0, 1).mul_(unit)
+            for rows in _runs(windows.output[0], width * len(down)):
+                terms = multiply(method, tuple(windows.of(part, groups, rows) for part in left), kernels)
+                if groups == 1:
+                    scaled(terms, down, units[1], out[chunk, rows])
+                    continue
+                sums = joined(terms).view(groups, len(down), -1, units[1].shape[1]).transpose(0, 1)
                 place = out[chunk, rows]
-                place.copy_(product.transpose(1, 2).reshape(place.shape))
+                place.copy_(
+                    sums.mul_(down[:, :, None, None]).mul_(units[1].unsqueeze(1)).transpose(1, 2).reshape(place.shape)
+                )
     return images
 
 
@@ -266,8 +275,8 @@ def _runs(count: int, size: int) -> list[slice]:
 
 def _slices(method: Method, images: Tensor, scale: Tensor, around: tuple[int, ...]) -> Operand:
     """Integers of images [N, C, H, W] with zeros around them, as a method takes them: [N, H, W, C] without gaps."""
-    integers = torch.mul(images.contiguous(memory_format=torch.channels_last), scale).round_().permute(0, 2, 3, 1)
-    parts = method.prepare(integers)
+    last = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    parts = method.prepare(last, scale.view(-1, *scale.shape[-3:]).permute(0, 2, 3, 1).contiguous())
     return tuple(pad(part, (0, 0, *around)) for part in parts) if any(around) else parts
 
 

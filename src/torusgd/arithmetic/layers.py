@@ -203,7 +203,6 @@ def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int
 # Pooling
 
 RULES |= {
-    aten.max_pool2d_with_indices.default: pools.max_pool,
     aten.max_pool2d_with_indices_backward.default: pools.max_pool_gradient,
     aten.avg_pool2d.default: pools.average_pool,
     aten.avg_pool2d_backward.default: pools.average_pool_gradient,

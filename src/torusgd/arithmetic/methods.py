@@ -19,21 +19,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import RunError, UserError
 from ..rng import keyed_hash
-from .reductions import blocks
+from .passes import SLICE, Terms, blocks, joined, scaled, slices
 from .scales import LARGEST, amax_over, count, counts, scales
 
 MOST_TERMS = 1 << 25  # of a sum: LARGEST**2 times as many is below 2**53
-_SLICE = 256
 _CHECK = 22  # first word of the draws of a check; those of `rng` end at 20
 _ROUNDS = 7  # of the methods' times
 
+T = TypeVar("T")
 Operand = tuple[Tensor, ...]  # a matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]
 
 
@@ -46,54 +46,29 @@ class Method:
     """One way of multiplying integers up to LARGEST."""
 
     name: str
-    # Slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike.
-    prepare: Callable[[Tensor], Operand]
-    # A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer.
-    product: Callable[[Operand, Operand], Tensor]
+    # Slices of the integers round-half-even(x * 2**s), each shaped like x; a caller may rearrange them all alike.
+    prepare: Callable[[Tensor, Tensor], Operand]
+    # A @ B of operands [M, K] and [K, N], or with a batch before: terms of exact integers, which `total` adds.
+    product: Callable[[Operand, Operand], Terms]
 
 
-def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
-    """hi = floor((q + 128) / 256), within -63..64, and lo = q - 256 * hi, float32, of integers q up to LARGEST."""
-    upper = (integers + _SLICE // 2).mul_(1 / _SLICE).floor_()
-    return upper, integers - upper * _SLICE
+def _float_slices(x: Tensor, scale: Tensor) -> Operand:
+    integers = _integer(x, scale)
+    upper = (integers + SLICE // 2).mul_(1 / SLICE).floor_()
+    return upper, integers - upper * SLICE
 
 
-def _int_slices(integers: Tensor) -> Operand:
-    # A conversion of integers takes their low bits.
-    whole = integers.to(torch.int16)
-    lower = whole.to(torch.int8)
-    return whole.add_(_SLICE // 2).bitwise_right_shift_(8).to(torch.int8), lower
+def _integer(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.mul(x, scale).round_()
 
 
-def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> Tensor:
-    """hi*hi * 2**16 + (hi*lo + lo*hi) * 2**8 + lo*lo, where q = 256 * hi + lo and lo is within -128..127."""
-    upper, middle, lower = multiply(a[0], b[0]), multiply(a[0], b[1]).add_(multiply(a[1], b[0])), multiply(a[1], b[1])
-    if middle.dtype == torch.int32 and a[0].shape[-1] <= _FEW_TERMS:
-        return _sum(lower.add_(middle, alpha=_SLICE), upper)
-    return _sum(lower, middle, upper)
-
-
-def _sum(lowest: Tensor, *others: Tensor) -> Tensor:
-    """lowest + ... + the last one * 2**16, each worth 2**8 or 2**16 times the one before: float64, over `lowest`."""
-    if lowest.device.type != "cpu" or lowest.numel() <= _BLOCK:
-        return _add(lowest.double(), others)
-    result = torch.empty(lowest.shape, dtype=torch.float64)
-    for total, first, *more in zip(*(x.reshape(-1).split(_BLOCK) for x in (result, lowest, *others)), strict=True):
-        _add(total.copy_(first), more)
-    return result
-
-
-def _add(total: Tensor, others: Sequence[Tensor]) -> Tensor:
-    # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
-    for factor, other in zip((_SLICE, _SLICE * _SLICE)[-len(others) :], others, strict=True):
-        total.add_(other.double(), alpha=factor)
-    return total
+def _by_slices(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> Terms:
+    """lo*lo, hi*lo and lo*hi, hi*hi, where q = 256 * hi + lo and lo is within -128..127."""
+    return multiply(a[1], b[1]), multiply(a[0], b[1]), multiply(a[1], b[0]), multiply(a[0], b[0])
 
 
 # Of int32 sums: 128 * 128 times as many is below 2**31, as is the sum of the middle two. CUDA takes them in eights.
 _INT_TERMS = (1 << 17) - 8
-_BLOCK = 1 << 15  # elements that are taken to float64 at a time, so that they stay in a core's cache
-_FEW_TERMS = 509  # of int32 sums of the middle times 256 and the lowest
 _FLOAT_TERMS = 1024  # of float32 sums: 128 * 128 times as many is 2**24
 
 
@@ -123,12 +98,13 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
 
 METHODS = {method.name: method for method in (
     # One product; sums stay below 2**53.
-    Method("float64", lambda integers: (integers.double(),), lambda a, b: a[0] @ b[0]),
+    Method("float64", lambda x, scale: (_integer(x, scale).double(),), lambda a, b: (a[0] @ b[0],)),
     # Slices of 8 bits, and int32 sums of fewer than 2**17 terms.
-    Method("int8", _int_slices, partial(_joined, _int_product)),
+    Method("int8", slices, partial(_by_slices, _int_product)),
     # The same slices, in pieces whose sums stay below 2**24; bfloat16 with float32 sums torch has on CUDA devices only.
-    Method("float32", slices, partial(_joined, _float_product)),
-    Method("bfloat16", lambda q: tuple(each.bfloat16() for each in slices(q)), partial(_joined, _float_product)),
+    Method("float32", _float_slices, partial(_by_slices, _float_product)),
+    Method("bfloat16", lambda *x: tuple(each.bfloat16() for each in _float_slices(*x)),
+           partial(_by_slices, _float_product)),
 )}  # fmt: skip
 _chosen: ContextVar[tuple[str, ...] | None] = ContextVar("_chosen", default=None)
 _is_exact: dict[tuple[Any, ...], bool] = {}
@@ -147,7 +123,7 @@ def only_methods(names: Sequence[str] | None) -> Any:
         _chosen.reset(token)
 
 
-def exactly(compute: Callable[[Method], Tensor], device: torch.device) -> Tensor:
+def exactly(compute: Callable[[Method], T], device: torch.device) -> T:
     """What `compute`, which calls `multiply`, gives with the first method that is exact; RunError if none is."""
     names = _chosen.get() or order_of_preference(device, torch.get_num_threads())
     for name in names:
@@ -163,8 +139,8 @@ def fastest_method(device: torch.device) -> str:
     return (_chosen.get() or order_of_preference(device, torch.get_num_threads()))[0]
 
 
-def multiply(method: Method, a: Operand, b: Operand) -> Tensor:
-    """A @ B by a method that is tried at the first use for these shapes and layouts; `Inexact` if it has failed."""
+def multiply(method: Method, a: Operand, b: Operand) -> Terms:
+    """Terms of A @ B by a method that is tried at its first use for shapes and layouts; `Inexact` if it has failed."""
     left, right = a[0], b[0]
     key = (method.name, left.shape, left.stride(), right.shape, right.stride(), left.device, torch.get_num_threads())
     verdict = _is_exact.get(key)
@@ -181,23 +157,23 @@ def multiply(method: Method, a: Operand, b: Operand) -> Tensor:
     raise Inexact(method.name)
 
 
-def _try(method: Method, a: Operand, b: Operand) -> tuple[Tensor, bool | None]:
+def _try(method: Method, a: Operand, b: Operand) -> tuple[Terms, bool | None]:
     """A product, and whether the method is exact; None: it is for operands at the bound, and these are not finite."""
-    nothing = torch.empty(0)
     try:
         for kind in _AT_THE_BOUND:
             left, right = (_at_the_bound(method, like, kind) for like in (a, b))
-            if not is_product(left, right, method.product(left, right)):
-                return nothing, False
+            if not is_product(left, right, joined(method.product(left, right))):
+                return (), False
         product = method.product(a, b)
     except (RuntimeError, TypeError) as error:  # torch has no such product here
         # Lack of memory, of which a CPU has no class, says nothing of the method.
         if re.search("alloc|out of memory", str(error), re.IGNORECASE):
             raise
-        return nothing, False
-    if not bool(product.isfinite().all()):
+        return (), False
+    sums = joined(product)
+    if not bool(sums.isfinite().all()):
         return product, None
-    return product, is_product(a, b, product)
+    return product, is_product(a, b, sums)
 
 
 _AT_THE_BOUND = ("largest", "alternating", "mixed")
@@ -220,7 +196,8 @@ def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:
         else:
             draws = keyed_hash(_CHECK, 2, index.numpy()) % len(_EXTREMES)
             values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
-        for slice_of, found in zip(operand, method.prepare(values.to(device)), strict=True):
+        prepared = method.prepare(values.to(device), torch.ones([1] * len(shape), device=device))
+        for slice_of, found in zip(operand, prepared, strict=True):
             slice_of[part].copy_(found)
     return operand
 
@@ -246,7 +223,7 @@ def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
 
 def _integers(operand: Operand, rows: slice) -> Tensor:
     first, *others = (each[rows].to(torch.int64) for each in operand)
-    return first.mul_(_SLICE).add_(others[0]) if others else first
+    return first.mul_(SLICE).add_(others[0]) if others else first
 
 
 @cache
@@ -255,12 +232,13 @@ def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     times: dict[str, float] = {}
     # In turn, so that what else the machine does for a moment meets no method alone.
     for name, method in [*METHODS.items()] * _ROUNDS:
-        a, b = (method.prepare(torch.full(shape, 1000.0, device=device)) for shape in ((256, 1152), (1152, 128)))
+        operands = (torch.full(shape, 1000.0, device=device) for shape in ((256, 1152), (1152, 128)))
+        a, b = (method.prepare(x, torch.ones(1, 1, device=device)) for x in operands)
         try:
             if a[0].is_cuda:
                 torch.cuda.synchronize(device)
             start = time.perf_counter()
-            method.product(a, b).flatten()[0].item()  # until it can be read
+            joined(method.product(a, b)).flatten()[0].item()  # until it can be read
             times[name] = min(times.get(name, math.inf), time.perf_counter() - start)
         except (RuntimeError, TypeError):
             continue
@@ -277,11 +255,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The product of float32 matrices [M, K] and [K, N], or of batches of them [B, M, K] and [B, K, N]."""
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros(*a.shape[:-1], b.shape[-1])
-    left, rows = quantised(a, (-1,))
-    right, columns = quantised(b, (-2,))
-    count(lambda: counts(a, left, (-2,)), lambda: counts(b, right, (-1,)))
-
-    def product(method: Method) -> Tensor:
-        return multiply(method, method.prepare(left), method.prepare(right))
-
-    return exactly(product, a.device).mul_(rows).mul_(columns).float()
+    (down, rows), (across, columns) = scales(amax_over(a, (a.dim() - 1,))), scales(amax_over(b, (b.dim() - 2,)))
+    count(lambda: counts(a, a * down, (-2,)), lambda: counts(b, b * across, (-1,)))
+    terms = exactly(lambda method: multiply(method, method.prepare(a, down), method.prepare(b, across)), a.device)
+    if a.dim() == 3:
+        return joined(terms).mul_(rows).mul_(columns).float()
+    result = torch.empty(len(a), b.shape[1], device=a.device)
+    scaled(terms, rows, columns, result.view(len(a), 1, 1, -1))
+    return result

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .reductions import block_sum, blocks, count_of, grid_sum, mean, quotient, square_root
+from .passes import blocks, extremes
+from .reductions import count_of, grid_sum, grid_total, mean, quotient, square_root
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -36,16 +37,11 @@ def batch_norm(
         out = _affine(x, _channels(running_mean, x), inverse_std(running_var, eps), weight, bias)
         return out, x.new_empty(0), x.new_empty(0)
     count = count_of(x, dims)
-    least, most = x.amin(dims, True), x.amax(dims, True)
-    center = quotient(block_sum(lambda part: x[part], x, dims, torch.maximum(most, least.neg())), count)
+    least, most = extremes(x, dims)
+    center = quotient(grid_total(x, dims, torch.maximum(most, least.neg())), count)
     # Rounding keeps order, so that the largest square is that of the least or of the largest value.
     furthest = torch.maximum(most - center, center - least)
-
-    def squares(part: slice) -> Tensor:
-        distance = x[part] - center
-        return distance.mul_(distance)
-
-    total = block_sum(squares, x, dims, furthest * furthest).flatten()
+    total = grid_total(x, dims, furthest * furthest, center).flatten()
     middle = center.flatten()
     deviation = inverse_std(quotient(total, count), eps)
     if running_mean is not None and running_var is not None:

@@ -4,7 +4,6 @@ The functions have the arguments of ATen's operators, of a batch or of one image
 first in row order of the window; a NaN wins over all, and the first of them.
 """
 
-import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -42,30 +41,6 @@ def _padded(x: Tensor, shape: Geometry, output: tuple[int, int], value: float) -
     height, width = ((n - 1) * s + d * (k - 1) + 1 for n, s, k, d in sizes)
     below, right = max(height - x.shape[-2] - top, top), max(width - x.shape[-1] - left, left)
     return pad(x, (left, right, top, below), value=value)
-
-
-def max_pool(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The maxima of windows, and for each the number of its pixel, y * width + x: int64."""
-    shape = _geometry(kernel, stride, padding, dilation)
-    output = _output(x, shape, ceil_mode)
-    padded = _padded(x, shape, output, -math.inf)
-    has_nan = bool(x.amax().isnan())
-    first, *others = shape.taps()
-    best = shape.at(padded, first, output).clone()
-    where = torch.zeros_like(best, dtype=torch.int32)
-    for tap in others:
-        values = shape.at(padded, tap, output)
-        # A NaN is greater than nothing, and nothing is greater than it.
-        better = (values > best) | (values.isnan() & ~best.isnan()) if has_nan else values > best
-        torch.where(better, values, best, out=best)
-        where.masked_fill_(better, tap[0] * x.shape[-1] + tap[1])
-    rows = torch.arange(where.shape[-2], device=x.device) * shape.stride[0] - shape.padding[0]
-    columns = torch.arange(where.shape[-1], device=x.device) * shape.stride[1] - shape.padding[1]
-    # A window that begins with padding has -inf there, which is also the greatest value of one of nothing else.
-    return best, where.long().add_((rows * x.shape[-1]).unsqueeze(1) + columns).clamp_(min=0)
 
 
 def max_pool_gradient(

@@ -5,18 +5,15 @@ The grid of a sum lies 22 bits below the smallest power of two above the largest
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .passes import BLOCK, blocks, multiples
 from .scales import amax_over, grid_offset, grid_unit
 
-_BLOCK = 1 << 17  # elements that are summed at a time, so that what is made of them stays in a core's cache
-_MOST_BITS = 511  # of int32 sums of numbers up to 2**22
 _MOST_TERMS = 1 << 30
 _MOST_FLOAT64 = 4096
 
@@ -37,49 +34,28 @@ def grid_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
         return x.double().sum(dims, keepdim)
     if x.dtype == torch.float64:
         return _in_row_order(x, dims, keepdim)
-    if x.numel() > _MOST_TERMS:
-        raise UserError(f"portable arithmetic: a sum over a tensor of {x.numel()} elements; there may be {_MOST_TERMS}")
-    total = block_sum(lambda part: x[part], x, dims, amax_over(x, dims))
+    total = grid_total(x, dims, amax_over(x, dims))
     return total if keepdim else total.view([n for dim, n in enumerate(x.shape) if dim not in dims])
 
 
-def blocks(x: Tensor) -> list[slice]:
-    """Runs of the first dimension that fit a cache."""
-    step = max(1, _BLOCK * len(x) // max(1, x.numel()))
-    return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]
-
-
-def block_sum(terms: Callable[[Any], Tensor], like: Tensor, dims: tuple[int, ...], amax: Tensor) -> Tensor:
-    """The grid sum over `dims`, of length 1 then, of `terms` of runs of the first dimension, up to `amax`."""
+def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | None = None) -> Tensor:
+    """The grid sum over `dims`, of length 1 then, of values up to `amax`; with a center of (x - center)**2 up to it."""
+    if x.numel() > _MOST_TERMS:
+        raise UserError(f"portable arithmetic: a sum over a tensor of {x.numel()} elements; there may be {_MOST_TERMS}")
     offset = grid_offset(amax)
-    if like.numel() <= _BLOCK:
-        return (terms(...) + offset).sub_(offset).double().sum(dims, True)
-    total = torch.zeros_like(offset, dtype=torch.int64)
-    for part in blocks(like):
-        sums, own = (total, offset) if 0 in dims else (total[part], offset[part])
-        # The bits of x + c are those of c, as an integer, and the multiple of the grid's unit.
-        raised = terms(part) + own
-        order = sorted(range(raised.dim()), key=raised.stride, reverse=True)  # inner sums are fast along memory only
-        places = tuple(number for number, dim in enumerate(order) if dim in dims)
-        bits, start = (x.view(torch.int32).permute(order) for x in (raised, own))
-        sums.permute(order).add_(_sum(bits, start, places))
-    return total.double().mul_(grid_unit(offset))
+    if (counted := multiples(x, offset, dims, center)) is not None:
+        return counted.double().mul_(grid_unit(offset))
 
+    def part_of(x: Tensor, offset: Tensor, center: Tensor | None) -> Tensor:
+        distance = x if center is None else x - center
+        terms = x if center is None else distance * distance
+        return (terms + offset).sub_(offset).sum(dims, True, dtype=torch.float64)
 
-def _sum(bits: Tensor, start: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The int64 sum of bits - start, int32 numbers up to 2**22; a few at a time add in int32, modulo 2**32."""
-    few, count = [], 1
-    for dim in reversed(dims):
-        if count * bits.shape[dim] <= _MOST_BITS:
-            few.append(dim)
-            count *= bits.shape[dim]
-    if few:
-        return bits.sum(few, True, dtype=torch.int32).sub_(start * count).sum(dims, True)
-    dim, size = dims[-1], bits.shape[dims[-1]]
-    rest = size % 256
-    most = bits.narrow(dim, 0, size - rest).unflatten(dim, (-1, 256)).sum(dim + 1, dtype=torch.int32)
-    total = most.sub_(start * 256).sum(dims, True)
-    return total.add_(_sum(bits.narrow(dim, size - rest, rest), start, dims)) if rest else total
+    if x.numel() <= BLOCK:
+        return part_of(x, offset, center)
+    if 0 in dims:
+        return torch.stack([part_of(x[part], offset, center) for part in blocks(x)]).sum(0)
+    return torch.cat([part_of(x[part], offset[part], None if center is None else center[part]) for part in blocks(x)])
 
 
 def _in_row_order(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

@@ -27,13 +27,14 @@ MOVES = """
     stack t t_ take tile transpose transpose_ tril tril_ triu triu_ unbind unflatten unfold unsqueeze unsqueeze_
     view view_as where zero zero_ zeros zeros_like
 """
-# Of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass.
+# Of equal values the first index is given (`argmax`, `max`, `max_pool2d`). `sort` and `topk` promise no order, so they
+# don't pass.
 _COMPARISONS = """
     _unique2 all amax amin aminmax any argmax argmin bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
     clamp_max_ clamp_min clamp_min_ count_nonzero eq equal fmax fmin ge gt hardtanh hardtanh_ hardtanh_backward
     heaviside is_nonzero is_same_size isfinite isin isinf isneginf isposinf isnan le logical_and logical_and_
-    logical_not logical_or logical_xor lt max maximum min minimum nan_to_num nan_to_num_ ne relu relu6 relu_
-    searchsorted sign signbit threshold threshold_backward
+    logical_not logical_or logical_xor lt max max_pool2d_with_indices maximum min minimum nan_to_num nan_to_num_ ne relu
+    relu6 relu_ searchsorted sign signbit threshold threshold_backward
 """
 _SINGLE = "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
 # Of torch.distributed, that move values.

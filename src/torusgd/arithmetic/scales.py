@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .passes import extremes
 
 LARGEST = 16256  # of an operand's integers: 127 * 128, so that the upper slice fits 8 bits
 
@@ -36,7 +37,8 @@ _LEAST = 13
 def amax_over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The largest magnitude over some dimensions, which stay with length 1, or NaN; UserError if not of float32."""
     _check(x)
-    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
+    least, most = extremes(x, dims)
+    return torch.maximum(most, least.neg_())
 
 
 def _check(x: Tensor) -> None:

@@ -109,18 +109,20 @@ def _portable() -> str:
     import torch
 
     from ..arithmetic.methods import METHODS, multiply, order_of_preference
+    from ..arithmetic.passes import library
 
     device = torch.device("cpu")
     torch.set_num_threads(1)  # as in a run
     exact = []
     for name in order_of_preference(device, 1):
-        operand = METHODS[name].prepare(torch.arange(-2048.0, 2048.0).view(64, 64))
+        operand = METHODS[name].prepare(torch.arange(-2048.0, 2048.0).view(64, 64), torch.ones(1, 1))
         with suppress(Exception):
             multiply(METHODS[name], operand, operand)
             exact.append(name)
     if not exact:
         return "no product of this machine is exact: precision portable can't run here"
-    return f"exact products by {listed(exact)}, the fastest first"
+    passes = "passes in C" if library() else "no C compiler (cc, or CC), so passes by torch, a quarter slower"
+    return f"exact products by {listed(exact)}, the fastest first; {passes}"
 
 
 def _pictures() -> str:

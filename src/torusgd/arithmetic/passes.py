@@ -1,0 +1,233 @@
+"""Passes over memory: slices of integers, their sums, extremes and grid sums, in C where a compiler is at hand.
+
+Torch takes several operators for each, and as many readings and writings. `passes.c` is compiled at its first use, in a
+fifth of a second, by the command `CC` or cc, into a temporary folder: nothing is kept, and nothing is taken from
+elsewhere. It decides the time alone: all that it does is exact, and each function is compared with its torch form, on
+values at the bound too, before it is used. Without a compiler, on a GPU and for
+small tensors there are the torch forms.
+"""
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Terms = tuple[Tensor, ...]  # the exact sum itself, float64, or its four parts: lower times lower, the two mixed, upper
+
+BLOCK = 1 << 18  # elements that torch's operators take at a time, so that what is made of them stays in a core's cache
+SLICE = 256
+LEAST = 1 << 15  # elements from which C pays
+_A_THREAD = 1 << 16  # elements at least
+_SOURCE = Path(__file__).with_name("passes.c")
+_FLAGS = "-O3 -march=native -ffp-contract=off -fwrapv -fopenmp -shared -fPIC -nostdlib"
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """`passes.c`, compiled and compared; None without a compiler, or if it gives anything else than torch."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="torusgd-") as folder:
+        built = Path(folder) / "passes.so"
+        try:
+            subprocess.run(
+                [compiler, *_FLAGS.split(), "-o", built, _SOURCE], check=True, capture_output=True, timeout=60
+            )
+            # At once, so that a function of OpenMP that torch has not brought is missed here.
+            found = ctypes.CDLL(str(built), mode=os.RTLD_NOW)
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return found if _agrees(found) else None
+
+
+def _agrees(found: ctypes.CDLL) -> bool:
+    draw = torch.Generator().manual_seed(1)
+    x, scale = torch.randn(300, 600, generator=draw), torch.rand(300, 1, generator=draw)
+    x[:2], scale[:2] = (
+        torch.tensor([0.5, -0.5, 1.5, 127.5, -128.5, 16256.0, -16256.0, 1e-45, -0.0, 3e-39]).repeat(60),
+        1,
+    )
+    terms = tuple(torch.randint(-(2**30), 2**30, (4, 300, 600), generator=draw).int())
+    down, across = torch.rand(15, generator=draw).double(), torch.rand(600, generator=draw).double()
+    more, outs = torch.ones(300, 600, dtype=torch.float64), torch.empty(2, 30, 2, 5, 600)
+    offset, center = torch.full((1, 600), 2.0**20 * 1.5), x[5:6].contiguous()
+    _scaled_in_c(found, terms, down, across, outs[0])
+    _scaled_in_torch(terms, down, across, outs[1])
+    pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = [
+        (_slices_in_c(found, x, scale), _slices_in_torch(x, scale)),
+        ([outs[0]], [outs[1]]),
+        ([_added_in_c(found, terms, more.clone())], [_added_in_torch(terms, more)]),
+        *((_extremes_in_c(found, x, _Three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
+    ]
+    for middle, values in ((None, x), (center, (x - center) * (x - center))):
+        counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(0, True)
+        pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (0,)), middle)], [counts]))
+    return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
+
+
+def _library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    return library() if tensors[0].numel() >= LEAST and all(x.is_cpu for x in tensors) else None
+
+
+def _threads(x: Tensor) -> int:
+    return max(1, min(torch.get_num_threads(), x.numel() // _A_THREAD))
+
+
+def _call(function: "ctypes._NamedFuncPointer", threads: int, *arguments: Tensor | int | None) -> None:
+    """With all numbers as int64, but the last, the number of threads."""
+    words = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    function(*map(ctypes.c_void_p, words), ctypes.c_int(threads))
+
+
+def slices(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """hi = floor((q + 128) / 256), within -63..64, and lo = q - 256 * hi, int8, of q = round-half-even(x * scale).
+
+    Both have the layout of `x`, float32 [..., N]; `scale` has its shape, or 1 in its last dimensions, or in the last
+    but one, or both.
+    """
+    found = _library_for(x, scale)
+    if found is not None and not x.is_contiguous() and x.dim() > 1 and x.mT.is_contiguous() and x.dim() == scale.dim():
+        upper, lower = slices(x.mT, scale.mT.contiguous())
+        return upper.mT, lower.mT
+    leading = [n for n in scale.shape[:-1] if n > 1]
+    is_prefix = scale.dim() == x.dim() and leading == list(x.shape[: len(leading)])
+    if found is None or not (x.is_contiguous() and scale.is_contiguous() and is_prefix):
+        return _slices_in_torch(x, scale)
+    return _slices_in_c(found, x, scale)
+
+
+def _slices_in_c(found: ctypes.CDLL, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    upper, lower = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape, dtype=torch.int8)
+    rows, down = x.numel() // x.shape[-1], scale.shape[-1]
+    same = rows // (scale.numel() // down)
+    _call(found.slices, _threads(x), x, scale, rows, x.shape[-1], same, down, int(down > 1), upper, lower)
+    return upper, lower
+
+
+def _slices_in_torch(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    # A conversion of integers takes their low bits.
+    integers = torch.mul(x, scale).round_().to(torch.int16)
+    lower = integers.to(torch.int8)
+    return integers.add_(SLICE // 2).bitwise_right_shift_(8).to(torch.int8), lower
+
+
+def scaled(terms: Terms, down: Tensor, across: Tensor, out: Tensor) -> None:
+    """Writes sum * down * across, rounded once, of sums [rows, N] into `out`, a float32 view [I, H, W, N].
+
+    `down`, float64, has a number for each so many of the I; `across` one for each of the N.
+    """
+    found = _library_for(out, *terms)
+    if found is None or terms[-1].dtype != torch.int32 or out.stride(-1) != 1:
+        _scaled_in_torch(terms, down, across, out)
+    else:
+        _scaled_in_c(found, terms, down, across, out)
+
+
+def _scaled_in_c(found: ctypes.CDLL, terms: Terms, down: Tensor, across: Tensor, out: Tensor) -> None:
+    same, whole = len(out) // down.numel(), [x.contiguous() for x in (*terms, down, across)]
+    _call(found.scaled, _threads(out), *whole, *out.shape, same, *out.stride()[:3], out)
+
+
+def _scaled_in_torch(terms: Terms, down: Tensor, across: Tensor, out: Tensor) -> None:
+    sums = terms[0] if len(terms) == 1 else _added_in_torch(terms, _zeros(terms))
+    out.copy_(
+        sums.view(down.numel(), -1, out.shape[-1]).mul_(down.view(-1, 1, 1)).mul_(across.flatten()).view(out.shape)
+    )
+
+
+def joined(terms: Terms, more: Tensor | None = None) -> Tensor:
+    """The sums themselves, float64: added to `more`, in place, or over the first of the terms if that is one."""
+    if len(terms) == 1:
+        return terms[0] if more is None else more.add_(terms[0])
+    found = _library_for(*terms) if terms[-1].dtype == torch.int32 else None
+    more = _zeros(terms) if more is None else more
+    return _added_in_torch(terms, more) if found is None else _added_in_c(found, terms, more)
+
+
+def _zeros(terms: Terms) -> Tensor:
+    return torch.zeros(terms[0].shape, dtype=torch.float64, device=terms[0].device)
+
+
+def _added_in_c(found: ctypes.CDLL, terms: Terms, more: Tensor) -> Tensor:
+    _call(found.added, _threads(more), *(x.contiguous() for x in terms), more.numel(), more)
+    return more
+
+
+def _added_in_torch(terms: Terms, more: Tensor) -> Tensor:
+    size = BLOCK if more.is_cpu else more.numel()
+    for block, lowest, left, right, highest in zip(*(x.reshape(-1).split(size) for x in (more, *terms)), strict=True):
+        # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
+        block.add_(lowest).add_(left + right, alpha=SLICE).add_(highest, alpha=SLICE * SLICE)
+    return more
+
+
+class _Three:
+    """A tensor as [outer, middle, inner] in the order of memory, of which the middle is summed; `fits` if it is so."""
+
+    def __init__(self, x: Tensor, dims: Sequence[int]) -> None:
+        self.order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        self.kept = [1 if dim in dims else x.shape[dim] for dim in self.order]
+        ways = [(dim in dims, x.shape[dim]) for dim in self.order if x.shape[dim] > 1]
+        summed = [place for place, (is_summed, _) in enumerate(ways) if is_summed]
+        begin, end = (summed[0], summed[-1] + 1) if summed else (0, 0)
+        self.sizes = [math.prod(n for _, n in part) for part in (ways[:begin], ways[begin:end], ways[end:])]
+        self.fits = x.permute(self.order).is_contiguous() and len(summed) == end - begin
+
+    def empty(self, dtype: torch.dtype, threads: int) -> Tensor:
+        outer, _, inner = self.sizes
+        return torch.empty(threads, outer * inner, dtype=dtype)
+
+    def back(self, values: Tensor) -> Tensor:
+        """[outer * inner] as the tensor was, with length 1 where it was summed."""
+        return values.view(self.kept).permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    def there(self, values: Tensor) -> Tensor:
+        """The other way."""
+        return values.permute(self.order).contiguous()
+
+
+def extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The least and the largest value over some dimensions, which stay with length 1; of a NaN one of them is NaN."""
+    found = _library_for(x) if x.dtype == torch.float32 else None
+    if found is None or not (three := _Three(x, dims)).fits:
+        return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    return _extremes_in_c(found, x, three)
+
+
+def _extremes_in_c(found: ctypes.CDLL, x: Tensor, three: _Three) -> tuple[Tensor, Tensor]:
+    threads = _threads(x)
+    least, most = three.empty(torch.float32, threads), three.empty(torch.float32, threads)
+    _call(found.extremes, threads, x, *three.sizes, least, most)
+    return three.back(least.amin(0)), three.back(most.amax(0))
+
+
+def multiples(x: Tensor, offset: Tensor, dims: tuple[int, ...], center: Tensor | None) -> Tensor | None:
+    """The int64 sums over `dims`, of length 1 then, of (x + offset) - offset in its unit; None if not in C.
+
+    `offset`, float32, and `center` have the shape of the result; with a center it is (x - center)**2 in place of x.
+    """
+    found = _library_for(x)
+    if found is None or not (three := _Three(x, dims)).fits:
+        return None
+    return _multiples_in_c(found, x, offset, three, center)
+
+
+def _multiples_in_c(found: ctypes.CDLL, x: Tensor, offset: Tensor, three: _Three, center: Tensor | None) -> Tensor:
+    sums, middle = three.empty(torch.int64, threads := _threads(x)), None if center is None else three.there(center)
+    _call(found.sums, threads, x, three.there(offset), middle, *three.sizes, sums)
+    return three.back(sums.sum(0))
+
+
+def blocks(x: Tensor) -> list[slice]:
+    """Runs of the first dimension that fit a cache."""
+    step = max(1, BLOCK * len(x) // max(1, x.numel()))
+    return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]

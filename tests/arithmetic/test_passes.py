@@ -1,0 +1,152 @@
+"""Passes in C give what torch's operators give, in any layout and by any number of threads, or they aren't used."""
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.arithmetic.test_machines import GOLDEN, run
+from torch import Tensor
+
+from torusgd.arithmetic import passes
+from torusgd.arithmetic.scales import grid_offset
+
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler")
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """So many for C, of tensors of any size; torch's own forms are the standard."""
+    monkeypatch.setattr(passes, "LEAST", 1)
+    monkeypatch.setattr(passes, "_A_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    assert passes.library() is not None
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1000
+
+
+def are_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(a.nan_to_num(7e37), b.nan_to_num(7e37)) and a.dtype == b.dtype for a, b in pairs)
+
+
+IMAGES = normal(3, 5, 7, 16)
+SLICED = {
+    "row": (normal(37, 19), torch.rand(37, 1)),
+    "column": (normal(37, 19), torch.rand(1, 19)),
+    "transposed": (normal(37, 19).mT, torch.rand(1, 37)),
+    "image": (IMAGES, torch.rand(3, 1, 1, 1)),
+    "channel": (IMAGES, torch.rand(1, 1, 1, 16)),
+    "image and channel": (IMAGES, torch.rand(3, 1, 1, 16)),
+    "batch": (normal(3, 7, 16), torch.rand(3, 1, 16)),
+    "with gaps": (normal(37, 40)[:, ::2], torch.rand(37, 1)),
+    "a scale for each": (normal(3, 7, 16), torch.rand(1, 7, 16)),
+    "ties and ends": (torch.tensor([[0.5, -0.5, 1.5, 127.5, -128.5, 16256, -16256, 1e-45]]), torch.ones(1, 1)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SLICED)
+def test_slices(name: str, threads: int) -> None:
+    x, scale = SLICED[name]
+    upper, lower = passes.slices(x, scale)
+    assert are_equal((upper, lower), passes._slices_in_torch(x, scale))
+    assert torch.equal(upper.int() * 256 + lower, (x * scale).round().int())
+    assert upper.stride() == lower.stride()
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["rows", "channels last", "every second pixel", "channels first"])
+def test_sums_are_scaled_and_rounded_once(layout: str, threads: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    terms = tuple(torch.randint(-(2**30), 2**30, (4 * 6 * 5, 8), generator=draw, dtype=torch.int32) for _ in range(4))
+    down = torch.tensor([2.0**-30, 2.0**-149, math.nan, 2.0**90], dtype=torch.float64)
+    across = torch.full((8,), 2.0**-20, dtype=torch.float64)
+
+    def out() -> Tensor:
+        if layout == "every second pixel":
+            return torch.zeros(4, 12, 15, 8)[:, ::2, ::3]
+        if layout == "channels first":
+            return torch.zeros(4, 8, 6, 5).permute(0, 2, 3, 1)
+        return torch.zeros(4, 6, 5, 8)
+
+    expected, found = out(), out()
+    if layout == "rows":
+        down, expected, found = down.repeat_interleave(30), expected.view(120, 1, 1, 8), found.view(120, 1, 1, 8)
+    passes._scaled_in_torch(terms, down, across, expected)
+    passes.scaled(terms, down, across, found)
+    assert are_equal((found,), (expected,))
+    assert found.isnan().sum() == 240
+    more = torch.ones(120, 8, dtype=torch.float64)
+    assert are_equal((passes.joined(terms, more.clone()),), (passes._added_in_torch(terms, more),))
+
+
+@needs_compiler
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("dims", [(0, 2, 3), (1, 2, 3), (2, 3), (0,), (3,), (1,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("special", [0.0, math.inf, -math.nan, math.nan])
+def test_extremes_and_grid_sums(dims: tuple[int, ...], last: bool, special: float, threads: int) -> None:
+    x = normal(3, 6, 300, 4, seed=2).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    x[1, 2, 150, 3] = special
+    least, most = x.amin(dims, True), x.amax(dims, True)
+    found = passes.extremes(x, dims)
+    assert torch.maximum(*found).isnan().equal(most.isnan())
+    assert are_equal(tuple(each[~most.isnan()] for each in found), (least[~most.isnan()], most[~most.isnan()]))
+    amax = torch.maximum(most, -least)
+    center = torch.where(amax.isfinite(), (least + most) / 2, 0.0)
+    for middle, offset in ((None, grid_offset(amax)), (center, grid_offset(amax * amax * 4))):
+        ours = passes.multiples(x, offset, dims, middle)
+        values = x if middle is None else (x - middle) * (x - middle)
+        counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(dims, True)
+        assert (ours is None) == (dims == (0, 2, 3) and not last), "what lies side by side is read in C"
+        assert ours is None or torch.equal(ours[offset.isfinite()], counts[offset.isfinite()])
+
+
+@pytest.fixture
+def without_verdict() -> Iterator[None]:
+    passes.library.cache_clear()
+    yield
+    passes.library.cache_clear()
+
+
+CHANGES = [
+    ("+ 128) >> 8", "+ 127) >> 8"), ("12582912.0f", "12582913.0f"), ("256.0 *", "255.0 *"), ("65536.0", "65535.0"),
+    ("row / width % height", "row / height % width"), ("total[i] +=", "total[i] ="), ("key > largest", "key < largest"),
+    ("key < low[i]", "key > low[i]"), ("0x7fffffff", "0x3fffffff"), ("distance * distance", "distance * middles[i]"),
+    ("block += ROWS", "block += 1 + ROWS"), ("first += TILE", "first += TILE + 1"), ("sum * by", "(float)sum * by"),
+    ("int32_t bits;", "int32_t bits"),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.usefixtures("without_verdict")
+@pytest.mark.parametrize("change", CHANGES, ids=" to ".join)
+def test_c_that_gives_anything_else_is_not_used(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = passes._SOURCE.read_text()
+    assert change[0] in source
+    (tmp_path / "passes.c").write_text(source.replace(*change))
+    monkeypatch.setattr(passes, "_SOURCE", tmp_path / "passes.c")
+    assert passes.library() is None
+
+
+@pytest.mark.usefixtures("without_verdict")
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", sys.executable])
+def test_without_a_compiler_torch_does_it(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert passes.library() is None
+    assert passes.extremes(torch.arange(40000.0), (0,))[1].item() == 39999
+
+
+def test_the_hash_is_the_golden_one_without_a_compiler() -> None:
+    assert run({"CC": "no-such-compiler"}, "portable") == GOLDEN
