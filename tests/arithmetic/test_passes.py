@@ -148,5 +148,17 @@ def test_without_a_compiler_torch_does_it(compiler: str, monkeypatch: pytest.Mon
     assert passes.extremes(torch.arange(40000.0), (0,))[1].item() == 39999
 
 
+@needs_compiler
+@pytest.mark.usefixtures("without_verdict")
+def test_other_defaults_of_torch_are_no_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert passes.library() is not None
+            assert passes.extremes(torch.arange(40000, dtype=torch.float32, device="cpu"), (0,))[1].item() == 39999
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_hash_is_the_golden_one_without_a_compiler() -> None:
     assert run({"CC": "no-such-compiler"}, "portable") == GOLDEN

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 Terms = tuple[Tensor, ...]  # the exact sum itself, float64, or its four parts: lower times lower, the two mixed, upper
 
-BLOCK = 1 << 18  # elements that torch's operators take at a time, so that what is made of them stays in a core's cache
+BLOCK = 1 << 17  # elements that torch's operators take at a time, so that what is made of them stays in a core's cache
 SLICE = 256
 LEAST = 1 << 15  # elements from which C pays
 _A_THREAD = 1 << 16  # elements at least
@@ -50,16 +50,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
-    draw = torch.Generator().manual_seed(1)
-    x, scale = torch.randn(300, 600, generator=draw), torch.rand(300, 1, generator=draw)
-    x[:2], scale[:2] = (
-        torch.tensor([0.5, -0.5, 1.5, 127.5, -128.5, 16256.0, -16256.0, 1e-45, -0.0, 3e-39]).repeat(60),
-        1,
-    )
-    terms = tuple(torch.randint(-(2**30), 2**30, (4, 300, 600), generator=draw).int())
-    down, across = torch.rand(15, generator=draw).double(), torch.rand(600, generator=draw).double()
-    more, outs = torch.ones(300, 600, dtype=torch.float64), torch.empty(2, 30, 2, 5, 600)
-    offset, center = torch.full((1, 600), 2.0**20 * 1.5), x[5:6].contiguous()
+    cpu, draw = torch.device("cpu"), torch.Generator().manual_seed(1)  # whatever the default device and dtype are
+    uniform = partial(torch.rand, generator=draw, dtype=torch.float32, device=cpu)
+    x, scale = uniform(300, 520) - 0.5, uniform(300, 1)
+    edges = [0.5, -0.5, 1.5, 127.5, -128.5, 16256.0, -16256.0, 1e-45, -0.0, 3e-39]
+    x[:2], scale[:2] = torch.tensor(edges, dtype=torch.float32, device=cpu).repeat(52), 1.0
+    x[2:] *= 3000
+    terms = tuple(torch.randint(-(2**30), 2**30, (4, 60, 40), generator=draw, dtype=torch.int32, device=cpu))
+    down, across, more = uniform(3).double(), uniform(40).double(), terms[0].double()
+    outs, center = uniform(2, 6, 2, 5, 40), x[5:6].contiguous()
     _scaled_in_c(found, terms, down, across, outs[0])
     _scaled_in_torch(terms, down, across, outs[1])
     pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = [
@@ -68,7 +67,8 @@ def _agrees(found: ctypes.CDLL) -> bool:
         ([_added_in_c(found, terms, more.clone())], [_added_in_torch(terms, more)]),
         *((_extremes_in_c(found, x, _Three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
     ]
-    for middle, values in ((None, x), (center, (x - center) * (x - center))):
+    for middle, values, bound in ((None, x, 2.0**15), (center, (x - center) * (x - center), 2.0**29)):
+        offset = torch.full_like(center, 1.5 * bound)
         counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(0, True)
         pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (0,)), middle)], [counts]))
     return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
@@ -106,7 +106,7 @@ def slices(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slices_in_c(found: ctypes.CDLL, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    upper, lower = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape, dtype=torch.int8)
+    upper, lower = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x, dtype=torch.int8)
     rows, down = x.numel() // x.shape[-1], scale.shape[-1]
     same = rows // (scale.numel() // down)
     _call(found.slices, _threads(x), x, scale, rows, x.shape[-1], same, down, int(down > 1), upper, lower)
@@ -184,7 +184,7 @@ class _Three:
 
     def empty(self, dtype: torch.dtype, threads: int) -> Tensor:
         outer, _, inner = self.sizes
-        return torch.empty(threads, outer * inner, dtype=dtype)
+        return torch.empty(threads, outer * inner, dtype=dtype, device="cpu")
 
     def back(self, values: Tensor) -> Tensor:
         """[outer * inner] as the tensor was, with length 1 where it was summed."""
