@@ -10,21 +10,12 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "BatchSizeSchedule": "data.sampler",
-    "GradientAudit": "integrations.gradient_audit",
-    "Lars": "optim",
-    "NoiseScale": "integrations.gradient_noise",
-    "Recipe": "recipe.schema",
-    "Replicas": "integrations.replicas",
-    "Schedule": "recipe.schedule",
-    "ShardedUpdate": "gradients.sharded_update",
-    "StreamOrder": "data.order",
-    "StreamSampler": "data.sampler",
-    "ddp_hook": "gradients.ddp_hook",
-    "exact_all_reduce": "comm.fixed_point",
-    "load_recipe": "recipe.load",
-    "polish": "step.polish",
-}
+    "BatchSizeSchedule": "data.sampler", "GradientAudit": "integrations.gradient_audit", "Lars": "optim",
+    "NoiseScale": "integrations.gradient_noise", "Recipe": "recipe.schema", "Replicas": "integrations.replicas",
+    "Schedule": "recipe.schedule", "ShardedUpdate": "gradients.sharded_update", "StreamOrder": "data.order",
+    "StreamSampler": "data.sampler", "ddp_hook": "gradients.ddp_hook", "exact_all_reduce": "comm.fixed_point",
+    "load_recipe": "recipe.load", "polish": "step.polish",
+}  # fmt: skip
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are looked up below
 
 

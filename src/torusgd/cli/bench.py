@@ -49,14 +49,14 @@ def allreduce(
     if profile is not None and not ranks_are_given():
         Profile.load(profile)  # its mistakes are reported before ranks are started
     how = {"grid": options.grid_size, "profile": profile, "repetitions": repetitions, "streams": options.streams}
-    records = on_ranks(options, _bench_on_rank, chosen, algorithms.split(","), how)
+    records = on_ranks(options, bench_on_rank, chosen, algorithms.split(","), how)
     if records is None:
         return
     show_records([Record(**record) for record in records])
     write_json(json_file, records)
 
 
-def _bench_on_rank(sizes: Sequence[int], names: Sequence[str], how: dict[str, Any], world: "Group") -> list[Any]:
+def bench_on_rank(sizes: Sequence[int], names: Sequence[str], how: dict[str, Any], world: "Group") -> list[Any]:
     from ..comm.tuning.bench import bench_allreduce
 
     return [record.__dict__ for record in bench_allreduce(sizes, names, **how, group=world)]

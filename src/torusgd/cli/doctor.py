@@ -7,7 +7,6 @@ import shutil
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,9 +14,6 @@ from ..errors import RunError, UserError, in_one_line
 from ..ranks.forkserver import start_forkserver
 from ..text import byte_size, listed, plural
 from .output import console
-
-if TYPE_CHECKING:
-    from ..comm.groups import Group
 
 _SHARED = "/dev/shm"
 LEAST_SHARED = 1 << 28  # bytes that batches of two ranks and their loader processes take
@@ -74,19 +70,13 @@ def _device() -> str:
 
 def _ranks() -> str:
     from ..recipe.runtime_options import RuntimeOptions
-    from .bench import on_ranks
+    from .bench import bench_on_rank, on_ranks
 
     try:
-        seconds = on_ranks(RuntimeOptions(workers=2), _sum_on_rank)
+        seconds = on_ranks(RuntimeOptions(workers=2), bench_on_rank, [4096], ["native"], {})[0]["median_s"]
     except (RunError, UserError, OSError) as error:
         raise RunError(f"two ranks on this machine can't sum: {in_one_line(error)}; look at lo and at hosts") from error
     return f"two ranks sum 4 KiB over loopback in {1e3 * seconds:.2g} ms"
-
-
-def _sum_on_rank(world: "Group") -> float:
-    from ..comm.tuning.bench import bench_allreduce
-
-    return float(bench_allreduce([4096], ["native"], repetitions=7, group=world)[0].median_s)
 
 
 def _memory() -> str:

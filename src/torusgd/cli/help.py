@@ -65,14 +65,11 @@ class Group(_Help, TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.format_commands(ctx, formatter)
-        super().format_options(ctx, formatter)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups = GROUPS if self.commands.keys() >= {"train"} else {"Commands": tuple(self.commands)}
         for title, names in groups.items():
             found = [(name, self.commands[name]) for name in names]
             _write_section(formatter, title, [(name, command.get_short_help_str(1000)) for name, command in found])
+        super().format_options(ctx, formatter)
 
 
 def _write_section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,9 +70,9 @@ def _wanted(
     claims: "Claims", steps: str | None, sample: int | None, seed: str | None, final: bool, whole: bool
 ) -> "list[Range]":
     """The ranges that the flags name; UserError if there are none."""
-    from ..launch.verification import Range, drawn, ranges_of
+    from ..launch.verification import Range, drawn
 
-    ranges = ranges_of(claims)
+    ranges = [Range(*pair) for pair in pairwise(sorted(claims.states))]
     last = ranges[-1].last if ranges else 0
     result = [Range(last, claims.result.step, is_result=True)] if claims.result is not None else []
     if final and not result:

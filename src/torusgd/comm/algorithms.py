@@ -162,13 +162,9 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
     # first one mirrored, or for an odd P shifted by one, the leaves of the first are inner nodes: all ranks send and
     # receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
     size, me, middle = len(axis.members), axis.position, (low + high) // 2
-    is_odd = size % 2
-
-    def rank_of(number: int) -> int:
-        return (number + 1) % size if is_odd else size - 1 - number
-
-    number = (me - 1) % size if is_odd else size - 1 - me  # of this rank in the second tree
-    one, two = _up_tree(axis, me, low, middle, lambda n: n), _up_tree(axis, number, middle, high, rank_of)
+    number = (me - 1) % size if size % 2 else size - 1 - me  # of this rank in the second tree
+    one = _up_tree(axis, me, low, middle, lambda n: n)
+    two = _up_tree(axis, number, middle, high, lambda n: (n + 1) % size if size % 2 else size - 1 - n)
     up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in zip(one, two, strict=True)]
     return up + mirror(up)
 

@@ -6,7 +6,7 @@ A message can't tell what the other ranks are doing, so its age is no measure: w
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -75,7 +75,6 @@ class ConnectionLost(CommError):
     """A connection was closed before its message came: a rank has ended, or has aborted its group."""
 
 
-@runtime_checkable
 class Work(Protocol):
     """A message, or a collective such as an all-reduce, on its way."""
 
@@ -94,7 +93,6 @@ class Work(Protocol):
         return None
 
 
-@runtime_checkable
 class AllReduce(Protocol):
     """Sums tensors over ranks that all call `start` with equal shapes and dtypes in one order, several at a time."""
 

@@ -68,19 +68,11 @@ class Group:
     """
 
     def __init__(
-        self,
-        process_group: ProcessGroup | None,
-        ranks: Sequence[int],
-        rank: int,
-        device: torch.device,
-        store: Store | None,
-        timeout: float,
-        nccl: bool = False,
-        owned: bool = False,
-        splits: Iterator[int] | None = None,
-        is_given_up: Callable[[], bool] | None = None,
+        self, process_group: ProcessGroup | None, ranks: Sequence[int], rank: int, device: torch.device,
+        store: Store | None, timeout: float, nccl: bool = False, owned: bool = False,
+        splits: Iterator[int] | None = None, is_given_up: Callable[[], bool] | None = None,
         meshes: "Sequence[Group]" = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:  # all that there is of a GPU is kept by its index
             device = torch.device("cuda", torch.cuda.current_device())
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
@@ -381,16 +373,9 @@ def numbered(messages: Iterable[T], peer_of: Callable[[T], int]) -> Iterator[tup
 
 
 def build(
-    store: Store,
-    ranks: Sequence[int],
-    rank: int,
-    *,
-    device: torch.device,
-    timeout: float,
-    nccl: bool | None = None,
-    split: tuple[Any, int] | None = None,
-    is_given_up: Callable[[], bool] | None = None,
-) -> Group:
+    store: Store, ranks: Sequence[int], rank: int, *, device: torch.device, timeout: float, nccl: bool | None = None,
+    split: tuple[Any, int] | None = None, is_given_up: Callable[[], bool] | None = None,
+) -> Group:  # fmt: skip
     """The group of `ranks`, each of which calls it with a store (or a prefix of one) that no group has used before.
 
     Args:

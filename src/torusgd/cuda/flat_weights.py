@@ -34,7 +34,7 @@ class FlatUpdate:
 
     def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor]) -> None:
         self._optimizer, self._tensors = optimizer, list(tensors)
-        self._offsets = offsets_of([tensor.numel() for tensor in tensors])
+        self._offsets = [*accumulate((-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in tensors), initial=0)]
         first, length = tensors[0], self._offsets.pop()
         self.weights = torch.zeros(length, device=first.device)
         self.momenta = torch.zeros(length, device=first.device)
@@ -93,15 +93,6 @@ class FlatUpdate:
 
     def _runs(self, flat: Tensor) -> list[Tensor]:
         return [flat[at : at + tensor.numel()] for at, tensor in zip(self._offsets, self._tensors, strict=True)]
-
-
-def offsets_of(numels: Sequence[int]) -> list[int]:
-    """Where tensors of so many elements begin in one piece of memory, and its length.
-
-    >>> offsets_of([3, 16, 20])
-    [0, 16, 32, 64]
-    """
-    return [*accumulate((-(-numel // _ALIGNED) * _ALIGNED for numel in numels), initial=0)]
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,7 @@ class _Pass:
             self._pixels, targets = message_parts(self._message, batch.images.shape)
             self._batch = replace(batch, targets=targets)
         else:
-            copies: dict[str, Any] = {name: each.to(device, copy=True) for name, each in _tensors(batch).items()}
+            copies: dict[str, Any] = {name: each.to(device, copy=True) for name, each in batch.labels().items()}
             self._batch = replace(batch, **copies)
         self._scale, self._scale_there = 1.0, torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
@@ -361,8 +361,8 @@ class _Pass:
             self._message.copy_(arriving(batch.message, device))
         else:
             self._images.copy_(place(batch, device, precision.memory_format))
-            mine = _tensors(self._batch)
-            for name, given in _tensors(batch).items():
+            mine = self._batch.labels()
+            for name, given in batch.labels().items():
                 mine[name].copy_(pinned(given, device), non_blocking=True)
         if self._scale != precision.loss_scale:
             self._scale = precision.loss_scale
@@ -412,12 +412,6 @@ class _Pass:
             if count:  # of parameters that this network does not use
                 end(bucket)
         self._parts.control.add_captured(self.statistics, self.loss)
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    # What a loss reads of a batch, by field.
-    found = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 register(look_up, writes={"out"})

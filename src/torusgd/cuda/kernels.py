@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+from ..data.to_device import pinned
+
 KERNELS = f"{__package__}.triton_kernels"  # imported once a CUDA tensor comes, since only then Triton need be there
 LIBRARY = Library("torusgd", "FRAGMENT")
 operators = torch.ops.torusgd  # the registered operators, by name
@@ -88,11 +90,7 @@ def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     values = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _of_capture[-1].take(values)
-    return _sent(values, device)
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    return pinned(values, device).to(device, non_blocking=True)
 
 
 def write_table(table: Tensor, rows: Sequence[Sequence[float]]) -> None:
@@ -119,4 +117,4 @@ def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tens
     for number, numel in enumerate(numels):
         rows += [(number, at, min(block, numel - at), offset + at) for at in range(0, numel, block)]
         offset += numel
-    return _sent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), device)
+    return pinned(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), device).to(device, non_blocking=True)

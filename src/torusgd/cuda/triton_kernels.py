@@ -220,7 +220,10 @@ def _mean(sums, runs, blocks, factors, scale):
 
 
 def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
-    laid_out = [_dense(gradient) for gradient in gradients]  # they live until the kernel is launched
+    # In a layout that the kernel reads: as `torch.autograd.grad` gives it, it may be that of a transposed tensor. They
+    # live until the kernel is launched.
+    last = torch.channels_last
+    laid_out = [g if g.is_contiguous() or g.is_contiguous(memory_format=last) else g.contiguous() for g in gradients]
     how = table_of([layout_of(gradient) for gradient in laid_out], message.device)
     blocks = blocks_of(tuple(gradient.numel() for gradient in gradients), BLOCK.value, message.device)
     _add_gradients[(len(blocks),)](how, blocks, scales, message, found, len(gradients), enable_fp_fusion=False)
@@ -275,13 +278,6 @@ def _indices(trailers: Sequence[Tensor]) -> Tensor:
         rows += [(begin + slot, begin + slots + slot) for slot in range(slots)]
         lost.append((begin + 2 * slots, begin + 2 * slots + 1))
     return cached_table((*rows, *lost), trailers[0].device)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    # A gradient in one of the layouts that the kernel reads: as `torch.autograd.grad` gives it, it may have others,
-    # such as that of a transposed tensor.
-    is_read = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last)
-    return gradient if is_read else gradient.contiguous()
 
 
 def layout_of(tensor: Tensor) -> tuple[int, int, int]:

@@ -163,7 +163,9 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     shares = np.empty(len(images), dtype=np.float32)
     for i in range(len(images)):
         alpha, key = augment.cutmix if pasted[i] else augment.mixup, (seed, int(epochs[i]), int(indices[i]))
-        share = beta(alpha, draws[i, _SHARE:]) if is_by_products(alpha) else arithmetic.beta(alpha, MIX, *key)
+        # Of u ** (1 / alpha) as a product of u's, which needs no library's power; or by portable arithmetic.
+        by_products = alpha <= 1 and abs(round(1 / alpha) - 1 / alpha) <= 1e-9
+        share = beta(alpha, draws[i, _SHARE:]) if by_products else arithmetic.beta(alpha, MIX, *key)
         shares[i] = share
         if pasted[i]:
             rows = _span(height, math.sqrt(1 - share), float(draws[i, _ROW]))
@@ -177,17 +179,8 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     return shares
 
 
-def is_by_products(alpha: float) -> bool:
-    """Whether u ** (1 / alpha) is a product of u's, and needs no library's power.
-
-    >>> is_by_products(0.2), is_by_products(0.8)
-    (True, False)
-    """
-    return alpha <= 1 and abs(round(1 / alpha) - 1 / alpha) <= 1e-9
-
-
 def beta(alpha: float, draws: Float64) -> float:
-    """A draw from Beta(alpha, alpha) (`is_by_products`) by Johnk's method, from draws in [0, 1), two an attempt."""
+    """A draw from Beta(alpha, alpha) (1 / alpha is whole) by Johnk's method, from draws in [0, 1), two an attempt."""
     if alpha == 1:
         return float(draws[0])
     for u, v in draws.reshape(-1, 2).tolist():

@@ -271,9 +271,8 @@ def _serve(pipe: Connection, memory: str, open_: Open) -> None:
             # Opened with the first batch, so that an error reaches the rank as that of a batch does.
             pipeline = pipeline or open_(shared.array)
             batch = pipeline.training_batch(*wanted)
-            named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
             # As arrays: a pipe would move tensors by files.
-            arrays = {name: tensor.numpy() for name, tensor in named.items() if tensor is not None}
+            arrays = {name: tensor.numpy() for name, tensor in batch.labels().items()}
             made = tuple(batch.images.shape), {"positions": batch.positions, "replaced": batch.replaced}, arrays
         except (UserError, RunError, OSError) as error:
             made = error

@@ -42,6 +42,11 @@ class Batch:
     plain: "Batch | None" = None  # the same images un-augmented, for a stage's extra pass
     message: torch.Tensor | None = None  # uint8 [bytes], images and targets in one piece (`to_device.parts`)
 
+    def labels(self) -> dict[str, torch.Tensor]:
+        """What a loss reads beside the images, by field: the targets and, of mixed images, partners and shares."""
+        found = {"targets": self.targets, "partners": self.partners, "shares": self.shares}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
 
 def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: bool = False) -> npt.NDArray[Any]:
     """A new array in torch's memory, not cleared."""

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.allreduce import ShardCollectives
 from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
-from ..comm.monitor import DeviceClock, Mark
+from ..comm.monitor import DeviceClock
 from ..comm.tuning.profile import Profile
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -97,7 +97,7 @@ class Reducer:
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
         self.is_measuring = False  # whether passes only look for the largest elements, before a first sum or a redo
-        self._is_last = self._is_begun = self._is_hashing_only = False
+        self.is_last = self._is_begun = self._is_hashing_only = False  # `is_last`: of the virtual worker that has begun
         self._hash: IntegerHash | None = None
         self.observe: Callable[[int, Tensor], object] | None = None  # of the virtual worker that has begun
         self.use_layout(lay_out_slots(slots, rule))
@@ -179,14 +179,10 @@ class Reducer:
     ) -> None:
         """Begins a virtual worker's passes; `hash_into` takes its integers too, `observe` its gradients."""
         self._hash, self.observe = hash_into, observe
-        self._is_last = last and not self.is_measuring
+        self.is_last = last
         # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
         buckets = zip(self.layout.buckets, self.layout.parallel, strict=True)
         self._missing = [(b.stop - b.first) * parallel for b, parallel in buckets]
-
-    def mark_last(self) -> None:
-        """The virtual worker that has begun is the last."""
-        self._is_last = not self.is_measuring
 
     def add(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient (float32) of a held slot by one virtual worker."""
@@ -211,7 +207,7 @@ class Reducer:
         b = self.layout.buckets[bucket]
         if self._missing[bucket] % (b.stop - b.first) == 0:
             self.sum.end_worker(bucket)
-        if self._is_last and not self._missing[bucket]:
+        if self.is_last and not self._missing[bucket]:
             self._send_full()
 
     def taken(self, after: Callable[[int], AbstractContextManager[object]] | None = None) -> None:
@@ -228,7 +224,7 @@ class Reducer:
             if missing:
                 self.sum.end_worker(index)
                 self._missing[index] = 0
-        if self._is_last:
+        if self.is_last:
             self._send_full()
 
     @contextmanager
@@ -257,10 +253,6 @@ class Reducer:
         self._maximum_over_ranks(self._maxima)
         check(result)
         self.sum.set_maxima(self._maxima)
-
-    def ready_at(self, mark: Mark) -> None:
-        """This rank's own work was done at a mark, before it helped others."""
-        self.last_ready = mark
 
     def wait(self) -> None:
         """Returns when all messages of a step have arrived, on a GPU before it is there."""

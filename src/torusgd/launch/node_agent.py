@@ -37,7 +37,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > join.MOST_RANKS:
         raise UserError(f"--workers {workers}: one machine may bring {join.MOST_RANKS} ranks at most")
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     with ExitStack() as held:
         link = _connect(address, token, join.NODE)
         interface = join.interface_of(link.getsockname()[0])
@@ -178,7 +178,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = join.as_text(address)
+    where = f"{address[0]}:{address[1]}"
     with as_run_error(f"{where}: no run can be reached there"):
         link = socket.create_connection(address, CONNECT_SECONDS)
     try:

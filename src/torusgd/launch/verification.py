@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple
@@ -70,10 +69,6 @@ class Range(NamedTuple):
     @property
     def name(self) -> str:
         return "result" if self.is_result else f"steps {self.first}:{self.last}"
-
-
-def ranges_of(claims: Claims) -> list[Range]:
-    return [Range(*pair) for pair in pairwise(sorted(claims.states))]
 
 
 def drawn(ranges: Sequence[Range], count: int, seed: str) -> list[Range]:

@@ -303,18 +303,9 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        block: Block,
-        depths: Sequence[int],
-        *,
-        classes: int,
-        channels: int,
-        zero_gamma: bool = False,
-        fan_in: bool = False,
-        uniform_gamma: bool = False,
-        rare: bool = False,
-        blur: str = "none",
-    ) -> None:
+        self, block: Block, depths: Sequence[int], *, classes: int, channels: int, zero_gamma: bool = False,
+        fan_in: bool = False, uniform_gamma: bool = False, rare: bool = False, blur: str = "none",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -358,16 +349,9 @@ class SmallResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        multiples: Sequence[int],
-        strides: Sequence[int],
-        *,
-        classes: int,
-        channels: int,
-        width: int = 16,
-        dropout: float = 0.0,
-        zero_gamma: bool = False,
-    ) -> None:
+        self, multiples: Sequence[int], strides: Sequence[int], *, classes: int, channels: int, width: int = 16,
+        dropout: float = 0.0, zero_gamma: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         _check_width(width)
         _check_dropout(dropout)

@@ -244,8 +244,7 @@ def _few_attempts() -> Iterator[None]:
 # Of each kind a figure that every event has.
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
 
-Maker = Callable[[Path, Mapping[str, Any]], Tracker]
-MAKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+MAKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
 def _run_id(folder: Path) -> str:

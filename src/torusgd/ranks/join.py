@@ -236,10 +236,6 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def as_text(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
 def _proof(token: bytes, side: str, purpose: str, listeners: str, clients: str) -> str:
     # The side is in it: else a listener could be sent its own proof back.
     text = json.dumps(["torusgd 1", side, purpose, listeners, clients])
@@ -382,7 +378,7 @@ class Listener:
             self._socket = socket.create_server(address)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise UserError(f"--listen {as_text(address)}: {why}; choose another port") from None
+            raise UserError(f"--listen {address[0]}:{address[1]}: {why}; choose another port") from None
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
 

@@ -113,16 +113,9 @@ class Rehearsal:
 
 
 def rehearse(
-    workload: Workload,
-    cluster: Cluster,
-    software: Software,
-    devices: int,
-    *,
-    reduction: str,
-    allreduce: str,
-    steps: int = 3,
-    limit: float = 8.0,
-) -> Rehearsal:
+    workload: Workload, cluster: Cluster, software: Software, devices: int, *, reduction: str, allreduce: str,
+    steps: int = 3, limit: float = 8.0,
+) -> Rehearsal:  # fmt: skip
     """Plays the last stage's step of a workload in the network lab, with one step more than `steps` to warm up.
 
     `software` is of `program_for` and `as_torusgd`, `devices` fill two nodes or more; `limit` are the seconds of a step
@@ -150,7 +143,8 @@ def rehearse(
     grid = grid_of(how, cluster, devices) if how.algorithm.partition(":")[0] in GRIDS else None
     dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
     part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce, grid, dtype)
-    mtu = packet_bytes(hosts, scale.rate)
+    # A packet is passed on whole: the smaller it is, the less a round is late. But each costs the wire the same.
+    mtu = int(min(MTU, max(_SMALLEST_PACKET, hosts * scale.rate / _PACKETS)))
     places = [Host(each, scale.latency, 8 * scale.rate)] * hosts
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(places, mtu=mtu) as lab:
         file.write(part)
@@ -183,16 +177,6 @@ def choose_scale(
     shrink = max(1.0, bandwidth / (stretch * SHARE * ceiling.rate), size * ranks / _MEMORY)
     late = ceiling.round - stretch * alpha
     return Scale(stretch, shrink, max(0.0, -late), bandwidth / (stretch * shrink), max(0.0, late) / stretch)
-
-
-def packet_bytes(hosts: int, rate: float) -> int:
-    """The size of packets in a lab of so many hosts, each of which sends up to `rate` bytes a second.
-
-    >>> packet_bytes(16, 4e6), packet_bytes(16, 1e9), packet_bytes(2, 1e6)
-    (16000, 60000, 4096)
-    """
-    # A packet is passed on whole: the smaller it is, the less a round is late. But each costs the wire the same.
-    return int(min(MTU, max(_SMALLEST_PACKET, hosts * rate / _PACKETS)))
 
 
 @cache

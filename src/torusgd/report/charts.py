@@ -73,15 +73,9 @@ class Axis:
 
 
 def line_chart(
-    title: str,
-    x_label: str,
-    series: Sequence[Series],
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
-    percent: bool = False,
-    floor: bool = False,
-) -> Chart | None:
+    title: str, x_label: str, series: Sequence[Series], *, log_x: bool = False, log_y: bool = False,
+    percent: bool = False, floor: bool = False,
+) -> Chart | None:  # fmt: skip
     """A chart of one or more series, whose x does not fall; None if no series has a point.
 
     The title says what the y axis shows. Values that can't be shown are left out. With `percent` values are fractions;
@@ -96,7 +90,10 @@ def line_chart(
     xs, ys = zip(*(point for _, points in shown for point in points), strict=True)
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
     low, high = _span(min([0.0, *ys] if (floor or percent) and not log_y else ys), max(ys), log_y)
-    up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
+    if not log_y:  # to the next round values, so that the axis ends where a number stands
+        step = _step(low, high, TICKS)
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    up = Axis(low, high, HEIGHT - BOTTOM, TOP, log_y)
     lines = [replace(each, points=[(across.at(x), up.at(y)) for x, y in _thinned(points)]) for each, points in shown]
     ends = ", ".join(f"{each.name} ends at {short(points[-1][1])}" for each, points in shown)
     return Chart(title, x_label, tuple(lines), across.ticks(TICKS), up.ticks(TICKS), f"{title} over {x_label}: {ends}.")
@@ -134,12 +131,6 @@ def _round_values(low: float, high: float, count: int) -> list[float]:
     step = _step(low, high, count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
-
-
-def _widened(low: float, high: float, count: int) -> tuple[float, float]:
-    """To the next round values, so that an axis ends where a number stands."""
-    step = _step(low, high, count)
-    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
 def _decades(low: float, high: float, count: int) -> list[float]:

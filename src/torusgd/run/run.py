@@ -20,7 +20,7 @@ from ..ranks.generations import Generations
 from ..recipe.section import Duration
 from ..rundir.checkpoint import step_on_disk
 from ..signals import StopFlag
-from ..step.deadlines import as_seconds, deadlines_of
+from ..step.deadlines import deadlines_of
 from ..step.evaluate import Evaluation, evaluate
 from ..step.images import ReplacedImages
 from ..step.journal import Journal, journal_of
@@ -207,7 +207,7 @@ class Run:
             if stats is None:  # a rank was requested to stop between two virtual workers: the step is not taken
                 is_stopping = True
                 continue
-            self._note(stats, deadlines.observe(as_seconds(stats.finished), stats.times.seconds))
+            self._note(stats, deadlines.observe(stats.finished, stats.times.seconds))
             is_stopping, is_changing = stats.stop, stats.change
             is_due = stats.save or self._recorder.wants_checkpoint
             if self._recorder.is_refuted:  # what follows from a wrong state says nothing

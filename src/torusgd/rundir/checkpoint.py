@@ -210,12 +210,8 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint |
 
 def set_aside(path: Path) -> Path:
     """Renames a damaged checkpoint, so that it is neither read again nor lost; its new path."""
-    for number in count(1):
-        aside = path.with_name(path.name + DAMAGED + (f"-{number}" if number > 1 else ""))
-        if not aside.exists():
-            path.rename(aside)
-            return aside
-    raise AssertionError("a number is free")
+    names = (path.name + DAMAGED + (f"-{number}" if number > 1 else "") for number in count(1))
+    return path.rename(next(aside for aside in map(path.with_name, names) if not aside.exists()))
 
 
 class CheckpointWriter:

@@ -17,7 +17,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints
-from .run_view import HEAD, STATUS, forget_requests
+from .run_view import HEAD, STATUS, forget_requests, is_run
 
 TRACE = "trace.json"
 # The file with the name by which servers know the run, however often it is resumed.
@@ -86,7 +86,7 @@ class RunDir:
             known = self.agents()
             # They start the ranks again with the same words when one fails or the nodes change; then `--fresh` is old.
             fresh = fresh and known.isdisjoint(agents)
-            if not self._is_run():
+            if not is_run(self.path):
                 self._refuse_strangers(fresh)
             elif fresh:
                 self._delete_run()
@@ -141,11 +141,6 @@ class RunDir:
         with suppress(OSError, ValueError, TypeError):
             return set(parse_json(read_text(self.path / _AGENTS)))
         return set()
-
-    def _is_run(self) -> bool:
-        with suppress(FileNotFoundError), self.recipe.open(errors="replace") as file:
-            return file.readline().startswith(HEAD)
-        return False
 
     def _refuse_strangers(self, fresh: bool) -> None:
         names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}

@@ -100,7 +100,7 @@ class RunStatus:
 
 def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
     """How a run is, by its folder or a copy; UserError if it is none. `is_alive`: its lock is held elsewhere."""
-    if not _is_run(folder):
+    if not is_run(folder):
         raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
     is_running = is_locked(folder) if is_alive is None else is_alive
     with as_user_error(f"{folder}: its status can't be read", of=(OSError, ValueError)):
@@ -135,7 +135,7 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     with suppress(OSError, ValueError), (folder / "recipe.yaml").open(errors="replace") as file:
         return file.readline().startswith(HEAD)
     return False

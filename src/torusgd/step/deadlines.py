@@ -30,7 +30,7 @@ from ..errors import RunError
 from ..precision import arithmetic_of
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
-from ..synchrony.delays import F64, delay_model
+from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limit, Limits, VirtualSteps
 from .batchnorm import BatchNormStatistics
 from .forward_backward import WholeNetwork
@@ -78,9 +78,10 @@ class Deadlines:
             return entry_of(step, self._virtual.at(step).workers)
         return StepDeadline(step, self._limits.next(step))
 
-    def observe(self, finished: F64, seconds: float) -> str:
-        """Learns from a step; returns a line if it has measured a threshold. `finished`: see `as_seconds`."""
-        found = self._limits.observe(finished, seconds) if len(finished) else None
+    def observe(self, microseconds: Sequence[int], seconds: float) -> str:
+        """Learns from a step; returns a line if it has measured a threshold. `microseconds`: see `arrived`."""
+        times = np.array(microseconds, dtype=np.float64)
+        found = self._limits.observe(np.where(times > 0, times / _MICRO, np.nan), seconds) if len(times) else None
         if found is None:
             return ""
         so_far = f"left out {found.dropped:.1%} of the work, and brought {found.gain:+.1%} gradients a second"
@@ -98,7 +99,7 @@ class JournalReplay:
     def next(self, step: int) -> JournalEntry:
         return synchronous(step, self.virtual_workers) if self.journal is None else self.journal.entry(step)
 
-    def observe(self, finished: F64, seconds: float) -> str:
+    def observe(self, microseconds: Sequence[int], seconds: float) -> str:
         return ""
 
 
@@ -117,12 +118,6 @@ def arrived(step: int, microseconds: Sequence[int]) -> JournalEntry:
     # of these reports alone decides what is in the update. If ranks chose differently, or their clocks ran differently,
     # the update and the journal would still be the same on all of them.
     return entry_of(step, (worker for worker, when in enumerate(microseconds) if when > 0))
-
-
-def as_seconds(microseconds: Sequence[int]) -> F64:
-    """Times that have travelled: float64, nan for 0, that of a virtual worker that was left out."""
-    times = np.array(microseconds, dtype=np.float64)
-    return np.where(times > 0, times / _MICRO, np.nan)
 
 
 class StepWindow:

@@ -53,16 +53,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    pipeline: Pipeline,
-    settings: Evaluate,
-    world: Group,
-    allreduce: AllReduce,
-    precision: Precision,
-    stop_requested: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda chunk: None,
+    model: nn.Module, pipeline: Pipeline, settings: Evaluate, world: Group, allreduce: AllReduce, precision: Precision,
+    stop_requested: Callable[[], bool] = lambda: False, progress: Progress = lambda chunk: None,
     observe: Observe = lambda logits, batch, chunk: None,
-) -> Evaluation | None:
+) -> Evaluation | None:  # fmt: skip
     """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
     The model is left in evaluation mode. `progress` and `observe` are called for each of this rank's chunks.

@@ -189,9 +189,7 @@ def batch_sha256(batch: Batch) -> str:
     if batch.table is not None:  # a GPU normalises them itself, to the same bits
         images = torch.empty(images.shape)
         look_up(batch.images, batch.table, images)
-    mixed = {"partners": batch.partners, "shares": batch.shares}
-    known = {name: tensor for name, tensor in mixed.items() if tensor is not None}
-    return weights_sha256({"images": images, "targets": batch.targets, **known})
+    return weights_sha256({"images": images, **batch.labels()})
 
 
 class RecordWatch(StepWatch):

@@ -147,22 +147,14 @@ class TrainStep:
         for watcher in self.watchers:
             found |= watcher.after(view, control)
         return StepStats(
-            step=step,
-            times=self.clock.stop(),
-            loss=control.loss,
-            entry=entry,
-            replaced=control.counts.replaced,
-            redone=reduced.redone,
-            overflowed=reduced.overflowed,
-            skipped=skipped,
-            left_out=self.recipe.virtual_workers - len(entry.workers),
-            finished=control.words(_FINISHED),
-            underflow=reduced.report.underflow,
-            loss_scale=loss_scale,
+            step=step, times=self.clock.stop(), loss=control.loss, entry=entry, replaced=control.counts.replaced,
+            redone=reduced.redone, overflowed=reduced.overflowed, skipped=skipped,
+            left_out=self.recipe.virtual_workers - len(entry.workers), finished=control.words(_FINISHED),
+            underflow=reduced.report.underflow, loss_scale=loss_scale,
             taken_over=TakenOver.read(control.section(_TAKEN_OVER), self.world.ranks),
             **{name: value for name, value in found.items() if name in STATS},
             figures={name: value for name, value in found.items() if name not in STATS},
-        )
+        )  # fmt: skip
 
     def take_passes(self, view: StepView, entry: JournalEntry) -> None:
         """Forward and backward of this rank's virtual workers in an entry; its messages leave meanwhile."""
@@ -187,7 +179,7 @@ class TrainStep:
                 own_done = self.reducer.clock.mark()
             sent = self._pass(view, work, worker)
         if own_done is not None:  # ranks are compared by what they take for their own shares
-            self.reducer.ready_at(own_done)
+            self.reducer.last_ready = own_done
         self.clock.end_work(own_done or self.reducer.clock.mark(), max(1, work.own))
         if not self.reducer.is_measuring:
             seen = replace(view, is_stopping=self.requests.is_stopping)
@@ -221,7 +213,7 @@ class TrainStep:
             self.control.counts.replaced += batch.replaced
         is_last = worker is None or work.is_last()
         if is_last:
-            self.reducer.mark_last()
+            self.reducer.is_last = True
             # It leaves before the last backward pass, beside which it travels, unless that pass fills it.
             sent = None if self.forward_backward.control_follows else self._send(view, _TAKEN_OVER, work.report())
         # A backward pass fills the memory in which the last step's weights may still be under way.

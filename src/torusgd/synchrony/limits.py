@@ -92,15 +92,9 @@ class Limits:
     """
 
     def __init__(
-        self,
-        shares: Sequence[Sequence[int]],
-        seed: int,
-        *,
-        count: int | Literal["predicted", "learned"] | None,
-        threshold: float | Literal["measured"] | None,
-        warmup: int,
-        warm: int,
-    ) -> None:
+        self, shares: Sequence[Sequence[int]], seed: int, *, count: int | Literal["predicted", "learned"] | None,
+        threshold: float | Literal["measured"] | None, warmup: int, warm: int,
+    ) -> None:  # fmt: skip
         self._shares, self._count, self._warmup, self._warm = shares, count, warmup, warm
         self._workers, self._seed = sum(map(len, shares)), seed
         # Until the model is fitted, and for who was not seen for how long, the average is kept.

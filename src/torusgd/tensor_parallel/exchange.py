@@ -79,23 +79,19 @@ class ParallelGroups:
 
     def __init__(self, sizes: Sequence[int], world: Group, watch: Callable[[Work], Work] = lambda work: work) -> None:
         self.world, self.watch = world, watch
-        self._model = {1: alone(world.device, world.ranks[world.rank])}
+        self.model_parallel = {1: alone(world.device, world.ranks[world.rank])}  # so many consecutive ranks around this
         self._data: dict[int, Group] = {}
         for parallel in sorted({*sizes} - {1}):
             grid = torch.arange(world.size).view(-1, parallel)
-            self._model[parallel] = world.partition(grid.tolist())
+            self.model_parallel[parallel] = world.partition(grid.tolist())
             self._data[parallel] = world.partition(grid.T.tolist())
-
-    def model_parallel(self, parallel: int) -> Group:
-        """The `parallel` consecutive ranks around this one."""
-        return self._model[parallel]
 
     def data_parallel(self, parallel: int) -> Group:
         """The ranks that hold the same columns as this one if `parallel` ranks divide them."""
         return self._data.get(parallel, self.world)
 
     def close(self) -> None:
-        for group in (*self._model.values(), *self._data.values()):
+        for group in (*self.model_parallel.values(), *self._data.values()):
             group.close()
 
 
@@ -122,7 +118,7 @@ class Exchange:
     def __init__(self, source: Layout, target: Layout, groups: ParallelGroups) -> None:
         # Groups of the smaller M lie within those of the larger, so that no other rank takes part.
         span, rank = max(source.parallel, target.parallel), groups.world.rank
-        self._groups, self._group = groups, groups.model_parallel(span)
+        self._groups, self._group = groups, groups.model_parallel[span]
         first = rank // span * span
         self._peers = range(first, first + span)
         # The blocks that the one rank holds in `source` and the other needs in `target`.

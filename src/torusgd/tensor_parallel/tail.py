@@ -189,14 +189,14 @@ class ParallelTail:
         works = []
         for number, (layer, block) in enumerate(self._order):
             parallel, blocks = self.layouts[layer]
-            group = self.groups.model_parallel(parallel)
+            group = self.groups.model_parallel[parallel]
             works.append(self.groups.watch(group.start_broadcast(rows[number], block * parallel // blocks)))
         for work in works:
             work.wait()
 
     def complete_norms(self, table: Tensor) -> None:
         """Sums a table over the largest model-parallel group, whose ranks together hold every column block."""
-        self.groups.watch(self.groups.model_parallel(max(self.parallel)).start_all_reduce(table)).wait()
+        self.groups.watch(self.groups.model_parallel[max(self.parallel)].start_all_reduce(table)).wait()
 
     def close(self) -> None:
         self.groups.close()
