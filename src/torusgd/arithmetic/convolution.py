@@ -25,7 +25,7 @@ from .passes import joined, scaled
 from .scales import amax_over, count, counts, scales
 
 # Bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache.
-_CHUNK = 1 << 21
+_CHUNK = 1 << 20
 
 
 def pair(values: Sequence[int]) -> tuple[int, int]:
