@@ -1,7 +1,6 @@
-"""Pooling, nearest upsampling, and their gradients: gathers, and sums over the grid of each image and channel.
+"""Means of pools, nearest upsampling, and the gradients of pools: gathers, and sums over the grid of image and channel.
 
-The functions have the arguments of ATen's operators, of a batch or of one image. Of equal values the maximum is the
-first in row order of the window; a NaN wins over all, and the first of them.
+The functions have the arguments of ATen's operators, of a batch or of one image. Torch's own maxima pass: they compare.
 """
 
 from collections.abc import Sequence
