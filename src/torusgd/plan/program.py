@@ -27,7 +27,8 @@ from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_commu
 from .model_cost import matched
 from .timeline import step_time
 
-# Of a step, over float32's: ResNet-50 takes 1.4 on a CPU with int8 dot products, 2.8 without (notes/portable-arithmetic.md)
+# Of a step, over float32's: ResNet-50 takes 1.4 on a CPU with int8 dot products, 2.8 without
+# (notes/portable-arithmetic.md)
 _PORTABLE_SLOWDOWN = 2.5
 _IN_ADVANCE = 10  # steps over which those that were launched in advance are averaged
 
