@@ -100,6 +100,7 @@ def rows(pythons: list[str], control: bool) -> dict[str, Callable[[Path], str]]:
         {"MKL_ENABLE_INSTRUCTIONS": "AVX512"},
         *({"MKL_CBWR": name} for name in ("SSE2", "AVX", "AVX512")),
         {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX"},
+        {"CC": "none"},  # passes by torch's operators
     ]
     found: dict[str, Callable[[Path], str]] = {
         " ".join(f"{key}={value}" for key, value in each.items()): partial(
