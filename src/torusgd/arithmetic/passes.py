@@ -182,6 +182,10 @@ class _Three:
         self.sizes = [math.prod(n for _, n in part) for part in (ways[:begin], ways[begin:end], ways[end:])]
         self.fits = x.permute(self.order).is_contiguous() and len(summed) == end - begin
 
+    def threads(self, x: Tensor) -> int:
+        """At most one a place in the middle: of none the least value would be NaN."""
+        return min(_threads(x), self.sizes[1])
+
     def empty(self, dtype: torch.dtype, threads: int) -> Tensor:
         outer, _, inner = self.sizes
         return torch.empty(threads, outer * inner, dtype=dtype, device="cpu")
@@ -204,7 +208,7 @@ def extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _extremes_in_c(found: ctypes.CDLL, x: Tensor, three: _Three) -> tuple[Tensor, Tensor]:
-    threads = _threads(x)
+    threads = three.threads(x)
     least, most = three.empty(torch.float32, threads), three.empty(torch.float32, threads)
     _call(found.extremes, threads, x, *three.sizes, least, most)
     return three.back(least.amin(0)), three.back(most.amax(0))
@@ -222,7 +226,10 @@ def multiples(x: Tensor, offset: Tensor, dims: tuple[int, ...], center: Tensor |
 
 
 def _multiples_in_c(found: ctypes.CDLL, x: Tensor, offset: Tensor, three: _Three, center: Tensor | None) -> Tensor:
-    sums, middle = three.empty(torch.int64, threads := _threads(x)), None if center is None else three.there(center)
+    sums, middle = (
+        three.empty(torch.int64, threads := three.threads(x)),
+        None if center is None else three.there(center),
+    )
     _call(found.sums, threads, x, three.there(offset), middle, *three.sizes, sums)
     return three.back(sums.sum(0))
 
