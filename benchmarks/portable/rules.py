@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torusgd.arithmetic import portable
-from torusgd.arithmetic.methods import quantised, slices
+from torusgd.arithmetic.methods import quantised
+from torusgd.arithmetic.passes import slices
 
 from ..record import sample
 
@@ -60,7 +61,8 @@ def other_products(a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """A @ B by arithmetics that version 1 is not: three products of slices, and one scale for a whole operand."""
     (left, rows), (right, columns) = quantised(a, (1,)), quantised(b, (0,))
     whole = left.double() @ right.double()
-    lost = slices(left)[1].double() @ slices(right)[1].double()
+    one = torch.ones(1, 1)
+    lost = slices(left, one)[1].double() @ slices(right, one)[1].double()
     (coarse, unit), (other, another) = quantised(a, (0, 1)), quantised(b, (0, 1))
     return {
         "three": (whole - lost) * rows * columns,
