@@ -19,6 +19,7 @@ import torch
 from benchmarks import compare, tables
 from benchmarks.__main__ import commands, main
 from benchmarks.compare import compared
+from benchmarks.portable.rules import other_products, with_ratio
 from benchmarks.record import RESULTS, recorded, runs, sample
 from benchmarks.slow_ranks import late_work
 from benchmarks.tables import PAGES, written
@@ -26,6 +27,7 @@ from torch._C._autograd import DeviceType
 
 from tests.arithmetic.test_rules import threads
 from tests.commands import ran
+from torusgd.arithmetic.methods import matmul
 from torusgd.data.pipeline import Batch
 
 ROOT = Path(__file__).parents[1]
@@ -289,3 +291,10 @@ def test_late_work_is_done_by_others_in_less_time(delays: str) -> None:
     assert taken["DropCompute"] < taken["synchronous"]
     if delays.startswith("slow"):
         assert taken["shares by speed"] < taken["work stealing"]
+
+
+def test_products_that_version_1_is_not_are_near_it_and_worse() -> None:
+    a, b = with_ratio((64, 96), 10, 1), with_ratio((96, 32), 10, 2)
+    right = a.double() @ b.double()
+    errors = [(each.double() - right).norm() / right.norm() for each in (matmul(a, b), *other_products(a, b).values())]
+    assert 0 < errors[0] < errors[2] < errors[1] < 1e-2
