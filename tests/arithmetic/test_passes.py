@@ -11,8 +11,10 @@ import pytest
 import torch
 from tests.arithmetic.test_machines import GOLDEN, run
 from torch import Tensor
+from torch.nn import functional as F
 
-from torusgd.arithmetic import passes
+from torusgd.arithmetic import passes, portable
+from torusgd.arithmetic.methods import _is_exact
 from torusgd.arithmetic.scales import grid_offset
 
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler")
@@ -151,13 +153,26 @@ def test_without_a_compiler_torch_does_it(compiler: str, monkeypatch: pytest.Mon
 @needs_compiler
 @pytest.mark.usefixtures("without_verdict")
 def test_other_defaults_of_torch_are_no_matter() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            assert passes.library() is not None
-            assert passes.extremes(torch.arange(40000, dtype=torch.float32, device="cpu"), (0,))[1].item() == 39999
-    finally:
-        torch.set_default_dtype(torch.float32)
+    a, b, x, weight = normal(300, 200), normal(200, 400), normal(8, 16, 32, 32), normal(32, 16, 3, 3)
+    with portable(["int8"]):
+        expected = a @ b, F.conv2d(x, weight), x.amax()
+        passes.library.cache_clear()
+        _is_exact.clear()
+        torch.set_default_dtype(torch.float64)
+        try:
+            found = a @ b, F.conv2d(x, weight), x.amax()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert are_equal(found, expected)
+
+
+@needs_compiler
+def test_sums_lie_side_by_side_as_torchs_do() -> None:
+    """Else a network's `view` would fail where there is a compiler."""
+    x = normal(16, 8, 32, 32).contiguous(memory_format=torch.channels_last)
+    with portable():
+        assert x.mean(3).stride() == (256, 32, 1)
+        x.mean(3).view(16, -1)
 
 
 def test_the_hash_is_the_golden_one_without_a_compiler() -> None:

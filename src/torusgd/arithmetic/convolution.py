@@ -70,7 +70,7 @@ class Geometry:
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Geometry) -> Tensor:
     """The output [N, O, H', W'] of x [N, C, H, W] and weights [O, C / groups, *kernel]; the bias is added last."""
     output = shape.output(*x.shape[2:])
-    result = torch.empty(len(x), len(weight), *output, device=x.device, memory_format=_format(x, weight))
+    result = torch.empty(len(x), len(weight), *output, dtype=x.dtype, device=x.device, memory_format=_format(x, weight))
     if result.numel() == 0:
         return result
     scale, image_units = _group_scales(x, shape.groups)
@@ -97,7 +97,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
     """The gradient of a convolution's input, of `size` pixels, from that of its output [N, O, H', W']."""
     output, groups = (gradient.shape[2], gradient.shape[3]), shape.groups
     inputs = groups * weight.shape[1]
-    result = torch.empty(len(gradient), inputs, *size, device=gradient.device, memory_format=_format(gradient, weight))
+    sizes = len(gradient), inputs, *size
+    result = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=_format(gradient, weight))
     if gradient.numel() == 0:
         return result.zero_()
     scale, image_units = _group_scales(gradient, groups)
@@ -112,8 +113,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
             shape.at(padded, tap, output).addcmul_(integers, kernels[:, :, number, None])
         scaled = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
         return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
-    sizes = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
-    ways = [_phases(*each) for each in sizes]
+    along = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
+    ways = [_phases(*each) for each in along]
     (before, after), (left, right) = (_reach(phases, n) for phases, n in zip(ways, output, strict=True))
     last, parts = result.permute(0, 2, 3, 1), []
     for row in ways[0]:
@@ -243,7 +244,7 @@ def _correlate(
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
     """
     groups, wide = len(units[1]), 16 * min(units[1].numel(), 512)
-    one = torch.ones(1, 1, 1, device=images.device)
+    one = images.new_ones(1, 1, 1)
     prepared = [
         (each, tuple(part[0] if groups == 1 else part for part in method.prepare(k, one)), out)
         for each, k, out in parts

@@ -190,13 +190,13 @@ def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:
     for part in blocks(like[0]):
         index = torch.arange(part.start * width, part.stop * width).view(-1, *shape[1:])
         if kind == "largest":
-            values = torch.full(index.shape, float(LARGEST))
+            values = torch.full(index.shape, LARGEST, dtype=torch.float32)
         elif kind == "alternating":
             values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
         else:
             draws = keyed_hash(_CHECK, 2, index.numpy()) % len(_EXTREMES)
             values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
-        prepared = method.prepare(values.to(device), torch.ones([1] * len(shape), device=device))
+        prepared = method.prepare(values.to(device), torch.ones([1] * len(shape), dtype=torch.float32, device=device))
         for slice_of, found in zip(operand, prepared, strict=True):
             slice_of[part].copy_(found)
     return operand
@@ -232,8 +232,10 @@ def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     times: dict[str, float] = {}
     # In turn, so that what else the machine does for a moment meets no method alone.
     for name, method in [*METHODS.items()] * _ROUNDS:
-        operands = (torch.full(shape, 1000.0, device=device) for shape in ((256, 1152), (1152, 128)))
-        a, b = (method.prepare(x, torch.ones(1, 1, device=device)) for x in operands)
+        operands = (
+            torch.full(shape, 1000.0, dtype=torch.float32, device=device) for shape in ((256, 1152), (1152, 128))
+        )
+        a, b = (method.prepare(x, x.new_ones(1, 1)) for x in operands)
         try:
             if a[0].is_cuda:
                 torch.cuda.synchronize(device)
@@ -260,6 +262,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     terms = exactly(lambda method: multiply(method, method.prepare(a, down), method.prepare(b, across)), a.device)
     if a.dim() == 3:
         return joined(terms).mul_(rows).mul_(columns).float()
-    result = torch.empty(len(a), b.shape[1], device=a.device)
+    result = a.new_empty(len(a), b.shape[1])
     scaled(terms, rows, columns, result.view(len(a), 1, 1, -1))
     return result

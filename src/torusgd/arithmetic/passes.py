@@ -191,8 +191,8 @@ class _Three:
         return torch.empty(threads, outer * inner, dtype=dtype, device="cpu")
 
     def back(self, values: Tensor) -> Tensor:
-        """[outer * inner] as the tensor was, with length 1 where it was summed."""
-        return values.view(self.kept).permute([self.order.index(dim) for dim in range(len(self.order))])
+        """[outer * inner] as the tensor was, with length 1 where it was summed; side by side, as torch has sums."""
+        return values.view(self.kept).permute([self.order.index(dim) for dim in range(len(self.order))]).contiguous()
 
     def there(self, values: Tensor) -> Tensor:
         """The other way."""
