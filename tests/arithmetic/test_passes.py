@@ -94,7 +94,7 @@ def test_sums_are_scaled_and_rounded_once(layout: str, threads: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
-@pytest.mark.parametrize("dims", [(0, 2, 3), (1, 2, 3), (2, 3), (0,), (3,), (1,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("dims", [(0, 2, 3), (1, 2, 3), (2, 3), (-2, -1), (0,), (3,), (1,), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("special", [0.0, math.inf, -math.nan, math.nan])
 def test_extremes_and_grid_sums(dims: tuple[int, ...], last: bool, special: float, threads: int) -> None:
     x = normal(2, 6, 300, 4, seed=2).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -164,6 +164,35 @@ def test_other_defaults_of_torch_are_no_matter() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     assert are_equal(found, expected)
+
+
+POOLS = {
+    "average": lambda x: F.avg_pool2d(x, 2), "maximum": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (5, 7)), "upsampling": lambda x: F.interpolate(x, scale_factor=2),
+    "mean": lambda x: x.mean((-2, -1)), "softmax": lambda x: x.softmax(-1), "last norm": lambda x: x.norm(dim=-1),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("name", POOLS)
+def test_rules_of_pixels_have_the_same_bits_with_and_without_c(
+    name: str, last: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some count their dimensions from the end."""
+    x = normal(4, 16, 24, 32).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+    def results() -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        with portable():
+            out = POOLS[name](leaf)
+            out.backward(normal(*out.shape, seed=3))
+        assert leaf.grad is not None
+        return out.detach(), leaf.grad
+
+    found = results()
+    monkeypatch.setattr(passes, "library", lambda: None)
+    assert are_equal(found, results())
 
 
 @needs_compiler

@@ -178,7 +178,7 @@ def _try(method: Method, a: Operand, b: Operand) -> tuple[Terms, bool | None]:
 
 _AT_THE_BOUND = ("largest", "alternating", "mixed")
 # The slices of 16256 are 64 and -128, the largest of both; those of 16255 are 63 and 127.
-_EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0.0, 8127.0])
+_EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0.0, 8127.0], dtype=torch.float32)
 
 
 def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:

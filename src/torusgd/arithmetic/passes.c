@@ -104,6 +104,26 @@ void sums(const float *x, const float *offset, const float *center, int64_t oute
     for (int part = 0; part < threads; part++)
         for (int64_t o = 0; o < outer; o++) {
             int64_t begin = middle * part / threads, end = middle * (part + 1) / threads;
+            if (inner == 1) {
+                const float *from = x + o * middle;
+                const float own = offset[o], middles = center ? center[o] : 0;
+                int64_t sum = 0;
+                for (int64_t block = begin; block < end; block += ROWS_IN_32_BITS) {
+                    int64_t stop = block + ROWS_IN_32_BITS < end ? block + ROWS_IN_32_BITS : end;
+                    int32_t few = 0;
+                    if (center)
+                        for (int64_t r = block; r < stop; r++) {
+                            float distance = from[r] - middles;
+                            few += bits_of(distance * distance + own) - bits_of(own);
+                        }
+                    else
+                        for (int64_t r = block; r < stop; r++)
+                            few += bits_of(from[r] + own) - bits_of(own);
+                    sum += few;
+                }
+                total[part * outer + o] = sum;
+                continue;
+            }
             for (int64_t first = 0; first < inner; first += TILE) {
                 int64_t width = inner - first < TILE ? inner - first : TILE;
                 int64_t *to = total + (part * outer + o) * inner + first;
@@ -112,7 +132,8 @@ void sums(const float *x, const float *offset, const float *center, int64_t oute
                     to[i] = 0;
                 for (int64_t block = begin; block < end; block += ROWS_IN_32_BITS) {
                     int64_t stop = block + ROWS_IN_32_BITS < end ? block + ROWS_IN_32_BITS : end;
-                    int32_t few[TILE] = {0};
+                    int32_t few[TILE];
+                    memset(few, 0, 4 * width);
                     for (int64_t r = block; r < stop; r++) {
                         const float *from = x + (o * middle + r) * inner + first;
                         if (middles)

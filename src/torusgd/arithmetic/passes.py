@@ -36,16 +36,16 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="torusgd-") as folder:
-        built = Path(folder) / "passes.so"
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="torusgd-", ignore_cleanup_errors=True) as folder:
+            built = Path(folder) / "passes.so"
             subprocess.run(
                 [compiler, *_FLAGS.split(), "-o", built, _SOURCE], check=True, capture_output=True, timeout=60
             )
             # At once, so that a function of OpenMP that torch has not brought is missed here.
             found = ctypes.CDLL(str(built), mode=os.RTLD_NOW)
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError):
+        return None
     return found if _agrees(found) else None
 
 
@@ -75,7 +75,8 @@ def _agrees(found: ctypes.CDLL) -> bool:
 
 
 def _library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    return library() if tensors[0].numel() >= LEAST and all(x.is_cpu for x in tensors) else None
+    is_plain = all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)  # a FakeTensor has no memory
+    return library() if is_plain and tensors[0].numel() >= LEAST else None
 
 
 def _threads(x: Tensor) -> int:
@@ -98,15 +99,15 @@ def slices(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if found is not None and not x.is_contiguous() and x.dim() > 1 and x.mT.is_contiguous() and x.dim() == scale.dim():
         upper, lower = slices(x.mT, scale.mT.contiguous())
         return upper.mT, lower.mT
-    leading = [n for n in scale.shape[:-1] if n > 1]
-    is_prefix = scale.dim() == x.dim() and leading == list(x.shape[: len(leading)])
+    same = max((dim + 1 for dim, n in enumerate(scale.shape[:-1]) if n > 1), default=0)
+    is_prefix = scale.dim() == x.dim() and scale.shape[:same] == x.shape[:same]
     if found is None or not (x.is_contiguous() and scale.is_contiguous() and is_prefix):
         return _slices_in_torch(x, scale)
     return _slices_in_c(found, x, scale)
 
 
 def _slices_in_c(found: ctypes.CDLL, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    upper, lower = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x, dtype=torch.int8)
+    upper, lower = (torch.empty(x.shape, dtype=torch.int8, device="cpu") for _ in range(2))
     rows, down = x.numel() // x.shape[-1], scale.shape[-1]
     same = rows // (scale.numel() // down)
     _call(found.slices, _threads(x), x, scale, rows, x.shape[-1], same, down, int(down > 1), upper, lower)
@@ -174,6 +175,7 @@ class _Three:
     """A tensor as [outer, middle, inner] in the order of memory, of which the middle is summed; `fits` if it is so."""
 
     def __init__(self, x: Tensor, dims: Sequence[int]) -> None:
+        dims = [dim % x.dim() for dim in dims]  # a rule may count them from the end
         self.order = sorted(range(x.dim()), key=x.stride, reverse=True)
         self.kept = [1 if dim in dims else x.shape[dim] for dim in self.order]
         ways = [(dim in dims, x.shape[dim]) for dim in self.order if x.shape[dim] > 1]

@@ -42,7 +42,7 @@ def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | 
     """The grid sum over `dims`, of length 1 then, of values up to `amax`; with a center of (x - center)**2 up to it."""
     if x.numel() > _MOST_TERMS:
         raise UserError(f"portable arithmetic: a sum over a tensor of {x.numel()} elements; there may be {_MOST_TERMS}")
-    offset = grid_offset(amax)
+    dims, offset = tuple(dim % x.dim() for dim in dims), grid_offset(amax)
     if (counted := multiples(x, offset, dims, center)) is not None:
         return counted.double().mul_(grid_unit(offset))
 
