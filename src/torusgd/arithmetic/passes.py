@@ -71,6 +71,9 @@ def _agrees(found: ctypes.CDLL) -> bool:
         offset = torch.full_like(center, 1.5 * bound)
         counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(0, True)
         pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (0,)), middle)], [counts]))
+    offset = torch.full_like(scale, 1.5 * 2.0**15)
+    counts = ((x + offset).view(torch.int32) - offset.view(torch.int32)).sum(1, True)
+    pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (1,)), None)], [counts]))
     return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
 
 
