@@ -16,7 +16,7 @@ from tests.run.test_portable import GOLDEN, STEPS
 from torch import Tensor
 
 import torusgd
-from torusgd.arithmetic import convolution, draws, functions, methods, normalization, reductions, scales
+from torusgd.arithmetic import convolution, draws, functions, normalization, reductions, scales
 from torusgd.data import arrays, augment, order
 from torusgd.gradients import integer_sum
 from torusgd.models import registry
@@ -168,7 +168,7 @@ def of_all_channels(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 PLACES: dict[str, list[tuple[Any, str, Any]]] = {
     "largest": [(scales, "_CARRY", scales._CARRY + (1 << 17))], "split": [(arrays, "SPLIT", 106)],
     "channels": [(convolution, "amax_over", of_all_channels)], "block": [(norms, "BLOCK", 1 << 20)],
-    "rounding": [(convolution, "quantised", half_up_of_tensors), (methods, "quantised", half_up_of_tensors)],
+    "rounding": [(convolution, "quantised", half_up_of_tensors)],
     "grid": [(reductions, "grid_offset", lambda amax: scales.grid_offset(amax) * 2)],
     "quotient": [(normalization, "quotient", lambda total, count: torch.div(total.float(), float(count)))],
     **{name.lower(): [(functions, name, getattr(functions, name) * (1 + 1e-7))] for name in ("LOG2_E", "LN_2")},

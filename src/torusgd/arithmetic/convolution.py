@@ -111,8 +111,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, size: tuple[int, int], shap
         integers, kernels = gradient.mul(scale).round_().double(), whole.double().flatten(2)
         for number, tap in enumerate(shape.taps()):
             shape.at(padded, tap, output).addcmul_(integers, kernels[:, :, number, None])
-        scaled = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
-        return result.copy_(scaled.mul_(weight_units.view(1, -1, 1, 1)))
+        inside = pad(padded, [-n for n in shape.around]).mul_(image_units.view(len(gradient), -1, 1, 1))
+        return result.copy_(inside.mul_(weight_units.view(1, -1, 1, 1)))
     along = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, size, strict=True)
     ways = [_phases(*each) for each in along]
     (before, after), (left, right) = (_reach(phases, n) for phases, n in zip(ways, output, strict=True))
@@ -196,10 +196,8 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
         assert found is not None
         return found
 
-    whole = (
-        exactly(products, x.device).view(groups, -1, windows.taps, size[1]).mul_(gradient_units.view(groups, -1, 1, 1))
-    )
-    whole.mul_(image_units.view(groups, 1, 1, -1))
+    whole = exactly(products, x.device).view(groups, -1, windows.taps, size[1])
+    whole.mul_(gradient_units.view(groups, -1, 1, 1)).mul_(image_units.view(groups, 1, 1, -1))
     return whole.flatten(0, 1).transpose(1, 2).float().reshape(size)
 
 
@@ -243,7 +241,8 @@ def _correlate(
         units: 2**-s of the images, [N, groups] in some shape, and of the kernels, [groups, O / groups].
         parts: Windows, integers of the kernels [groups, kernel * C, O], and for results a view [N, H', W', groups * O].
     """
-    groups, wide = len(units[1]), 16 * min(units[1].numel(), 512)
+    image_units, kernel_units = units
+    groups, wide = len(kernel_units), 16 * min(kernel_units.numel(), 512)
     one = images.new_ones(1, 1, 1)
     prepared = [
         (each, tuple(part[0] if groups == 1 else part for part in method.prepare(k, one)), out)
@@ -252,19 +251,18 @@ def _correlate(
     per_image = max(w.output[0] * w.output[1] * max(w.taps * images.shape[1], wide) for w, _, _ in parts)
     for chunk in _runs(len(images), per_image):
         left = _slices(method, images[chunk], scale[chunk], around)
-        down = units[0].view(-1, groups)[chunk]
+        down = image_units.view(-1, groups)[chunk]
         for windows, kernels, out in prepared:
             width = windows.output[1] * max(windows.taps * images.shape[1], wide)
             for rows in _runs(windows.output[0], width * len(down)):
                 terms = multiply(method, tuple(windows.of(part, groups, rows) for part in left), kernels)
-                if groups == 1:
-                    scaled(terms, down, units[1], out[chunk, rows])
-                    continue
-                sums = joined(terms).view(groups, len(down), -1, units[1].shape[1]).transpose(0, 1)
                 place = out[chunk, rows]
-                place.copy_(
-                    sums.mul_(down[:, :, None, None]).mul_(units[1].unsqueeze(1)).transpose(1, 2).reshape(place.shape)
-                )
+                if groups == 1:
+                    scaled(terms, down, kernel_units, place)
+                    continue
+                sums = joined(terms).view(groups, len(down), -1, kernel_units.shape[1]).transpose(0, 1)
+                sums.mul_(down[:, :, None, None]).mul_(kernel_units.unsqueeze(1))
+                place.copy_(sums.transpose(1, 2).reshape(place.shape))
     return images
 
 

@@ -48,7 +48,7 @@ class Method:
     name: str
     # Slices of the integers round-half-even(x * 2**s), each shaped like x; a caller may rearrange them all alike.
     prepare: Callable[[Tensor, Tensor], Operand]
-    # A @ B of operands [M, K] and [K, N], or with a batch before: terms of exact integers, which `total` adds.
+    # A @ B of operands [M, K] and [K, N], or with a batch before: terms of exact integers, which `joined` adds.
     product: Callable[[Operand, Operand], Terms]
 
 
@@ -232,10 +232,8 @@ def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     times: dict[str, float] = {}
     # In turn, so that what else the machine does for a moment meets no method alone.
     for name, method in [*METHODS.items()] * _ROUNDS:
-        operands = (
-            torch.full(shape, 1000.0, dtype=torch.float32, device=device) for shape in ((256, 1152), (1152, 128))
-        )
-        a, b = (method.prepare(x, x.new_ones(1, 1)) for x in operands)
+        one = torch.ones(1, 1, dtype=torch.float32, device=device)
+        a, b = (method.prepare(1000 * one.expand(shape), one) for shape in ((256, 1152), (1152, 128)))
         try:
             if a[0].is_cuda:
                 torch.cuda.synchronize(device)
@@ -250,7 +248,7 @@ def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
 def quantised(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Integers round-half-even(x * 2**s), float32, and 2**-s, float64, of length 1 in `dims`, each with its own s."""
     scale, inverse = scales(amax_over(x, dims))
-    return (x * scale).round_(), inverse
+    return _integer(x, scale), inverse
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

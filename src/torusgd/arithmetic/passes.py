@@ -3,8 +3,7 @@
 Torch takes several operators for each, and as many readings and writings. `passes.c` is compiled at its first use, in a
 fifth of a second, by the command `CC` or cc, into a temporary folder: nothing is kept, and nothing is taken from
 elsewhere. It decides the time alone: all that it does is exact, and each function is compared with its torch form, on
-values at the bound too, before it is used. Without a compiler, on a GPU and for
-small tensors there are the torch forms.
+values at the bound too, before it is used. Without a compiler, on a GPU and for small tensors there are torch's forms.
 """
 
 import ctypes
@@ -142,10 +141,9 @@ def _scaled_in_c(found: ctypes.CDLL, terms: Terms, down: Tensor, across: Tensor,
 
 
 def _scaled_in_torch(terms: Terms, down: Tensor, across: Tensor, out: Tensor) -> None:
-    sums = terms[0] if len(terms) == 1 else _added_in_torch(terms, _zeros(terms))
-    out.copy_(
-        sums.view(down.numel(), -1, out.shape[-1]).mul_(down.view(-1, 1, 1)).mul_(across.flatten()).view(out.shape)
-    )
+    sums = terms[0] if len(terms) == 1 else _added_in_torch(terms)
+    by_down = sums.view(down.numel(), -1, out.shape[-1]).mul_(down.view(-1, 1, 1))
+    out.copy_(by_down.mul_(across.flatten()).view(out.shape))
 
 
 def joined(terms: Terms, more: Tensor | None = None) -> Tensor:
@@ -153,12 +151,9 @@ def joined(terms: Terms, more: Tensor | None = None) -> Tensor:
     if len(terms) == 1:
         return terms[0] if more is None else more.add_(terms[0])
     found = _library_for(*terms) if terms[-1].dtype == torch.int32 else None
-    more = _zeros(terms) if more is None else more
-    return _added_in_torch(terms, more) if found is None else _added_in_c(found, terms, more)
-
-
-def _zeros(terms: Terms) -> Tensor:
-    return torch.zeros(terms[0].shape, dtype=torch.float64, device=terms[0].device)
+    if found is None:
+        return _added_in_torch(terms, more)
+    return _added_in_c(found, terms, torch.zeros(terms[0].shape, dtype=torch.float64) if more is None else more)
 
 
 def _added_in_c(found: ctypes.CDLL, terms: Terms, more: Tensor) -> Tensor:
@@ -166,12 +161,15 @@ def _added_in_c(found: ctypes.CDLL, terms: Terms, more: Tensor) -> Tensor:
     return more
 
 
-def _added_in_torch(terms: Terms, more: Tensor) -> Tensor:
-    size = BLOCK if more.is_cpu else more.numel()
-    for block, lowest, left, right, highest in zip(*(x.reshape(-1).split(size) for x in (more, *terms)), strict=True):
+def _added_in_torch(terms: Terms, more: Tensor | None = None) -> Tensor:
+    lowest, *others = terms
+    sums = lowest.to(torch.float64, copy=True) if more is None else more.add_(lowest)
+    is_small = not sums.is_cpu or sums.numel() <= BLOCK
+    parts = [(sums, *others)] if is_small else zip(*(x.reshape(-1).split(BLOCK) for x in (sums, *others)), strict=True)
+    for block, left, right, highest in parts:
         # Every term and sum is an integer below 2**53, so that neither fused nor single operations round.
-        block.add_(lowest).add_(left + right, alpha=SLICE).add_(highest, alpha=SLICE * SLICE)
-    return more
+        block.add_(left + right, alpha=SLICE).add_(highest, alpha=SLICE * SLICE)
+    return sums
 
 
 class _Three:
@@ -231,10 +229,8 @@ def multiples(x: Tensor, offset: Tensor, dims: tuple[int, ...], center: Tensor |
 
 
 def _multiples_in_c(found: ctypes.CDLL, x: Tensor, offset: Tensor, three: _Three, center: Tensor | None) -> Tensor:
-    sums, middle = (
-        three.empty(torch.int64, threads := three.threads(x)),
-        None if center is None else three.there(center),
-    )
+    threads, middle = three.threads(x), None if center is None else three.there(center)
+    sums = three.empty(torch.int64, threads)
     _call(found.sums, threads, x, three.there(offset), middle, *three.sizes, sums)
     return three.back(sums.sum(0))
 

@@ -5,6 +5,7 @@ The grid of a sum lies 22 bits below the smallest power of two above the largest
 """
 
 import math
+from functools import reduce
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | 
     """The grid sum over `dims`, of length 1 then, of values up to `amax`; with a center of (x - center)**2 up to it."""
     if x.numel() > _MOST_TERMS:
         raise UserError(f"portable arithmetic: a sum over a tensor of {x.numel()} elements; there may be {_MOST_TERMS}")
-    dims, offset = tuple(dim % x.dim() for dim in dims), grid_offset(amax)
+    dims, offset = all_dims(x, dims), grid_offset(amax)
     if (counted := multiples(x, offset, dims, center)) is not None:
         return counted.double().mul_(grid_unit(offset))
 
@@ -54,7 +55,7 @@ def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | 
     if x.numel() <= BLOCK:
         return part_of(x, offset, center)
     if 0 in dims:
-        return torch.stack([part_of(x[part], offset, center) for part in blocks(x)]).sum(0)
+        return reduce(Tensor.add_, (part_of(x[part], offset, center) for part in blocks(x)))
     return torch.cat([part_of(x[part], offset[part], None if center is None else center[part]) for part in blocks(x)])
 
 
