@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,9 +114,9 @@ def test_extremes_and_grid_sums(dims: tuple[int, ...], last: bool, special: floa
 
 @pytest.fixture
 def without_verdict() -> Iterator[None]:
-    passes.library.cache_clear()
+    passes.compiled.cache_clear()
     yield
-    passes.library.cache_clear()
+    passes.compiled.cache_clear()
 
 
 CHANGES = [
@@ -143,11 +142,28 @@ def test_c_that_gives_anything_else_is_not_used(
 
 
 @pytest.mark.usefixtures("without_verdict")
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", sys.executable])
-def test_without_a_compiler_torch_does_it(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("no-such-compiler", "no C compiler (no-such-compiler; CC names another)"),
+        ("false", "the C compiler failed (exit code 1)"),
+        ("sh -c 'echo no header >&2; exit 3'", "the C compiler failed (no header)"),
+        ("true", "what the C compiler gives can't be used"),
+        ("cc 'not closed", "what the C compiler gives can't be used (No closing quotation)"),
+    ],
+)
+def test_without_a_compiler_torch_does_it(compiler: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
     assert passes.library() is None
+    assert str(passes.compiled()).startswith(why)
     assert passes.extremes(torch.arange(40000.0), (0,))[1].item() == 39999
+
+
+@needs_compiler
+@pytest.mark.usefixtures("without_verdict")
+def test_a_command_with_options_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -g0")
+    assert passes.library() is not None
 
 
 @needs_compiler
@@ -156,7 +172,7 @@ def test_other_defaults_of_torch_are_no_matter() -> None:
     a, b, x, weight = normal(300, 200), normal(200, 400), normal(8, 16, 32, 32), normal(32, 16, 3, 3)
     with portable(["int8"]):
         expected = a @ b, F.conv2d(x, weight), x.amax()
-        passes.library.cache_clear()
+        passes.compiled.cache_clear()
         _is_exact.clear()
         torch.set_default_dtype(torch.float64)
         try:

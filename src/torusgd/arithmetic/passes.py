@@ -9,11 +9,12 @@ values at the bound too, before it is used. Without a compiler, on a GPU and for
 import ctypes
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -26,26 +27,33 @@ SLICE = 256
 LEAST = 1 << 15  # elements from which C pays
 _A_THREAD = 1 << 16  # elements at least
 _SOURCE = Path(__file__).with_name("passes.c")
+_PATIENCE = 20  # seconds for a compiler that needs a fifth of one
 _FLAGS = "-O3 -march=native -ffp-contract=off -fwrapv -fopenmp -shared -fPIC -nostdlib"
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """`passes.c`, compiled and compared; None without a compiler, or if it gives anything else than torch."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return None
+    """The functions in C, or None where torch's operators do it."""
+    return None if isinstance(found := compiled(), str) else found
+
+
+@cache
+def compiled() -> ctypes.CDLL | str:
+    """`passes.c`, compiled and compared with torch's operators, or in a few words why it is not used."""
     try:
+        command, *options = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        if shutil.which(command) is None:
+            return f"no C compiler ({command}; CC names another)"
         with tempfile.TemporaryDirectory(prefix="torusgd-", ignore_cleanup_errors=True) as folder:
             built = Path(folder) / "passes.so"
-            subprocess.run(
-                [compiler, *_FLAGS.split(), "-o", built, _SOURCE], check=True, capture_output=True, timeout=60
-            )
+            arguments: list[str | Path] = [command, *options, *_FLAGS.split(), "-o", built, _SOURCE]
+            subprocess.run(arguments, check=True, capture_output=True, timeout=_PATIENCE, errors="replace")
             # At once, so that a function of OpenMP that torch has not brought is missed here.
             found = ctypes.CDLL(str(built), mode=os.RTLD_NOW)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found if _agrees(found) else None
+    except subprocess.CalledProcessError as error:
+        return f"the C compiler failed ({' '.join((error.stderr.split() or [f'exit code {error.returncode}'])[:30])})"
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"what the C compiler gives can't be used ({error})"
+    return found if _agrees(found) else "C gives other bits than torch here"
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
@@ -64,15 +72,15 @@ def _agrees(found: ctypes.CDLL) -> bool:
         (_slices_in_c(found, x, scale), _slices_in_torch(x, scale)),
         ([outs[0]], [outs[1]]),
         ([_added_in_c(found, terms, more.clone())], [_added_in_torch(terms, more)]),
-        *((_extremes_in_c(found, x, _Three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
+        *((_extremes_in_c(found, x, _three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
     ]
     for middle, values, bound in ((None, x, 2.0**15), (center, (x - center) * (x - center), 2.0**29)):
         offset = torch.full_like(center, 1.5 * bound)
         counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(0, True)
-        pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (0,)), middle)], [counts]))
+        pairs.append(([_multiples_in_c(found, x, offset, _three(x, (0,)), middle)], [counts]))
     offset = torch.full_like(scale, 1.5 * 2.0**15)
     counts = ((x + offset).view(torch.int32) - offset.view(torch.int32)).sum(1, True)
-    pairs.append(([_multiples_in_c(found, x, offset, _Three(x, (1,)), None)], [counts]))
+    pairs.append(([_multiples_in_c(found, x, offset, _three(x, (1,)), None)], [counts]))
     return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
 
 
@@ -97,7 +105,7 @@ def slices(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     Both have the layout of `x`, float32 [..., N]; `scale` has its shape, or 1 in its last dimensions, or in the last
     but one, or both.
     """
-    found = _library_for(x, scale)
+    found = _library_for(x, scale) if x.dtype == scale.dtype == torch.float32 else None
     if found is not None and not x.is_contiguous() and x.dim() > 1 and x.mT.is_contiguous() and x.dim() == scale.dim():
         upper, lower = slices(x.mT, scale.mT.contiguous())
         return upper.mT, lower.mT
@@ -129,7 +137,7 @@ def scaled(terms: Terms, down: Tensor, across: Tensor, out: Tensor) -> None:
     `down`, float64, has a number for each so many of the I; `across` one for each of the N.
     """
     found = _library_for(out, *terms)
-    if found is None or terms[-1].dtype != torch.int32 or out.stride(-1) != 1:
+    if found is None or terms[-1].dtype != torch.int32 or out.dtype != torch.float32 or out.stride(-1) != 1:
         _scaled_in_torch(terms, down, across, out)
     else:
         _scaled_in_c(found, terms, down, across, out)
@@ -175,15 +183,18 @@ def _added_in_torch(terms: Terms, more: Tensor | None = None) -> Tensor:
 class _Three:
     """A tensor as [outer, middle, inner] in the order of memory, of which the middle is summed; `fits` if it is so."""
 
-    def __init__(self, x: Tensor, dims: Sequence[int]) -> None:
-        dims = [dim % x.dim() for dim in dims]  # a rule may count them from the end
-        self.order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        self.kept = [1 if dim in dims else x.shape[dim] for dim in self.order]
-        ways = [(dim in dims, x.shape[dim]) for dim in self.order if x.shape[dim] > 1]
-        summed = [place for place, (is_summed, _) in enumerate(ways) if is_summed]
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        summed_dims = {dim % len(shape) for dim in dims}  # a rule may count them from the end
+        self.order = sorted(range(len(shape)), key=lambda dim: strides[dim], reverse=True)
+        self.kept = [1 if dim in summed_dims else shape[dim] for dim in self.order]
+        long = [dim for dim in self.order if shape[dim] > 1]
+        summed = [place for place, dim in enumerate(long) if dim in summed_dims]
         begin, end = (summed[0], summed[-1] + 1) if summed else (0, 0)
-        self.sizes = [math.prod(n for _, n in part) for part in (ways[:begin], ways[begin:end], ways[end:])]
-        self.fits = x.permute(self.order).is_contiguous() and len(summed) == end - begin
+        self.sizes = [math.prod(shape[dim] for dim in part) for part in (long[:begin], long[begin:end], long[end:])]
+        is_whole = all(
+            strides[dim] == math.prod(shape[after] for after in long[place + 1 :]) for place, dim in enumerate(long)
+        )
+        self.fits = is_whole and len(summed) == end - begin
 
     def threads(self, x: Tensor) -> int:
         """At most one a place in the middle: of none the least value would be NaN."""
@@ -202,10 +213,17 @@ class _Three:
         return values.permute(self.order).contiguous()
 
 
+_read = lru_cache(maxsize=1024)(_Three)  # a step asks for the same shapes again and again
+
+
+def _three(x: Tensor, dims: tuple[int, ...]) -> _Three:
+    return _read(x.shape, x.stride(), dims)
+
+
 def extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The least and the largest value over some dimensions, which stay with length 1; of a NaN one of them is NaN."""
     found = _library_for(x) if x.dtype == torch.float32 else None
-    if found is None or not (three := _Three(x, dims)).fits:
+    if found is None or not (three := _three(x, dims)).fits:
         return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     return _extremes_in_c(found, x, three)
 
@@ -222,8 +240,8 @@ def multiples(x: Tensor, offset: Tensor, dims: tuple[int, ...], center: Tensor |
 
     `offset`, float32, and `center` have the shape of the result; with a center it is (x - center)**2 in place of x.
     """
-    found = _library_for(x)
-    if found is None or not (three := _Three(x, dims)).fits:
+    found = _library_for(x) if x.dtype == torch.float32 else None
+    if found is None or not (three := _three(x, dims)).fits:
         return None
     return _multiples_in_c(found, x, offset, three, center)
 

@@ -99,7 +99,7 @@ def _portable() -> str:
     import torch
 
     from ..arithmetic.methods import METHODS, multiply, order_of_preference
-    from ..arithmetic.passes import library
+    from ..arithmetic.passes import compiled
 
     device = torch.device("cpu")
     torch.set_num_threads(1)  # as in a run
@@ -111,7 +111,7 @@ def _portable() -> str:
             exact.append(name)
     if not exact:
         return "no product of this machine is exact: precision portable can't run here"
-    passes = "passes in C" if library() else "no C compiler (cc, or CC), so passes by torch, a quarter slower"
+    passes = f"passes by torch, a quarter slower: {why}" if isinstance(why := compiled(), str) else "passes in C"
     return f"exact products by {listed(exact)}, the fastest first; {passes}"
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arithmetic import fastest_method, portable
-from ..arithmetic.passes import library
+from ..arithmetic.passes import compiled
 from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import pinned, place
@@ -257,8 +257,8 @@ def portable_price(recipe: Recipe, classes: int, device: torch.device) -> str:
         with portable():
             method = fastest_method(device)
     times = f"{ours / theirs:.1f} times float32's ({1e3 * ours:.1f} ms for {1e3 * theirs:.1f})"
-    if device.type == "cpu" and library() is None:
-        method += ", and no C compiler (cc, or CC) that would make it faster"
+    if device.type == "cpu" and isinstance(why := compiled(), str):
+        method += f", slower without C: {why}"
     return f"portable arithmetic: products by {method}; a pass of {count} images takes about {times}"
 
 
