@@ -12,7 +12,7 @@ from tests.arithmetic.test_machines import GOLDEN, run
 from torch import Tensor
 from torch.nn import functional as F
 
-from torusgd.arithmetic import passes, portable
+from torusgd.arithmetic import functions, passes, portable
 from torusgd.arithmetic.methods import _is_exact
 from torusgd.arithmetic.scales import grid_offset
 
@@ -23,6 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is 
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """So many for C, of tensors of any size; torch's own forms are the standard."""
     monkeypatch.setattr(passes, "LEAST", 1)
+    monkeypatch.setattr(passes, "_LEAST_VALUES", 1)
     monkeypatch.setattr(passes, "_A_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -92,6 +93,16 @@ def test_sums_are_scaled_and_rounded_once(layout: str, threads: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+def test_polynomials(count: int, threads: int) -> None:
+    x = normal(count).double()
+    x[-1] = math.nan if count == 63 else -math.inf
+    for coefficients in (functions.ERF, functions.EXP2, (0.5, -2.0)):
+        expected = passes._polynomial_in_torch(x, coefficients)
+        assert are_equal((passes.polynomial(x, coefficients),), (expected,))
+
+
+@needs_compiler
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 @pytest.mark.parametrize("dims", [(0, 2, 3), (1, 2, 3), (2, 3), (-2, -1), (0,), (3,), (1,), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("special", [0.0, math.inf, -math.nan, math.nan])
@@ -124,7 +135,8 @@ CHANGES = [
     ("row / width % height", "row / height % width"), ("total[i] +=", "total[i] ="), ("key > largest", "key < largest"),
     ("key < low[i]", "key > low[i]"), ("0x7fffffff", "0x3fffffff"), ("distance * distance", "distance * middles[i]"),
     ("block += ROWS", "block += 1 + ROWS"), ("first += TILE", "first += TILE + 1"), ("sum * by", "(float)sum * by"),
-    ("int32_t bits;", "int32_t bits"),
+    ("int32_t bits;", "int32_t bits"), ("sum[i] * at[i]", "sum[i] * sum[i]"),
+    ("terms - 2; term >= 0", "terms - 2; term > 0"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..rng import keyed_hash, keyed_uniform
-from .functions import exp64, log64, polynomial
+from .functions import exp64, log64
+from .passes import polynomial
 
 _DRAW = 23  # first word of the draws of this file; those of `rng` and of `methods` end at 22
 _BLOCK = 1 << 18

@@ -9,13 +9,14 @@ coefficients are those of Chebyshev interpolation, lowest degree first.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .passes import polynomial
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -44,14 +45,6 @@ _ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # of the float64 next to sqrt(1/2)
 _BIAS = 1023
 _MANTISSA = 52
 _BLOCK = 1 << 14  # elements at a time, so that what lies between two operations stays in a core's cache
-
-
-def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """The value of a polynomial by Horner's rule: a product, then a sum, from the highest degree down."""
-    value = x * coefficients[-1]
-    for coefficient in coefficients[-2:0:-1]:
-        value.add_(coefficient).mul_(x)
-    return value.add_(coefficients[0])
 
 
 def exp2_parts(t: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,14 @@
 /* Passes over memory of portable arithmetic, each read once where torch takes several operators: see passes.py.
 
-   All of it is exact: integers, products with powers of two, comparisons by the order of bits. Rounding happens in single
-   float operations; -ffp-contract=off keeps them single. */
+   Integers, products with powers of two and comparisons by the order of bits are exact. All else are single operations
+   of IEEE 754, each rounded on its own, in the order of torch's: -ffp-contract=off keeps them single. */
 
 #include <stdint.h>
 #include <string.h>
 
 #define ROWS_IN_32_BITS 256 /* of numbers up to 2**22 */
 #define TILE 512
+#define LANES 64
 
 static inline int32_t bits_of(float x)
 {
@@ -150,4 +151,21 @@ void sums(const float *x, const float *offset, const float *center, int64_t oute
                 }
             }
         }
+}
+
+/* value[count] of the polynomial with so many coefficients, lowest degree first. */
+void polynomial(const double *x, const double *coefficients, int64_t terms, int64_t count, double *value, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t width = count - first < LANES ? count - first : LANES;
+        double at[LANES] = {0}, sum[LANES];
+        memcpy(at, x + first, 8 * width);
+        for (int i = 0; i < LANES; i++)
+            sum[i] = coefficients[terms - 1];
+        for (int64_t term = terms - 2; term >= 0; term--)
+            for (int i = 0; i < LANES; i++)
+                sum[i] = sum[i] * at[i] + coefficients[term];
+        memcpy(value + first, sum, 8 * width);
+    }
 }

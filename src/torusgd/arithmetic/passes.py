@@ -1,9 +1,10 @@
-"""Passes over memory: slices of integers, their sums, extremes and grid sums, in C where a compiler is at hand.
+"""Passes over memory: slices, sums of products, extremes, grid sums and polynomials, in C where there is a compiler.
 
 Torch takes several operators for each, and as many readings and writings. `passes.c` is compiled at its first use, in a
 fifth of a second, by the command `CC` or cc, into a temporary folder: nothing is kept, and nothing is taken from
-elsewhere. It decides the time alone: all that it does is exact, and each function is compared with its torch form, on
-values at the bound too, before it is used. Without a compiler, on a GPU and for small tensors there are torch's forms.
+elsewhere. It decides the time alone: what it does is exact, or rounded where torch's operators round, and each function
+is compared with its torch form, on values at the bound too, before it is used. Without a compiler, on a GPU and for
+small tensors there are torch's forms.
 """
 
 import ctypes
@@ -25,6 +26,7 @@ Terms = tuple[Tensor, ...]  # the exact sum itself, float64, or its four parts: 
 BLOCK = 1 << 17  # elements that torch's operators take at a time, so that what is made of them stays in a core's cache
 SLICE = 256
 LEAST = 1 << 15  # elements from which C pays
+_LEAST_VALUES = 1 << 8  # of a polynomial
 _A_THREAD = 1 << 16  # elements at least
 _SOURCE = Path(__file__).with_name("passes.c")
 _PATIENCE = 20  # seconds for a compiler that needs a fifth of one
@@ -65,13 +67,14 @@ def _agrees(found: ctypes.CDLL) -> bool:
     x[2:] *= 3000
     terms = tuple(torch.randint(-(2**30), 2**30, (4, 60, 40), generator=draw, dtype=torch.int32, device=cpu))
     down, across, more = uniform(3).double(), uniform(40).double(), terms[0].double()
-    outs, center = uniform(2, 6, 2, 5, 40), x[5:6].contiguous()
+    outs, center, few = uniform(2, 6, 2, 5, 40), x[5:6].contiguous(), tuple(down.tolist())
     _scaled_in_c(found, terms, down, across, outs[0])
     _scaled_in_torch(terms, down, across, outs[1])
     pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = [
         (_slices_in_c(found, x, scale), _slices_in_torch(x, scale)),
         ([outs[0]], [outs[1]]),
         ([_added_in_c(found, terms, more.clone())], [_added_in_torch(terms, more)]),
+        ([_polynomial_in_c(found, across, few)], [_polynomial_in_torch(across, few)]),
         *((_extremes_in_c(found, x, _three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
     ]
     for middle, values, bound in ((None, x, 2.0**15), (center, (x - center) * (x - center), 2.0**29)):
@@ -84,9 +87,9 @@ def _agrees(found: ctypes.CDLL) -> bool:
     return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
 
 
-def _library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+def _library_for(*tensors: Tensor, least: int | None = None) -> ctypes.CDLL | None:
     is_plain = all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)  # a FakeTensor has no memory
-    return library() if is_plain and tensors[0].numel() >= LEAST else None
+    return library() if is_plain and tensors[0].numel() >= (least or LEAST) else None
 
 
 def _threads(x: Tensor) -> int:
@@ -251,6 +254,30 @@ def _multiples_in_c(found: ctypes.CDLL, x: Tensor, offset: Tensor, three: _Three
     sums = three.empty(torch.int64, threads)
     _call(found.sums, threads, x, three.there(offset), middle, *three.sizes, sums)
     return three.back(sums.sum(0))
+
+
+def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Its value at float64 `x`, by Horner's rule: a product, then a sum, from the highest degree down to the first."""
+    found = _library_for(x, least=_LEAST_VALUES) if x.dtype == torch.float64 and x.is_contiguous() else None
+    return _polynomial_in_torch(x, coefficients) if found is None else _polynomial_in_c(found, x, coefficients)
+
+
+def _polynomial_in_c(found: ctypes.CDLL, x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    value = torch.empty_like(x)
+    _call(found.polynomial, _threads(x), x, _as_tensor(coefficients), len(coefficients), x.numel(), value)
+    return value
+
+
+@cache
+def _as_tensor(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _polynomial_in_torch(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    value = x * coefficients[-1]
+    for coefficient in coefficients[-2:0:-1]:
+        value.add_(coefficient).mul_(x)
+    return value.add_(coefficients[0])
 
 
 def blocks(x: Tensor) -> list[slice]:
