@@ -172,15 +172,16 @@ def test_scales_are_powers_of_two_whatever_a_device_makes_of_powers(device: str)
     assert found.tolist() == exact
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e4, 1e9])
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])
-def test_float_wires_are_close_and_scaled(wire: torch.dtype) -> None:
-    grads = gradients(6, seed=9, scale=1e4)
+def test_float_wires_are_close_and_scaled(wire: torch.dtype, scale: float) -> None:
+    grads = gradients(6, seed=9, scale=scale)
     total = FloatGradientSum(plan_buckets(SIZES, 2048), 6, CPU, wire)
     if total.needs_measure:
         measured(total, grads)
     status, mean = run(total, [grads[:2], grads[2:4], grads[4:]])
     assert accepted(status)
-    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6}[wire]
+    tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6}[wire]
     for slot in (1, 3):
         expected = exact_mean(grads, slot)
         torch.testing.assert_close(mean[slot].double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))

@@ -115,13 +115,15 @@ class FloatGradientSum(GradientSum):
         return SumStatus(flags, (ends[:, 2] * self._weights).sum())
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32)
+        # Of one dimension: by a number without any, torch would multiply 16-bit sums in 16 bits.
+        factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32).split(1)
         for index, b in enumerate(self.buckets):
             own = None if spans is None else spans[b.first : b.stop]
             for slot, run in enumerate(runs_of(b.views(self._messages[index]), own), b.first):
                 torch.mul(run, factors[index], out=out[slot].view(-1))
         if self._is_scaled:
-            self._bounds = self._pending
+            # A bucket of zeros, or in which nothing was finite, keeps the scale that it has.
+            self._bounds = torch.where(self._pending > 0, self._pending, self._bounds)
             self._take_scales()
 
     def scratch(self, bucket: int) -> Tensor:
@@ -133,10 +135,10 @@ class FloatGradientSum(GradientSum):
 
     def load_state(self, state: Tensor) -> None:
         self._bounds = torch.stack([state[b.first : b.stop].max() for b in self.buckets]).to(self._bounds)
+        self.needs_measure = self._is_scaled and not bool(self._bounds.any())  # zeros say nothing of the next step
         self._take_scales()
 
     def _take_scales(self) -> None:
-        self.needs_measure = False
         if self._is_scaled:
             self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
 
