@@ -176,6 +176,23 @@ def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
         assert seen[step] == pytest.approx([value] * 6, rel=1e-2, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"wire": "exact", "micro_batches": 2}, {"wire": "exact", "micro_batches": 4}), ({"wire": "float16"}, {}),
+        ({"algorithm": "ring"}, {"algorithm": "native"}), ({"algorithm": "ring"}, {"algorithm": "no such"}),
+        ({"algorithm": "torus", "grid": (1, 3)}, {"algorithm": "torus", "grid": (3, 1)}),
+    ],
+    ids=str,
+)  # fmt: skip
+@on_ranks(3)
+def test_ranks_with_other_arguments_say_so(first, other):
+    """Else their gradients would be means over different numbers, or messages that don't meet."""
+    model, rank = DistributedDataParallel(nn.Linear(3, 2)), dist.get_rank()
+    with pytest.raises(UserError, match="on rank 0; give all" if rank == 1 else "another rank has other arguments"):
+        ddp_hook(model, **(other if rank == 1 else first))
+
+
 @pytest.mark.parametrize("wire", ["exact", "float16", "bfloat16"])
 @on_ranks(2)
 def test_a_step_of_zeros_says_nothing_of_the_next(wire):

@@ -108,7 +108,7 @@ def create(
         An all-reduce; on one rank the no-op of `native`. Its `explanation` says in one line what runs and why.
 
     Raises:
-        UserError: on every rank, if the name, the grid or the profile don't fit.
+        UserError: on every rank, if the name, the grid or the profile don't fit, or are not the same on all ranks.
         CommTimeout: The ranks did not meet in time.
 
     >>> tensor = torch.ones(3)
@@ -116,11 +116,12 @@ def create(
     >>> tensor
     tensor([1., 1., 1.])
     """
+    ranks = group_of(group, device)
+    ranks.require_same("all-reduce", {"algorithm": name, "grid": grid and list(grid), "streams": streams})
     if grid is not None and name.partition(":")[0] not in GRIDS:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
     if streams > 1 and name == "native":
         raise UserError(f"streams = {streams}: the backend's own all-reduce has one; choose another, such as auto")
-    ranks = group_of(group, device)
     if name not in ("auto", "native"):
         parse_algorithm(name, ranks.size, grid)
     if name == "native" or ranks.size == 1:

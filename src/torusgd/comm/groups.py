@@ -130,6 +130,18 @@ class Group:
         """The value of the member of that index, as JSON gives it back; the other members' are not looked at."""
         return json.loads(self.broadcast_text(json.dumps(value) if self.rank == source else "", source))
 
+    def require_same(self, what: str, given: dict[str, Any]) -> None:
+        """UserError on every member if what one of them was given, as JSON, is not what the first one was."""
+        first: dict[str, Any] = self.broadcast_json(given)
+        other = [f"{name} {given[name]} here, {first[name]} on rank 0" for name in given if given[name] != first[name]]
+        differs = torch.tensor([int(bool(other))], device=self.small_device)
+        if self.size > 1:
+            self.all_reduce(differs, maximum=True)
+        if int(differs):
+            raise UserError(
+                f"{what}: {', '.join(other) or 'another rank has other arguments'}; give all ranks the same"
+            )
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all members (of one shape), in group order."""
         if self.size == 1:

@@ -67,12 +67,14 @@ def ddp_hook(
 
     Raises:
         UserError: The algorithm doesn't fit, the wire or a parameter's dtype is unknown, an embedding's gradients are
-            sparse, or `exact` can't work with what DistributedDataParallel was given. The model is as it was.
+            sparse, `exact` can't work with what DistributedDataParallel was given, or ranks differ in arguments. The
+            model is as it was.
         RuntimeError: By backward, in words of torch's around ours: a rank is lost, or with `exact` a sum grew a
             million-fold in a step.
     """
     _check(model, wire, micro_batches)
     ranks = group_of(model.process_group, model.device)
+    ranks.require_same("ddp_hook", {"wire": wire, "micro_batches": micro_batches})
     if wire == "exact":
         hook: Hook = _ExactHook(model, ranks, micro_batches or ranks.size)
     else:

@@ -58,7 +58,7 @@ class ShardedUpdate:
         bucket_mib: Size of a bucket in MiB of float32.
 
     Raises:
-        UserError: The model or the optimizer doesn't fit, or the all-reduce doesn't.
+        UserError: The model or the optimizer doesn't fit, or the all-reduce doesn't, or ranks differ in arguments.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class ShardedUpdate:
         self.explanation: str = self._allreduce.explanation  # one line: what runs, and why
         self.underflow = 0.0  # fraction of the last step's elements that the wire rounded to zero
         self._world = group_of(device=device)
+        self._world.require_same("ShardedUpdate", {"wire": wire, "bucket_mib": bucket_mib})
         for tensor in (*model.parameters(), *model.buffers()):
             self._world.broadcast(tensor.detach())
         channels = {1: Channel(self._allreduce, ShardCollectives(self._allreduce))}
