@@ -325,7 +325,8 @@ def simulate(
     worker), and all that is random is drawn by key. `points` is the number of errors to take, evenly over what limits
     the run. UserError if setting or data can't be used.
     """
-    recipe = setting.recipe
+    # A form that is given stands in the place of all that the recipe says.
+    recipe = setting.recipe.model_copy(update={"synchrony": Synchrony()} if setting.form else {})
     if not (seconds > 0 and images > 0):  # nan is neither
         raise UserError("simulate: needs seconds and images above 0, at which to end")
     if setting.workers < 1 or not 0 < setting.lr < math.inf or not 0 < setting.compute < math.inf:

@@ -97,6 +97,11 @@ def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan, monke
     assert [forecast["devices"] for forecast in found["sweep"]] == [2, 4, 8, 16]
     assert found["sweep"][-1]["stages"] == found["stages"]
     assert "note: torusgd train refuses this: model_parallel = 2: " in out
+    for words, said in (
+        (("--devices", 4, "--weights-first"), "a GPU is given both gradients in advance"),
+        (("--devices", 1024, "--to", "75.9%"), "note: v100-10gbe has 192 devices"),
+    ):
+        assert said in plan("resnet50", "--cluster", "v100-10gbe", *words)[0]
     for name, said in (("local", "a run makes 8 of each"), ("backup", "a run leaves out")):
         assert said in plan(f"fashion-{name}", "--cluster", "abci", "--devices", 2, *SIZES)[0]
     # No figure is cut off on a narrow screen.

@@ -233,7 +233,7 @@ def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     refuses("delays of a short run", measured_delays, steps[:29], about="--delays:")
 
 
-@pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "cutoff:3"])
+@pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "local:99999999999", "cutoff:3"])
 def test_a_wrong_form_is_one_line(form: str) -> None:
     about = f"--synchrony {form}:"
     refuses(f"a planned form: {form}", relaxed_forecasts, *planned(), [form], "exponential", about=about)

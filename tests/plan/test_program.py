@@ -38,6 +38,30 @@ def test_the_profile_torusgd_has_a_runs_defaults_pipelines_but_on_a_gpu_and_is_s
     assert (own.precision, plain.math / own.math, own.launch / plain.launch) == ("float32", 2.5, 2.5)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "precision"),
+    [("hgx-h100", "bfloat16"), ("abci", "float16"), ("p100-fdr", "float16"), ("aws-c5.18xlarge", "float32")],
+)
+def test_auto_is_planned_as_the_precision_that_a_run_takes_there(cluster: str, precision: str) -> None:
+    where, recipe = load_cluster(cluster), load_recipe("resnet50").recipe
+    assert recipe.precision == "auto"
+    assert program(recipe=recipe, cluster=where).precision == precision
+    plain = load_recipe("resnet50", ["precision=float32"]).recipe
+    assert program(recipe=plain, cluster=where).precision == "float32"
+    assert program("mxnet-v30", recipe=recipe, cluster=where).precision == "float16"  # a published program's own
+
+
+def test_a_device_without_a_peak_of_the_precision_is_refused() -> None:
+    refuses("a plan in a precision without a peak", ABCI.device.peak_of, "bfloat16", about="V100-SXM2-16GB:")
+
+
+def test_an_optimizers_state_and_averages_take_memory_and_time() -> None:
+    changes = [[], ["optimizer={name: adamw}"], ["optimizer={name: adamw}", "average={half_life: 1ep}"]]
+    sgd, adam, averaged = (program(recipe=load_recipe("fashion", each).recipe) for each in changes)
+    assert [each.held_values for each in (sgd, adam, averaged)] == [2, 3, 4]
+    assert [each.update_bytes for each in (sgd, adam, averaged)] == [24, 32, 40]
+
+
 def test_options_mean_what_they_mean_in_a_run_and_a_published_profile_keeps_what_is_not_given() -> None:
     ours = program(allreduce="torus:halving/ring", buckets=2.0, update="sharded", model_parallel=4)
     how = ours.communication

@@ -26,7 +26,7 @@ from torusgd.plan.timeline import grid_of, phases, slowest, step_time, step_work
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import BucketSizes, RuntimeOptions
 
-DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
+DEVICE = Device(name="any", peak={"float16": 1e12, "float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)
 TWO = Cluster(name="two", source="by hand", backend="gloo", device=DEVICE, inside=LINK, between=LINK)
 

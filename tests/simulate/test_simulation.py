@@ -43,6 +43,15 @@ def test_limits_and_what_a_recipe_says_have_the_same_hash(form: str, same: str) 
     assert [point.error for point in found.points] == [point.error for point in expected.points]
 
 
+def test_a_form_that_is_given_takes_nothing_of_the_recipes() -> None:
+    local = (
+        "stages=[{until: 2ep, images_per_worker: 4}]",
+        "virtual_workers=4",
+        "synchrony={form: local, local_steps: 4}",
+    )
+    assert small("bsp", more=local).weights_sha256 == small("bsp").weights_sha256
+
+
 def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> None:
     full, first = (small(form, delays="pause:0.1x20").points[-1] for form in ("bsp", "backup:1"))
     assert first.time / first.images < full.time / full.images

@@ -95,10 +95,11 @@ class Planned:
         assert self.runtime.workers is not None
         return self.runtime.workers
 
-    def title(self, what: str) -> str:
-        """The first line of a plan, which names the program if that is not torusgd."""
+    def title(self, what: str, program: Software) -> str:
+        """The first line of a plan, with its precision; it names the program if that is not torusgd."""
         cluster, software = self.cluster, self.software
-        where = f"{what} on {self.devices:,} x {cluster.device.name} ({cluster.name}, {software.name})"
+        precision = "portable" if self.recipe.precision == "portable" else program.precision
+        where = f"{what} on {self.devices:,} x {cluster.device.name} ({cluster.name}, {software.name}, {precision})"
         return where if software.program is None else f"{where}, as {software.program}, not torusgd"
 
     def program(self, runtime: RuntimeOptions) -> Software:
@@ -168,7 +169,7 @@ def _show_plan(
     planned: Planned, program: Software, workload: Workload, now: Forecast, wanted: Wanted
 ) -> dict[str, Any]:
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    title = planned.title(planned.recipe.name)
+    title = planned.title(planned.recipe.name, program)
     terminal.print(title)
     notes = _notes(planned, workload, now.memory, program)
     for note in notes:
@@ -206,9 +207,12 @@ def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> 
 def _show_accuracy(planned: Planned, program: Software, target: float, wanted: Wanted) -> dict[str, Any]:
     accuracy.check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    title = planned.title(f"{planned.recipe.name} to {target:.1%}")
-    found: dict[str, Any] = {"title": title, "target": target}
+    title = planned.title(f"{planned.recipe.name} to {target:.1%}", program)
+    notes = _notes(planned, planned.workload, 0.0, program)  # batches that don't fit the memory aren't among these
+    found: dict[str, Any] = {"title": title, "notes": notes, "target": target}
     terminal.print(title)
+    for note in notes:
+        terminal.print(f"note: {note}")
     if not wanted.has_sweep:
         plans = accuracy.plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
         best = quickest(plans)
@@ -269,7 +273,8 @@ def _notes(planned: Planned, workload: Workload, memory: float, program: Softwar
             f"{devices:,} devices, {images} images each at most. For a larger batch: --set virtual_workers={devices}"
         )
     ranks = devices if devices <= planned.recipe.virtual_workers else None
-    setup = Setup(planned.recipe, planned.runtime, planned.runtime.device or "", ranks)
+    device = planned.runtime.device or ("cuda" if cluster.backend == "nccl" else "cpu")
+    setup = Setup(planned.recipe, planned.runtime, device, ranks)
     notes += [f"torusgd train refuses this: {line}" for line in refusals(setup)]
     synchrony = planned.recipe.synchrony
     if synchrony.keeps_journal:

@@ -21,6 +21,7 @@ from ..errors import UserError, suggest
 from ..recipe.load import parse_mapping, read_file, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Section
+from ..text import listed
 
 D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -56,6 +57,12 @@ class Device(Section):
     peak: Annotated[dict[Precision, Compute], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
     memory_bandwidth: MemoryRate  # bytes/s
     memory: Positive | None = None  # bytes; null: not limited
+
+    def peak_of(self, precision: Precision) -> float:
+        if precision not in self.peak:
+            known = f"no peak of {precision}, only of {listed(self.peak)}"
+            raise UserError(f"{self.name}: its cluster file has {known}; --set precision={next(iter(self.peak))}")
+        return self.peak[precision]
 
 
 class Link(Section):
@@ -168,6 +175,7 @@ class Software(Section):
     jitter: NotNegative = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
     sharded_update: bool = False  # whether each rank updates a shard of the weights
     shares: Literal["even", "speed"] = "even"  # of virtual workers; speed: a slow device computes fewer
+    held_values: Positive = 2.0  # float32 values that stay for each weight: itself and the optimizer's
     update_bytes: NotNegative = 24.0  # bytes that the optimiser reads and writes a weight
     weights_first: bool = False  # whether a layer's weight gradient precedes its input's, and leaves at once
     norm_group: Count = 1  # number of devices of a node with common batch statistics

@@ -143,8 +143,7 @@ def design(cost: ModelCost, cluster: Cluster, software: Software, devices: int, 
             gathered = activation_bytes(software) * inputs * batch / groups
             gather = phases(cluster, communication, devices, gathered, "gather", devices // groups)
             exchange += 2 * sum(phase.seconds for phase in gather)
-    peak = cluster.device.peak.get(software.precision) or max(cluster.device.peak.values())
-    balance = peak * cluster.devices_per_node / cluster.between.bandwidth
+    balance = cluster.device.peak_of(software.precision) * cluster.devices_per_node / cluster.between.bandwidth
     least = least_images(balance, layers, size)
     return Design(devices, batch, tuple(points), compute, exchange, balance, least, flops_a_weight(cost))
 

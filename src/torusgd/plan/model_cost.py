@@ -104,9 +104,13 @@ class ModelCost:
 
     def checkpoint_bytes(self, recipe: Recipe) -> int:
         """Bytes of a light checkpoint, but for some numbers a tensor: weights, optimizer, statistics, average."""
-        held = 3 if recipe.optimizer.name in ("adamw", "lamb") else 2
-        averaged = self.parameters + self.statistics if recipe.average is not None else 0
-        return 4 * (held * self.parameters + self.statistics + averaged)
+        averaged = self.statistics if recipe.average is not None else 0
+        return 4 * (held_values(recipe) * self.parameters + self.statistics + averaged)
+
+
+def held_values(recipe: Recipe) -> int:
+    """float32 values that a rank keeps for each weight from step to step: itself, the optimizer's, their average."""
+    return (3 if recipe.optimizer.name in ("adamw", "lamb") else 2) + (recipe.average is not None)
 
 
 def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelCost:
@@ -291,8 +295,7 @@ def kernel_seconds(
     """Seconds of each kernel for so many images; this device has the fraction `linear_share` of linear weights."""
     # A fused activation costs neither a launch nor memory traffic; its few operations stay.
     left = 1.0 - kernels.elementwise if software.fused else np.ones_like(kernels.elementwise)
-    peak = device.peak.get(software.precision) or max(device.peak.values())
-    math_seconds = images * kernels.flops / (peak * software.math)
+    math_seconds = images * kernels.flops / (device.peak_of(software.precision) * software.math)
     own = 1.0 - kernels.linear * (1.0 - linear_share)
     moved = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
     memory_seconds = moved / (device.memory_bandwidth * software.memory)
@@ -328,11 +331,11 @@ def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, device
 
 
 def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
-    """Memory of training on a device, about: activations of one pass, weights, gradients and momentum."""
+    """Memory of training on a device, about: activations of one pass, gradients, their sums, and what stays."""
     size = _BYTES[software.precision]
     stored = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
     sums = max(4, software.communication.wire_bits // 8)
-    return images * cost.activations * size * stored + cost.parameters * (12 + sums)
+    return images * cost.activations * size * stored + cost.parameters * (4 * (software.held_values + 1) + sums)
 
 
 def matched(

@@ -22,9 +22,9 @@ from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
-from .cluster import Buckets, Cluster, Software, load_software
+from .cluster import Buckets, Cluster, Precision, Software, load_software
 from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_communication
-from .model_cost import matched
+from .model_cost import held_values, matched
 from .timeline import step_time
 
 # Of a step, over float32's: ResNet-50 takes 1.4 on a CPU with int8 dot products, 2.8 without
@@ -62,15 +62,33 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
             raise UserError(f"--model-parallel {ranks}: needs a divisor of {runtime.workers} devices, or auto")
         changes["linear_groups"] = None if ranks == 1 else runtime.workers // ranks
     first = runtime.weights_first if "weights_first" in given else software.weights_first
-    precision = software.precision if recipe.precision == "auto" else recipe.precision
+    precision = recipe.precision
+    if precision == "auto":
+        precision = _fastest(cluster) if software.name == "torusgd" else software.precision
     if precision == "portable":  # float32's passes with slower kernels
         precision, slowdown = "float32", _PORTABLE_SLOWDOWN
         kernels = {"math": software.math / slowdown, "memory": software.memory / slowdown}
         software = software.model_copy(update={**kernels, "launch": software.launch * slowdown})
     program = with_communication(software, **changes)
     shares = "even" if obstacle(BY_SPEED, Setup(recipe)) else runtime.shares if "shares" in given else software.shares
-    update = {"precision": precision, "sharded_update": sharded, "shares": shares, "weights_first": first}
+    update: dict[str, Any] = {
+        "precision": precision,
+        "sharded_update": sharded,
+        "shares": shares,
+        "weights_first": first,
+    }
+    more = held_values(recipe) - 2  # beside weights and momentum; each is read and written
+    update |= {"held_values": software.held_values + more, "update_bytes": software.update_bytes + 8 * more}
     return program.model_copy(update=update)
+
+
+def _fastest(cluster: Cluster) -> Precision:
+    """What `precision: auto` is on such devices (`runtime.resolve_auto`), as far as their file knows it."""
+    if cluster.profile is not None:
+        return "float32"  # this machine's device is a nominal one
+    known = cluster.device.peak
+    fast: tuple[Precision, ...] = ("bfloat16", "float16") if cluster.backend == "nccl" else ("bfloat16",)
+    return next((each for each in fast if each in known), "float32")
 
 
 def as_torusgd(software: Software) -> Software:

@@ -23,6 +23,7 @@ from .timeline import StepTime
 
 _SEED = 0
 _DRAWS = 400_000  # of a delay (one rank, one step) for a mean
+_MOST_DRAWS = 40_000_000  # of one step: 320 MB
 _LEAST_STEPS = 30
 
 
@@ -90,6 +91,8 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measu
     if match[1] == "backup" and number >= ranks:
         raise UserError(f"--synchrony {form}: needs fewer backup ranks than the {ranks} ranks there are")
     if match[1] == "local":
+        if number > (most := _MOST_DRAWS // (ranks * parts)):
+            raise UserError(f"--synchrony {form}: for so many ranks at most local:{most} can be planned")
         draws = max(1, _DRAWS // (ranks * parts * number))
         late = _passes(delays, step.compute, ranks, parts, draws * number).reshape(draws, number, ranks)
         # A rank's delays add up over H steps before the slowest is waited for; one exchange serves all of them.
