@@ -215,16 +215,21 @@ def test_wrong_layouts_are_refused(tmp_path: Path) -> None:
             refuses(f"a folder of classes up to {name}", open_folder, tmp_path, 3, TMP=tmp_path)
 
 
-def test_links_that_go_round_are_passed_over_bad_pictures_corrupt_and_missing_ones_io_errors(tmp_path: Path) -> None:
+def test_links_to_nothing_and_missing_pictures_are_io_errors_bad_ones_corrupt(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "set", train=2)
-    (root / "train" / "cat" / "loop.jpg").symlink_to(root / "train" / "cat" / "loop.jpg")
+    (root / "train" / "dog" / "loop.jpg").symlink_to(root / "train" / "dog" / "loop.jpg")
+    (root / "train" / "dog" / "gone.jpg").symlink_to(root / "unmounted.jpg")
+    (root / "train" / "cat" / "folder.jpg").symlink_to(root)
     (root / "train" / "cat" / "back").symlink_to(root)
     os.mkfifo(root / "train" / "cat" / "pipe.jpg")  # to read it would wait for ever
     (root / "train" / "dog" / "linked.jpg").symlink_to(root / "train" / "cat" / "000.jpg")
     (root / "val" / "loop").symlink_to(root / "val" / "loop")
     train, _ = open_folder(root, 3)
-    assert train.labels.tolist() == [0, 0, 1, 1, 1]
-    assert np.array_equal(train.read(4), train.read(0))
+    assert train.labels.tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert np.array_equal(train.read(5), train.read(0))  # linked.jpg; gone.jpg and loop.jpg can't be read
+    for index in (4, 6):
+        with pytest.raises(OSError, match=r"gone|loop"):
+            train.read(index)
     root = write_folder(tmp_path, train=5)
     folder = root / "train" / "cat"
     (folder / "000.jpg").write_text("a text named .jpg")

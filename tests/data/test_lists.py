@@ -79,7 +79,18 @@ def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
             open_csv(root, 3)[0].read(index)
 
 
+def test_paths_start_from_their_lists_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path)  # of the same names, seen from the data set's folder
+    root = write_folder(tmp_path / "lists", train=1, val=1, classes=("cat",))
+    for split in ("train", "val"):
+        (root / f"{split}.csv").write_text(f"{split}/cat/000.jpg,cat\n")
+    for each in open_csv(tmp_path, 3, train="lists/train.csv", eval="lists/val.csv"):
+        assert Path(each.where(0)).is_relative_to(root)
+
+
 def test_several_folders_at_once(tmp_path: Path) -> None:
+    write_folder(tmp_path / "numbered" / "one", train=1, val=1, classes=("1", "01", "7"))
+    assert open_folders(tmp_path / "numbered", 3)[0].classes == ("01", "1", "7")
     write_folder(tmp_path / "sets" / "one", train=2, val=1)
     write_folder(tmp_path / "elsewhere", train=3, val=1, classes=("dog", "emu"))
     (tmp_path / "sets" / "two").symlink_to(tmp_path / "elsewhere")

@@ -71,6 +71,15 @@ def test_classes_by_folders_long_names_dots_and_what_is_no_image(tmp_path: Path)
     assert train.names[0].endswith(f"tulip/{long}0.jpg")
 
 
+def test_folders_named_by_digits_are_names_and_labels_beside_pictures_numbers(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_tar(tmp_path / split / "0.tar", [(f"{name}/{name}.jpg", picture(1)) for name in ("1", "01", "7")])
+    assert indexed(tmp_path)[0].classes == ("01", "1", "7")
+    for split in ("train", "val"):
+        write_tar(tmp_path / "beside" / split / "0.tar", [("7/a.jpg", picture(1)), ("7/a.cls", b"2")])
+    assert indexed(tmp_path / "beside")[0].classes == ("0", "1", "2")
+
+
 def test_a_tar_file_in_a_tar_file_is_read_where_it_lies(tmp_path: Path) -> None:
     inner = {f"n0{k}.tar": tar_bytes({f"n0{k}_{i}.JPEG": picture(k + i) for i in range(3)}) for k in (1, 2)}
     write_tar(tmp_path / "train.tar", inner.items())

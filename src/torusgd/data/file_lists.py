@@ -101,18 +101,18 @@ def read_classes(file: Path) -> dict[str, str]:
 
 
 def number_labels(
-    splits: Mapping[str, Sequence[str]], listed: Mapping[str, str] | None, where: str
+    splits: Mapping[str, Sequence[str]], listed: Mapping[str, str] | None, where: str, are_names: bool = False
 ) -> tuple[tuple[str, ...], dict[str, Int64]]:
     """The class names by label, and the labels as numbers, int64 [images] by split, of a data set with texts as labels.
 
-    If all labels are whole numbers, they stay as they are. Otherwise they are class names, numbered in the order of the
-    list (`read_classes`), or else sorted. UserError, which begins with `where`, if a label is not among the classes, or
-    may be a number or a name of the list.
+    If all labels are whole numbers, they stay as they are. Otherwise, and as `are_names` says of folders', they are
+    class names, numbered in the order of the list (`read_classes`), or else sorted. UserError, which begins with
+    `where`, if a label is not among the classes, or may be a number or a name of the list.
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
     known = set().union(*distinct.values())
-    # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
-    if all(label.isascii() and label.isdigit() and len(label) < 10 for label in known):
+    # Labels of ten digits and more are names, such as WordNet's or a shop's numbers; 01 and 1 are two of them.
+    if not are_names and all(re.fullmatch("0|[1-9][0-9]{0,8}", label) for label in known):
         if listed is not None and known <= listed.keys() and [*listed] != [str(n) for n in range(len(listed))]:
             what = "the labels are numbers from 0, or names of the list, which has them in another order"
             raise UserError(f"{where}: {what}; rename the classes, or list 0, 1, 2 and so on")

@@ -98,7 +98,7 @@ def open_csv(
         rows = {split: _read_csv(file, progress) for split, file in lists.items()}
         return _numbered(rows, path / classes if classes else None, path)
 
-    return _open((path, path), channels, once, look)
+    return _open((lists["train"].parent, lists["eval"].parent), channels, once, look)
 
 
 def _open(roots: tuple[Path, Path], channels: int, once: Once, look: Callable[[Progress], Arrays]) -> Pair:
@@ -169,12 +169,12 @@ def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays
                 progress(len(files))
         if not files:
             raise UserError(f"{path}: no image in {path}/SET/{name}/CLASS/*.jpg of any SET")
-    return _numbered(rows, listed, path)
+    return _numbered(rows, listed, path, are_names=True)
 
 
-def _numbered(rows: Mapping[str, Rows], listed: Path | None, path: Path) -> Arrays:
+def _numbered(rows: Mapping[str, Rows], listed: Path | None, path: Path, are_names: bool = False) -> Arrays:
     names = read_classes(listed) if listed is not None else None
-    classes, labels = number_labels({split: each[1] for split, each in rows.items()}, names, str(path))
+    classes, labels = number_labels({split: each[1] for split, each in rows.items()}, names, str(path), are_names)
     arrays = Names.arrays("classes", [classes])
     for split, (files, _) in rows.items():
         arrays |= Names.arrays(split, [files]) | {f"{split} labels": labels[split]}
@@ -224,7 +224,12 @@ def _pictures_in(folder: Path) -> list[str]:
     """The names of the picture files in a folder, sorted, its sub-folders left out; none if there is no folder."""
     entries = _entries(folder) if folder.is_dir() else []
     # Sorted: file systems list in any order, and labels and the stream of samples depend on it.
-    return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file))
+    return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and _is_listed(entry))
+
+
+def _is_listed(entry: os.DirEntry[str]) -> bool:
+    # A link to a file that is gone, too: its image can't be read, and a run says so.
+    return _is(entry.is_file) or (entry.is_symlink() and not _is(entry.is_dir))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

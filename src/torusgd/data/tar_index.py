@@ -69,7 +69,7 @@ def make_index(
     lies in. `listed` are the classes, from `read_classes`; `shards` the tar files of each split, by default those that
     `find_shards` finds.
     """
-    texts, done = dict[str, list[str]](), 0
+    texts, done, are_names = dict[str, list[str]](), 0, False
     arrays: Arrays = {"format": np.array([FORMAT])}
     for split, names in (shards or find_shards(path)).items():
         images, sizes = list[_Image](), list[int]()
@@ -79,10 +79,12 @@ def make_index(
                 with as_user_error(f"{file}: can't be read"), file.open("rb") as stream:
                     head = stream.read(8)
                     sizes.append(os.fstat(stream.fileno()).st_size)
-                    for image in _Walk(stream, file, number, given or {}).images(0, sizes[-1], ""):
+                    walk = _Walk(stream, file, number, given or {})
+                    for image in walk.images(0, sizes[-1], ""):
                         images.append(image)
                         if (done := done + 1) % _EVERY == 0:
                             progress(done)
+                    are_names |= walk.has_folders
             except UserError:
                 raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
@@ -97,7 +99,7 @@ def make_index(
         arrays[f"{split} shard sizes"] = np.array(sizes, dtype=np.int64)
         columns = np.array([image[2:] for image in images], dtype=np.int64).T
         arrays |= {f"{split} {key}": column.astype(KINDS[key]) for key, column in zip(COLUMNS, columns, strict=True)}
-    classes, labels = number_labels(texts, listed, str(path))
+    classes, labels = number_labels(texts, listed, str(path), are_names)
     return arrays | Names.arrays("classes", [classes]) | {f"{split} labels": labels[split] for split in texts}
 
 
@@ -134,6 +136,7 @@ class _Walk:
 
     def __init__(self, stream: IO[bytes], file: Path, shard: int, given: Mapping[str, str]) -> None:
         self._stream, self._file, self._shard, self._given = stream, file, shard, given
+        self.has_folders = False  # whether the label of an image was the name of a folder
 
     def images(self, begin: int, end: int, folder: str) -> Iterator[_Image]:
         """The images between two offsets of the file, whose names begin with `folder`."""
@@ -191,7 +194,9 @@ class _Walk:
             raise UserError(f"{self._file}: {member.name} holds no label")
         folder, _, name = picture.name.rpartition("/")
         # The folder next to the picture, or the tar file that stands for it.
-        label = self._given.get(name, folder.rpartition("/")[2])
+        label = self._given.get(name, "")
+        if not label:
+            label, self.has_folders = folder.rpartition("/")[2], True
         if not label:
             wanted = f"{key.strip('/')}.cls or .json beside it, or a folder in the tar file, which is its class"
             raise UserError(f"{self._file}: {picture.name} has no label: wanted is {wanted}")
