@@ -45,7 +45,7 @@ from torusgd.step.journal import Journal, entry_of, parse_journal
 from torusgd.step.model_state import StepState
 from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
 from torusgd.storage import CACHE, Store
-from torusgd.weights import weights_sha256
+from torusgd.weights import load_weights, weights_sha256
 
 TINY = (
     "precision=float32", "virtual_workers=2", "average={half_life: 2st}", "polish.images=16",
@@ -118,6 +118,12 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         before = line_sha256(lines[-1])
     write_lines(folder / "records.jsonl", lines)
     change_summary(folder, records={**summary(folder)["records"], "sha256": before})
+    change_metadata(folder / "model.safetensors", records_sha256=before)
+
+
+def change_metadata(path: Path, **news: str) -> None:
+    tensors, metadata = load_weights(path)
+    save_file(tensors, path, metadata | news)
 
 
 def forge_lines(folder: Path, record: str, **news: object) -> None:
@@ -139,10 +145,10 @@ def light(folder: Path, step: int) -> Path:
 
 def add_one_in(path: Path, begin: str = "", end: str = "") -> tuple[str, Tensor]:
     """Changes the first tensor of a file with such a name: its name, and what it is now."""
-    tensors = {key: each.clone() for key, each in load_file(path).items()}
+    tensors, metadata = load_weights(path)
     name = next(name for name in sorted(tensors) if name.startswith(begin) and name.endswith(end))
     add_one(tensors[name])
-    save_file(tensors, path)
+    save_file(tensors, path, metadata)
     return name, tensors[name]
 
 
@@ -279,6 +285,14 @@ def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
     verify(copy, "--final", code=2)
     (copy / "summary.json").unlink()
     assert list(verify(copy, "--final", code=1)) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("key", ["classes", "recipe", "recipe_sha256", "records_sha256"])
+def test_what_the_weights_file_wrongly_says_of_itself_is_found(key: str, copy: Path, verify: Any) -> None:
+    """With other names of classes what is exported would call each image something else."""
+    said = load_weights(copy / "model.safetensors")[1][key]
+    change_metadata(copy / "model.safetensors", **{key: said[::-1] if "sha256" in key else said.replace("1", "2")})
+    assert verify(copy, "--final", code=1)["model.safetensors"].endswith(f"another {key} than the run")
 
 
 def test_a_run_of_another_seed_is_found(tmp_path: Path, run: Path, other: Path, verify: Any) -> None:

@@ -112,16 +112,19 @@ class Verifier:
         self._bad, self._total = dict[int, str](), 0
         train, held_out = open_sources(recipe.data, self.job.data, recipe.seed)
         self._fingerprint = fingerprint_of(self.job, train, held_out, "", self._conditions, self.claims.begin.operators)
+        self._classes = list(train.classes)
 
     def differing_inputs(self) -> list[Checked]:
-        """What the run was trained on, if it is not what is here."""
+        """What the run was trained on, if it is not what is here, and what its weights' file wrongly says of itself."""
         names, found = {"data_sha256": "data", "train_images": "data"}, []
         names |= {"init_sha256": "initial weights"} if self.job.init is not None else {}
         for key, what in names.items():
             then, now = getattr(self.claims.begin, key), getattr(self._fingerprint, key)
             if then != now:
                 found.append(Checked(what, DIFFERS, f"{key} was {then}, here it is {now}: other {what} than the run's"))
-        return found
+        return found + [
+            Checked("model.safetensors", DIFFERS, text) for text in self.claims.other_metadata(self._classes)
+        ]
 
     def check(self, wanted: Sequence[Range]) -> list[Checked]:
         """Computes the ranges, in their order; what was found."""

@@ -1,6 +1,6 @@
 """What a run's folder says of itself, read once to be checked: recipe, records, journal, summary, weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from ..step import records
 from ..step.journal import Journaled, parse_journal
 from ..untrusted import check_regular, read_text
 from ..weights import load_weights, weights_sha256
+from .saving import weights_metadata
 from .trained_weights import check_names
 
 
@@ -97,6 +98,15 @@ class Claims:
         weights, recorded = weights_sha256(load_weights(model)[0]), self.result.weights_sha256
         differ = [f"model.safetensors: weights_sha256 is {weights}, in the records {recorded}"]
         return differ if weights != recorded else []
+
+    def other_metadata(self, classes: Sequence[str]) -> list[str]:
+        """What the weights' file says of itself that is not so, of a run on images of these classes."""
+        model = RunDir(self.folder).model
+        if self.result is None or not model.exists():
+            return []
+        found, own = load_weights(model)[1], weights_metadata(self.recipe, classes)
+        own |= {"records_sha256": self.head} if self.summary else {}  # else the run has gone on since
+        return [f"its metadata has another {key} than the run" for key in own if found.get(key) != own[key]]
 
 
 def read_claims(run: Path, overrides: list[str]) -> Claims:
