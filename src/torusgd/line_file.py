@@ -18,7 +18,8 @@ class LineFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         with self._writing():
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            # Without O_NONBLOCK, opening a pipe would wait for its reader.
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
             if size is not None:
                 os.truncate(self._file, size)
             self._size = os.fstat(self._file).st_size

@@ -4,7 +4,9 @@ These functions refuse a file with a ValueError, of which the caller makes its o
 a few hundred bytes can stand for gigabytes, by nested brackets, aliases, compressed zeros.
 """
 
+import errno
 import json
+import os
 import stat
 import zipfile
 from pathlib import Path
@@ -17,13 +19,18 @@ _SWELLS_FROM = 1 << 28
 _MOST_SWELLING = 100
 
 
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """A UTF-8 text file; ValueError if it has more than `most` bytes, is no UTF-8, or the path holds a NUL."""
-    with path.open("rb") as file:
-        data = file.read(most + 1)  # never all of it: a device or a pipe has no end
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file; ValueError if it has more than `most` bytes, is a device or a pipe, or the path holds a NUL."""
+    with check_regular(path).open("rb") as file:
+        data = file.read(most + 1)  # never all of it: it may grow meanwhile
     if len(data) > most:
         raise ValueError(f"longer than {most} bytes")
-    return data.decode()
+    return data
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """A UTF-8 text file, as `read_bytes`; ValueError if it is no UTF-8."""
+    return read_bytes(path, most).decode()
 
 
 def parse_json(text: str) -> Any:
@@ -54,7 +61,11 @@ def check_archive(path: Path) -> None:
             raise ValueError(f"{stored} bytes would become {size}; weights are stored as they are")
 
 
-def check_regular(path: Path) -> None:
-    """ValueError if a path leads to something that has no end, such as a device or a pipe; OSError as it comes."""
-    if not stat.S_ISREG(path.stat().st_mode):
+def check_regular(path: Path) -> Path:
+    """The path; ValueError if it leads to something without an end, such as a device or a pipe; OSError as it comes."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
         raise ValueError(f"{path.name} is no file")
+    return path

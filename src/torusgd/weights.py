@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import UserError, first_line
-from .untrusted import check_archive
+from .untrusted import check_archive, check_regular
 
 Tensors = dict[str, Tensor]
 
@@ -61,6 +61,7 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
     A torch file has no metadata; it may hold the tensors under `state_dict` or `model`, with a `module.` prefix.
     """
     try:
+        check_regular(path)
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, "pt") as file:
                 metadata = dict(file.metadata() or {})

@@ -153,6 +153,8 @@ def test_wrong_arrays_are_refused(tmp_path: Path, name: str, kind: str) -> None:
 
 
 def test_files_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npz")
+    refuses("a pipe of arrays", open_sources, grey("numpy", image_size=5), tmp_path / "pipe.npz", 0, TMP=tmp_path)
     file = write_arrays(tmp_path, "npz", arrays())
     whole = file.read_bytes()
     changed = bytearray(whole)

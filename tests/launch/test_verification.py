@@ -295,6 +295,13 @@ def test_what_the_weights_file_wrongly_says_of_itself_is_found(key: str, copy: P
     assert verify(copy, "--final", code=1)["model.safetensors"].endswith(f"another {key} than the run")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "summary.json", "recipe.yaml", "records.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_refused(name: str, copy: Path, verify: Any) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    verify(copy, "--final", code=2)
+
+
 def test_a_run_of_another_seed_is_found(tmp_path: Path, run: Path, other: Path, verify: Any) -> None:
     folder = Path(shutil.copytree(other, tmp_path / "run"))
     shutil.copy(run / "recipe.yaml", folder)

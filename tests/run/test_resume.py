@@ -125,6 +125,14 @@ def test_a_strangers_checkpoint_folder_leads_nowhere(
     assert capsys.readouterr().err.count(" is no file); it is set aside as step-000000") == 4
 
 
+@pytest.mark.parametrize("name", ["records.jsonl", "events.jsonl"])
+def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(name: str, recipe: Path, out: Path) -> None:
+    (out / name).unlink(missing_ok=True)
+    os.mkfifo(out / name)
+    with pytest.raises(RunError, match=f"{name}: can't be (read: {name} is no file|written)"):
+        run_alone(out, recipe, options=RuntimeOptions(verify_every=Duration(5, "st")))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
-from ..untrusted import check_swelling
+from ..untrusted import check_regular, check_swelling
 from .file_lists import MOST_CLASSES, Arrays, Once, make_here
 from .types import Int64, Pixels
 
@@ -91,6 +91,7 @@ def _load(path: Path) -> Arrays:
 def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
     file = path / f"{name}.npy" if path.is_dir() else path
     try:
+        check_regular(file)
         if path.is_dir():
             return np.load(file, mmap_mode="r", allow_pickle=False)
         with np.load(file, allow_pickle=False) as archive:

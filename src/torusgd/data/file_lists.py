@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.torch import load_file
 
 from ..errors import UserError, as_user_error, suggest
-from ..untrusted import read_text
+from ..untrusted import check_regular, read_text
 from .types import Int64, Pixels
 
 MOST_CLASSES = 1_000_000
@@ -37,7 +37,7 @@ def make_here(make: Callable[[Progress], Arrays]) -> Arrays:
 
 def read_arrays(file: Path) -> Arrays:
     """The arrays of a safetensors file, mapped into memory, so that all processes share one copy."""
-    return {name: tensor.numpy() for name, tensor in load_file(file).items()}
+    return {name: tensor.numpy() for name, tensor in load_file(check_regular(file)).items()}
 
 
 class Names:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError, as_user_error
+from ..untrusted import check_regular
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import Arrays, Names, Once, Progress, make_here, number_labels, read_classes
 from .types import Int64
@@ -184,7 +185,7 @@ def _numbered(rows: Mapping[str, Rows], listed: Path | None, path: Path, are_nam
 def _read_csv(file: Path, progress: Progress) -> Rows:
     paths, labels = list[str](), list[str]()
     what, kinds = f"{file}: can't be read as a list of paths and labels", (OSError, ValueError, csv.Error)
-    with as_user_error(what, of=kinds), file.open(encoding="utf-8-sig", newline="") as stream:
+    with as_user_error(what, of=kinds), check_regular(file).open(encoding="utf-8-sig", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
         places = 0, 1
         for number, row in enumerate(rows):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import UserError, as_user_error, in_one_line
-from ..untrusted import parse_json
+from ..untrusted import check_regular, parse_json
 from ..weights import save_weights
 from .file_lists import Arrays, Names, Progress, files_by_split, files_under, number_labels
 
@@ -76,7 +76,7 @@ def make_index(
         for number, name in enumerate(names):
             file = path / name
             try:
-                with as_user_error(f"{file}: can't be read"), file.open("rb") as stream:
+                with as_user_error(f"{file}: can't be read"), check_regular(file).open("rb") as stream:
                     head = stream.read(8)
                     sizes.append(os.fstat(stream.fileno()).st_size)
                     walk = _Walk(stream, file, number, given or {})

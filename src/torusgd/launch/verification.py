@@ -33,7 +33,7 @@ from ..step import records
 from ..step.journal import parse_journal
 from ..step.stats import StepTotals
 from ..text import listed
-from ..untrusted import check_regular, parse_json, read_text
+from ..untrusted import parse_json, read_text
 from ..weights import Tensors, load_weights
 from .local import launch
 
@@ -343,7 +343,6 @@ def _losses(path: Path, first: int, last: int) -> dict[int, object]:
     """The losses of the steps after `first` up to `last` in a file of events, as far as they can be read."""
     found = {}
     with suppress(OSError, ValueError):
-        check_regular(path)
         for line in read_text(path, records.MOST_BYTES).splitlines():
             with suppress(ValueError):
                 event = parse_json(line)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import UserError, printable
+from ..errors import UserError, as_run_error, printable
 from ..line_file import LineFile
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
@@ -24,7 +24,7 @@ from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats
 from ..text import json_text, listed, plural
-from ..untrusted import parse_json, read_text
+from ..untrusted import check_regular, parse_json, read_text
 from .trackers import Trackers
 
 # Between progress lines if the output is no terminal.
@@ -198,7 +198,7 @@ def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
     if not path.exists():
         return
     # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
-    with path.open("r+b") as file:
+    with as_run_error(f"{path}: can't be read", of=(OSError, ValueError)), check_regular(path).open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end and not _stays(line := _line_before(file, end), first_step, evaluated):
             end -= len(line)

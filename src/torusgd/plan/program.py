@@ -21,7 +21,7 @@ from ..gradients.layout import rule_on
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..untrusted import parse_json, read_text
+from ..untrusted import check_regular, parse_json, read_text
 from .cluster import Buckets, Cluster, Precision, Software, load_software
 from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_communication
 from .model_cost import held_values, matched
@@ -151,7 +151,7 @@ def measured_software(
     needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
     with as_user_error(needed, of=(OSError, ValueError)):
         summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
-        with (run / "events.jsonl").open() as lines:
+        with check_regular(run / "events.jsonl").open() as lines:
             events = [parse_json(line) for line in lines]
     if not all(isinstance(table, dict) for table in (summary, *events)):
         raise UserError(f"measured run {run}: its summary.json or events.jsonl is damaged")

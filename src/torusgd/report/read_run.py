@@ -147,7 +147,6 @@ class Log(NamedTuple):
 def read_log(path: Path) -> Log:
     """Reads trainer_state.json (Hugging Face), metrics.csv (Lightning's CSVLogger), or JSON lines with a `step`."""
     with as_user_error(f"{path}: can't be read as a log", of=(OSError, ValueError, csv.Error)):
-        check_regular(path)
         rows = _rows(path, read_text(path))
     columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:

@@ -13,7 +13,7 @@ from ..rundir.run_dir import RunDir
 from ..rundir.run_view import HEAD, local_run
 from ..step import records
 from ..step.journal import Journaled, parse_journal
-from ..untrusted import check_regular, read_text
+from ..untrusted import read_text
 from ..weights import load_weights, weights_sha256
 from .saving import weights_metadata
 from .trained_weights import check_names
@@ -130,14 +130,12 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
     if not folder.records.exists():
         raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
-        check_regular(folder.records)
         lines, head, problem = records.parse_records(read_text(folder.records, records.MOST_BYTES))
     if not lines:
         raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
     journal, text, summary = None, "", summary or {}
     if recipe.synchrony.keeps_journal:
         with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
-            check_regular(folder.journal)
             text = read_text(folder.journal, records.MOST_BYTES)
         text = text[: text.rfind("\n") + 1]  # the last line of a run at work may be under way
         try:

@@ -136,14 +136,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    with suppress(OSError, ValueError), (folder / "recipe.yaml").open(errors="replace") as file:
+    with suppress(OSError, ValueError), check_regular(folder / "recipe.yaml").open(errors="replace") as file:
         return file.readline().startswith(HEAD)
     return False
 
 
 def _reported(path: Path) -> tuple[dict[str, Any], float]:
     """What a file of a run says, and how old it is, in seconds."""
-    check_regular(path)
     tree = parse_json(read_text(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path.name} is damaged")

@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import UserError, as_run_error, as_user_error
 from ..line_file import LineFile
 from ..recipe.schema import Recipe
-from ..untrusted import read_text
+from ..untrusted import check_regular, read_text
 
 FORMAT = "torusgd-journal-1"
 _MOST_BYTES = 1 << 30
@@ -77,12 +77,14 @@ class Journal:
     def open(self, path: Path) -> None:
         """Goes on in a file from the head on; UserError if it is not what the run wrote, RunError if the disk fails."""
         head = self.head
-        with as_run_error(f"{path}: can't be read", "mend the disk, and give the same command again"):
+        remedy = "mend the disk, and give the same command again"
+        with as_run_error(f"{path}: can't be read", remedy, (OSError, ValueError)):
             try:
-                text = "" if head.size == len(head.last) else path.read_bytes()[: head.size].decode(errors="replace")
+                held = b"" if head.size == len(head.last) else check_regular(path).read_bytes()[: head.size]
             except FileNotFoundError:
                 what = "is missing, and the run can't go on without it: put it back, or give --fresh"
                 raise UserError(f"{path}: {what}") from None
+        text = held.decode(errors="replace")
         if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
             text += head.last
         parse_journal(text, str(path), self._recipe_sha256, self._workers, head.as_summary(1))
