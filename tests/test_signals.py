@@ -31,6 +31,28 @@ leave_within(0.1, 3)
 """
 
 
+BROKEN = """
+import os, signal, sys, types
+
+def run_command():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+    raise AttributeError("what a stopped import left undone")
+
+sys.modules["torusgd.cli"] = types.SimpleNamespace(main=run_command)
+from torusgd.__main__ import main
+main()
+"""
+
+
+def test_an_error_that_a_swallowed_stop_leads_to_is_a_stop() -> None:
+    assert ran([sys.executable, "-c", BROKEN], code=143).stderr == "torusgd: stopped by SIGTERM\n"
+    failed = ran([sys.executable, "-c", BROKEN.replace("os.kill", "0 and os.kill")], code=1)
+    assert "AttributeError: what a stopped import left undone" in failed.stderr
+
+
 def test_a_thread_that_lasts_ends_with_a_line_a_swallowed_stop_comes_again_and_a_called_command_ends_nothing() -> None:
     kept = ran([sys.executable, "-c", LASTING], code=3, env=os.environ | {"RANK": "2"})
     assert re.fullmatch(r"torusgd: rank 2 on \S+ ends only now, 0.1 s after its work was done\n", kept.stderr)

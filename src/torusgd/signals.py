@@ -81,15 +81,18 @@ class Stopped(BaseException):
         self.number = number
 
 
-def raise_on_stop(again: float = 5.0) -> None:
-    """Makes a stop signal raise `Stopped` in the main thread, and once more after `again` seconds."""
+def raise_on_stop(again: float = 5.0) -> list[int]:
+    """Makes a stop signal raise `Stopped` in the main thread, and once more after `again` seconds; those that came."""
+    came = list[int]()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
         # Some modules catch every exception while they are imported, and the stop with it.
         _after(again, os.kill, os.getpid(), number)
         raise Stopped(number)
 
     _take(stop)
+    return came
 
 
 def end_on_stop() -> None:

@@ -79,9 +79,15 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
     for key in ("state_dict", "model"):
         if isinstance(tree, dict) and isinstance(tree.get(key), dict):
             tree = tree[key]
-    if not isinstance(tree, dict) or not all(isinstance(t, Tensor) for t in tree.values()):
-        raise UserError(f"{path}: holds no plain table of tensors; save model.state_dict()")
+    if not isinstance(tree, dict) or not all(map(_is_plain, tree.values())):
+        raise UserError(f"{path}: holds no plain table of dense tensors; save model.state_dict()")
     return {str(name).removeprefix("module."): tensor for name, tensor in tree.items()}, {}
+
+
+def _is_plain(value: object) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    return value.layout is torch.strided and not value.is_meta and not value.is_quantized
 
 
 def match_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:

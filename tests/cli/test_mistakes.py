@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.commands import command, ran
 from tests.data.tars import write_shards
 from tests.messages import refused, refuses
@@ -51,6 +52,9 @@ def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tm
     for content in (b"", b"hello\n", b"\x80\x04"):
         path.write_bytes(content)
         refuses("a file without weights", load_weights, path, about=f"{path}:", TMP=tmp_path)
+    for tensor in (torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")):
+        torch.save({"weight": tensor}, path)
+        refuses("a file of tensors that are not dense", load_weights, path, about=f"{path}:", TMP=tmp_path)
 
 
 def test_a_wrong_profile_is_reported_before_ranks_are_started_and_a_file_is_no_folder(mistake, tmp_path, monkeypatch):

@@ -420,10 +420,12 @@ def test_validation_images_are_training_images_by_key_that_are_not_trained_on(ki
         assert np.array_equal(train.read_many(np.array([4, 2]))[0], train.read(4))
 
 
+NO_TEXTS = {"folder": {"classes": 10}, "csv": {"train": 5}, "tar": {"index": 5}, "numpy": {"names": 5}}
 MISTAKES = {
     "unknown source": grey("digit"), "path for digits": grey("digits"), "no path": grey("mnist"),
     "option of digits": grey("digits", options={"noise": 1}), "option of synthetic": synthetic(options={"nois": 1}),
     "noise above 1": synthetic(options={"noise": 1.5}), "noise as text": synthetic(options={"noise": "much"}),
+    **{f"an option of {name} that is no text": grey(name, options=options) for name, options in NO_TEXTS.items()},
     "no size for synthetic": synthetic(train_images=None), "no classes for frames": frames(classes=None),
     "frames can't be resized": frames(resize=40), "option of frames": frames(options={"nois": 1}),
     "frames in colour": frames(channels=3, mean=(0.5,) * 3, std=(0.5,) * 3),
@@ -439,7 +441,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_name_their_key_and_remedy(name: str, tmp_path: Path) -> None:
     with refused(f"data: {name}", "data.", TMP=tmp_path):
-        open_sources(MISTAKES[name], tmp_path if name == "path for digits" else None, 0)
+        open_sources(MISTAKES[name], tmp_path if name == "path for digits" or "no text" in name else None, 0)
 
 
 def test_missing_paths_and_packages_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

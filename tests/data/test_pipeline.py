@@ -198,7 +198,7 @@ def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.
     assert (batch.positions.tolist(), batch.targets.tolist(), batch.replaced) == (whole, [0, 1, 2, 1, 0, 1], 0)
     none = pipeline.validation_batch(np.array([3, 5]))
     assert (none.images.shape, none.targets.shape, none.positions.shape) == ((0, 3, 16, 16), (0,), (0,))
-    assert caplog.messages == [f"left out of evaluation: image {index}: torn" for index in (3, 5)]
+    assert caplog.messages == [f"left out: image {index}: torn" for index in (3, 5)]
 
 
 def test_trouble_in_reading_is_tried_again_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) ->
 
 
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
-    for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
+    for override in ("stages.9.lr=1", "stages.\u00b2.lr=1", "seed", "name.x=3", "virtual_workers=["):
         refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
     refuses("a batch that is a list", load_recipe, "resnet50", ["batch=[8192]"], about="batch = [8192]:")
     refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
@@ -140,9 +140,9 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases_and_texts_have_an_end(t
     assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
     (tmp_path / "long").write_bytes(b"x" * 11)
     refuses("a text of 11 bytes", read_text, tmp_path / "long", 10, kind=ValueError)
-    refuses("an endless text", read_text, Path("/dev/zero"), kind=ValueError)
+    refuses("a device for a text", read_text, Path("/dev/zero"), kind=ValueError)
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
+    with refused("a device for a recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
         load_recipe(str(tmp_path / "zero.yaml"))
     refuses("lists in lists", parse_json, "[" * 100_000, kind=ValueError)
 

@@ -23,7 +23,13 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
     folder = RunDir(path)
     with folder.lock():
         folder.claim(recipe, fresh=False)
-    names = ("events.jsonl", "model.safetensors", "notes.txt", "tensorboard/events.out.tfevents.1", ".summary.json.x")
+    names = (
+        "events.jsonl",
+        "model.safetensors",
+        "notes.txt",
+        "tensorboard/events.out.tfevents.1",
+        ".summary.json.0123abcd",
+    )
     parts = ("checkpoints/notes.txt", "checkpoints/step-00000004/a", "checkpoints/.step-00000008.partial/a")
     for name in (*names, *parts):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,9 +49,10 @@ def test_a_new_folder_gets_the_whole_recipe_goes_on_with_it_and_is_swept(tmp_pat
         folder.claim(RECIPE, fresh=False)
     assert (read_run_recipe(folder.recipe), files(folder.path)) == (RECIPE, ["recipe.yaml"])
     run_in(folder.path)
+    (folder.path / ".summary.json.swp").touch()  # an editor's, not torusgd's
     before = files(folder.path)
     folder.claim(RECIPE, fresh=False)
-    assert set(before) - set(files(folder.path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
+    assert set(before) - set(files(folder.path)) == {".summary.json.0123abcd", "checkpoints/.step-00000008.partial/a"}
 
 
 @pytest.mark.parametrize("change", ["rate.lr=3.5", "stages.1.images_per_worker=24"])

@@ -1,5 +1,6 @@
 """`torusgd verify`: somebody's run, some steps of it computed anew and compared bit for bit."""
 
+import re
 import tempfile
 from dataclasses import asdict
 from itertools import pairwise
@@ -86,7 +87,7 @@ def _wanted(
     if steps is None:
         return drawn(ranges, sample or 1, seed if seed is not None else claims.head)
     words = steps.split(":")
-    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[0]) >= int(words[1]):
+    if not re.fullmatch("[0-9]{1,18}:[0-9]{1,18}", steps) or int(words[0]) >= int(words[1]):
         raise UserError(f"--steps {steps}: write it as A:B, such as 100:200")
     first, stop = int(words[0]), int(words[1])
     if first < ranges[0].first or stop > last:

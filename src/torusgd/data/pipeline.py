@@ -121,7 +121,7 @@ class Pipeline:
                 return self._image(int(indices[at]), choose)
             except CorruptImage as error:
                 decodable[at] = False
-                self._name("left out of evaluation", int(indices[at]), error)
+                self._name("left out", int(indices[at]), error)
                 return None
 
         out, _ = self._images(indices, Changes(), self._sizes, read)

@@ -134,6 +134,8 @@ def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
         if key not in known:
             allowed = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UserError(f"data.options.{key}: the source {data.source} has no such option; {allowed}")
+        if data.source in FILES and not isinstance(data.options[key], str | None):
+            raise UserError(f"data.options.{key}: takes a text, got {data.options[key]!r}")
     return dict(data.options)
 
 

@@ -258,7 +258,7 @@ def _index(node: Any, key: str, where: str) -> Any:
         return key
     if not isinstance(node, list):
         raise UserError(f"{where}: the key before {key!r} holds a plain value, not keys")
-    if not key.isdigit() or int(key) >= len(node):
+    if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= len(node):
         raise UserError(f"{where}: {key!r} is no item of that list; use 0 to {len(node) - 1}")
     return int(key)
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -181,7 +182,8 @@ class RunDir:
         """Removes what a killed process was writing under another name."""
         for pattern in (*(f".{name}.*" for name in OWN), f"{self.verify.name}/.{STEP}{LIGHT}.*"):
             for path in self.path.glob(pattern):
-                path.unlink()
+                if re.fullmatch(r"\.[0-9a-f]{8}", path.suffix):  # as `replacing` names it; others are somebody else's
+                    path.unlink()
         for path in self.checkpoints.glob(f".{STEP}.partial"):
             shutil.rmtree(path)
 
