@@ -107,6 +107,26 @@ def test_who_was_slow_at_first_is_not_left_out_for_ever() -> None:
     assert np.mean(counts[53:]) > 7
 
 
+@pytest.mark.parametrize("shares", [[2, 1], [3, 3, 2, 2, 2], [2, 1, 1], [1, 4]], ids=str)
+def test_a_measured_threshold_counts_the_workers_that_there_are(shares: list[int]) -> None:
+    """On ranks with unequal shares: against a count over workers, whatever rank they are on."""
+    owned = np.split(np.arange(sum(shares)), np.cumsum(shares)[:-1])
+    rule = Limits([each.tolist() for each in owned], 0, count=None, threshold="measured", warmup=10, warm=10)
+    draw, steps = np.random.default_rng(sum(shares)), []
+    for _ in range(10):
+        steps.append(np.concatenate([np.cumsum(draw.exponential(size=count)) for count in shares]))
+        found = rule.observe(steps[-1], steps[-1].max() + 0.5)
+    times, overhead = np.array(steps), 0.5
+    assert found is not None
+
+    def gain(tau: float) -> tuple[float, float]:
+        finished, longest = (times <= tau).mean(axis=1), times.max(axis=1)
+        return 1 - finished.mean(), (finished * (longest + overhead) / (np.minimum(tau, longest) + overhead) - 1).mean()
+
+    assert (found.dropped, found.gain) == pytest.approx(gain(found.seconds))
+    assert found.gain > -1e-12
+
+
 def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     rule = limits(4, threshold="measured", warmup=3, warm=3)
     for step in range(3):

@@ -46,11 +46,14 @@ class Threshold(NamedTuple):
 
 
 def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
-    """The threshold with the highest gain on times [steps, ranks, micro-batches]; the authors take steps 6 to 49."""
+    """The threshold with the highest gain on times [steps, ranks, micro-batches]; the authors take steps 6 to 49.
+
+    Behind the micro-batches of a rank that has fewer than others stands nan.
+    """
     ends = np.cumsum(seconds, axis=2)
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
     # A lower threshold makes steps shorter and leaves more out: the best of 200 on the measured times.
-    candidates = np.linspace(ends[:, :, first].min(), ends[:, :, -1].max(), CANDIDATES)
+    candidates = np.linspace(np.nanmin(ends[:, :, first]), np.nanmax(ends), CANDIDATES)
     found = [threshold_at(float(tau), ends, overhead) for tau in candidates]
     # The last candidate, the longest step, leaves nothing out, so the gain is never negative.
     return max(found, key=lambda threshold: (threshold.gain, threshold.seconds))
@@ -62,8 +65,8 @@ def threshold_at(tau: float, ends: F64, overhead: float = 0.0) -> Threshold:
     The gain is the mean over steps of (1 - dropped) (longest + overhead) / (min(tau, longest) + overhead) - 1, where
     `longest` is the time without a threshold.
     """
-    finished = (ends <= tau).mean(axis=(1, 2))
-    longest = ends[:, :, -1].max(axis=1)
+    finished = (ends <= tau).sum(axis=(1, 2)) / np.isfinite(ends).sum(axis=(1, 2))
+    longest = np.nanmax(ends, axis=(1, 2))
     # A step ends at tau. The authors' code takes the last end before tau in its place, as if ranks knew that the next
     # micro-batch will not end in time; it finds the same thresholds.
     gains = finished * (longest + overhead) / (np.minimum(tau, longest) + overhead) - 1
@@ -194,8 +197,7 @@ class VirtualSteps:
 def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
     """The seconds of each worker, [steps, ranks, most of a rank], from the seconds until its end [steps, n]."""
     most = max(map(len, shares))
-    # A rank with fewer workers than others gets some of 0 seconds before its first.
-    took = np.zeros((len(finished), len(shares), most))
+    took = np.full((len(finished), len(shares), most), np.nan)  # behind the last of a rank with fewer than others
     for rank, workers in enumerate(shares):
-        took[:, rank, most - len(workers) :] = np.diff(finished[:, list(workers)], axis=1, prepend=0.0)
+        took[:, rank, : len(workers)] = np.diff(finished[:, list(workers)], axis=1, prepend=0.0)
     return took
