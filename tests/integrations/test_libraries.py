@@ -284,6 +284,57 @@ def test_a_stop_in_mid_epoch_and_other_ranks_lose_and_repeat_nothing(library: st
     assert [sample for each in seen for sample in each] == stream
 
 
+UNEVEN_TRAINER = """
+from transformers import TrainerCallback
+class Seen(TrainerCallback):
+    epochs = []
+    def on_step_end(self, args, state, control, **_):
+        self.epochs.append(round(state.epoch, 4))
+options = TrainingArguments(folder + "/out", per_device_train_batch_size=4, use_cpu=True, report_to=[],
+    disable_tqdm=True, num_train_epochs=10, save_strategy="no", lr_scheduler_type="linear", learning_rate=1.0)
+trainer = StreamTrainer(Net(), options, train_dataset=Numbers(), callbacks=[Seen()])
+trainer.train()
+assert Seen.epochs == [round(4 * (step + 1) / 10, 4) for step in range(25)], Seen.epochs
+assert abs(trainer.lr_scheduler.get_last_lr()[0]) < 1e-9, (trainer.lr_scheduler.get_last_lr(), trainer.state.max_steps)
+"""
+UNEVEN_LIGHTNING = """
+class Counted(Module):
+    steps = []
+    def train_dataloader(self):
+        return DataLoader(Numbers(), batch_sampler=sampler)
+    def validation_step(self, batch, _):
+        pass
+    def val_dataloader(self):
+        return DataLoader(Numbers(), batch_size=10)
+    def on_validation_epoch_end(self):
+        self.steps.append(self.trainer.global_step)
+def fit(epochs, saved=None):
+    global sampler
+    sampler = StreamSampler(10, 4)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, max_epochs=4, max_steps=epochs, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=[StreamCallback(sampler), pl.callbacks.
+        ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)], num_sanity_val_steps=0)
+    trainer.fit(Counted(), ckpt_path=saved)
+    return sampler.consumed
+assert fit(-1) == 40 and Counted.steps == [3, 5, 8, 10], Counted.steps
+assert fit(4) == 16 and fit(-1, folder + "/step=4.ckpt") == 40
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "script"),
+    [("transformers", TRAINER + UNEVEN_TRAINER), ("lightning", LIGHTNING + UNEVEN_LIGHTNING)],
+)
+def test_epochs_that_the_batch_does_not_divide_end_where_the_stream_has_them(
+    library: str, script: str, tmp_path: Path
+) -> None:
+    """10 samples in batches of 4: epochs of 3 and 2 steps. Libraries take the first one's number for all."""
+    pytest.importorskip(library)
+    (tmp_path / "script.py").write_text(COMMON + script)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "1", "RANK": "0"}
+    ran([sys.executable, tmp_path / "script.py", tmp_path, 4, 4, 10], timeout=200, env=environment)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["Trainer", "Accelerate", "Lightning"])
 def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import UserError
 from .order import StreamOrder
@@ -28,13 +31,16 @@ class BatchSizeSchedule:
     """
 
     def __init__(self, batches: Mapping[int, int], rate: Literal["linear", "sqrt", "constant"] = "linear") -> None:
-        if min(batches, default=1) != 0 or min(batches.values()) < 1:
-            wanted = "a batch of at least 1 by each position, the first of them 0"
+        whole = all(isinstance(number, Integral) for pair in batches.items() for number in pair)
+        if not whole or min(batches, default=1) != 0 or min(batches.values()) < 1:
+            wanted = "whole batches of at least 1 by each position, the first of them 0"
             raise UserError(f"batches: {wanted}; got {dict(batches)}")
         if rate not in ("linear", "sqrt", "constant"):
             raise UserError(f"rate: linear, sqrt or constant, got {rate}")
         self._starts, self._rate = sorted(batches), rate
         self._batches = [batches[start] for start in self._starts]
+        self.least = min(self._batches)
+        self._hooks: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
 
     def __call__(self, consumed: int) -> int:
         """The batch of a step before which so many samples were consumed."""
@@ -46,8 +52,13 @@ class BatchSizeSchedule:
         return math.sqrt(ratio) if self._rate == "sqrt" else ratio
 
     def follow(self, optimizer: Optimizer, sampler: "StreamSampler") -> None:
-        """Multiplies each step's rate from now on: during the step alone, so that torch's schedulers see their own."""
+        """Multiplies each step's rate from now on: during the step alone, so that torch's schedulers see their own.
+
+        Called once more for an optimizer, it follows the last sampler alone.
+        """
         rates: list[Any] = []
+        for hook in self._hooks.pop(optimizer, []):
+            hook.remove()
 
         def raise_rates(*_: Any) -> None:
             factor = self.factor(sampler.consumed)
@@ -59,8 +70,8 @@ class BatchSizeSchedule:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-        optimizer.register_step_pre_hook(raise_rates)
-        optimizer.register_step_post_hook(put_back)
+        hooks = optimizer.register_step_pre_hook(raise_rates), optimizer.register_step_post_hook(put_back)
+        self._hooks[optimizer] = [*hooks]
 
 
 class StreamSampler(Sampler[list[int]]):
@@ -100,7 +111,7 @@ class StreamSampler(Sampler[list[int]]):
         # Samples consumed before each step up to the furthest looked at: with a function there is no shorter way.
         self._starts = [0]
         self._steps = 0
-        self._epoch_samples = length * repeats
+        self.epoch_samples = length * repeats
         # The step before which the last iteration began, and that which its samples reach, once all are drawn.
         self._drawn: tuple[int, int] | None = None
         self._stop_following: Callable[[], None] | None = None
@@ -121,12 +132,12 @@ class StreamSampler(Sampler[list[int]]):
     @property
     def consumed(self) -> int:
         """Samples trained on, over all ranks."""
-        return self._start(self._steps)
+        return self.samples_before(self._steps)
 
     @property
     def epoch(self) -> int:
         """Whole passes over the samples before the next step."""
-        return self.consumed // self._epoch_samples
+        return self.consumed // self.epoch_samples
 
     @property
     def epoch_offset(self) -> int:
@@ -157,13 +168,13 @@ class StreamSampler(Sampler[list[int]]):
 
     def batch(self, step: int) -> int:
         """Samples of a step, over all ranks."""
-        return self._start(step + 1) - self._start(step)
+        return self.samples_before(step + 1) - self.samples_before(step)
 
     def positions(self, step: int | None = None) -> list[range]:
         """This rank's micro-batches of a step (None: the present one), as positions in the stream, to key draws by."""
         step = self._steps if step is None else step
         rank, ranks = self.rank, self.world_size
-        start, batch = self._start(step), self.batch(step)
+        start, batch = self.samples_before(step), self.batch(step)
         count = ranks if self._micro_batches is None else self._micro_batches
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: ranks count from 0")
@@ -209,7 +220,9 @@ class StreamSampler(Sampler[list[int]]):
         ValueError if it is of another stream (samples, seed, repeats, batches up to that step), or older than what this
         sampler has counted.
         """
-        for name, value in {**self._identity(), "consumed": self._start(state["steps"])}.items():
+        if missing := {"steps", "consumed", *self._identity()} - state.keys():
+            raise ValueError(f"the state is none of a StreamSampler: it has no {min(missing)}")
+        for name, value in {**self._identity(), "consumed": self.samples_before(state["steps"])}.items():
             if state[name] != value:
                 raise ValueError(f"the state is of another stream: its {name} is {state[name]}, here it is {value}")
         if state["steps"] < self._steps:
@@ -223,11 +236,11 @@ class StreamSampler(Sampler[list[int]]):
 
     def _batch(self, consumed: int) -> int:
         batch = self.batches(consumed) if callable(self.batches) else self.batches
-        if batch < 1:
-            raise ValueError(f"batch_size: at least 1 sample, got {batch} after {consumed} samples")
+        if not isinstance(batch, Integral) or batch < 1:
+            raise ValueError(f"batch_size: a whole number, at least 1, got {batch} after {consumed} samples")
         return batch
 
-    def _start(self, step: int) -> int:
+    def samples_before(self, step: int) -> int:
         """Samples consumed before a step."""
         if not callable(self.batches):
             return step * self._batch(0)
@@ -237,14 +250,14 @@ class StreamSampler(Sampler[list[int]]):
 
     def _epoch_end(self, step: int) -> int:
         """The first step after the epoch that `step` begins in."""
-        stop = (self._start(step) // self._epoch_samples + 1) * self._epoch_samples
-        while self._start(step) < stop:
+        stop = (self.samples_before(step) // self.epoch_samples + 1) * self.epoch_samples
+        while self.samples_before(step) < stop:
             step += 1
         return step
 
     def _epoch_first(self, step: int) -> int:
-        first = self._start(step) // self._epoch_samples * self._epoch_samples
-        while step > 0 and self._start(step - 1) >= first:
+        first = self.samples_before(step) // self.epoch_samples * self.epoch_samples
+        while step > 0 and self.samples_before(step - 1) >= first:
             step -= 1
         return step
 

@@ -52,6 +52,8 @@ class StreamCallback(Callback):
                 "Trainer(use_distributed_sampler=True) would replace or divide the stream once more: give "
                 "use_distributed_sampler=False"
             )
+        # Epochs differ in steps where the batch doesn't divide them, and a Trainer asks for their number once a loader.
+        trainer.reload_dataloaders_every_n_epochs = 1
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._sampler.state_dict(), "sums": self._sums if self._parts is None else self._parts.state_dict()}

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with the stream of samples, exact sums, a comparison of ranks and precise batch norm."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -29,8 +30,8 @@ class StreamTrainer(Trainer):
     """A Trainer that resumes in mid-epoch, on another number of ranks too, without a lost or repeated sample.
 
     The batch is `per_device_train_batch_size * world_size * gradient_accumulation_steps`: keep that product on other
-    ranks. The micro-batches are the same too if the first factor stays. The position follows from the checkpoint's
-    global step; skipping batches (`ignore_data_skip`) is switched off, for the stream begins where it should.
+    ranks. The micro-batches are the same too if the first factor stays. A checkpoint of another stream is refused;
+    skipping batches (`ignore_data_skip`) is switched off, for the stream begins where it should.
 
     Args:
         schedule: Batches in place of that product, and rates that multiply those of the arguments' scheduler; it needs
@@ -61,7 +62,7 @@ class StreamTrainer(Trainer):
         self._schedule, self._calibration = schedule, calibration
         self._wire, self._compare_every = wire, compare_every
         self.stream: StreamSampler | None = None
-        self.add_callback(_Follow(self))
+        self.callback_handler.callbacks.insert(0, _Follow(self))  # the others see its epoch
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         options = self.args
@@ -69,6 +70,8 @@ class StreamTrainer(Trainer):
             raise UserError(
                 f"train_sampling_strategy {options.train_sampling_strategy}: the stream has an order of its own"
             )
+        if options.dataloader_drop_last:
+            raise UserError("dataloader_drop_last=True: the stream drops nothing, and has no last batch; leave it out")
         lists = options.world_size * options.gradient_accumulation_steps
         try:
             length = len(self.train_dataset)
@@ -93,6 +96,18 @@ class StreamTrainer(Trainer):
             prefetch_factor=options.dataloader_prefetch_factor,
         )
 
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> Any:
+        # Epochs differ in steps where the batch doesn't divide them; the library takes the first one's for all.
+        found, stream = super().set_initial_training_values(args, dataloader), self.stream
+        assert stream is not None
+        length, epochs, steps = stream.epoch_samples, float(args.num_train_epochs), args.max_steps
+        if steps <= 0:
+            steps = math.ceil(math.ceil(epochs * length) / stream.batch(0))
+        epochs = math.ceil(stream.samples_before(steps) / length)
+        longest = math.ceil(length / (stream.batch(0) if self._schedule is None else self._schedule.least))
+        _, _, examples, samples, batch, _, _ = found
+        return epochs, longest, examples, samples, batch, longest * args.gradient_accumulation_steps, steps
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self._calibration is not None:
             precise_batch_norm(self.model, (self._prepare_inputs(inputs) for inputs in self._calibration()))
@@ -111,12 +126,15 @@ class _Follow(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stream = self._trainer.stream
         assert stream is not None
-        stream.seek(state.global_step)
         self._stream, self._parts = stream, self._trainer.parts()
-        self._parts.load_state_dict(state.stateful_callbacks.get(_STATE, {}))
+        saved = dict(state.stateful_callbacks.get(_STATE, {}))
+        if "stream" in saved:
+            stream.load_state_dict(saved.pop("stream"))
+        self._parts.load_state_dict(saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stream.seek(state.global_step)
+        state.epoch = self._stream.consumed / self._stream.epoch_samples
         self._parts.step()
         # Who decides to save does so after this, and no callback is called between.
-        state.stateful_callbacks[_STATE] = self._parts.state_dict()
+        state.stateful_callbacks[_STATE] = {**self._parts.state_dict(), "stream": self._stream.state_dict()}

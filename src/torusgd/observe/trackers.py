@@ -111,7 +111,8 @@ def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
     if name is None:
         seconds = event["step_seconds"]
         figures = {key: event[key] for key in ("loss", "lr", "momentum", "batch", "epoch")}
-        figures |= {"images_per_second": event["batch"] / seconds if seconds else None}
+        taken = event["batch"] - event.get("images_left_out", 0)
+        figures |= {"images_per_second": taken / seconds if seconds else None}
         figures |= {f"{part}_wait_share": event[f"{part}_seconds"] / max(seconds, 1e-9) for part in ("data", "sync")}
         figures |= {"hidden_share": event.get("hidden_share")}
         kind = "train"

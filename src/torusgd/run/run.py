@@ -117,6 +117,7 @@ class Run:
             if self._is_first:
                 self._open_telemetry(agreed)
             self._say(self._recorder.begin(state, self.trainer.step.state))
+            self._counted = self.retained.counted or time.perf_counter()
             try:
                 result = self._train(*self._saved(agreed))
             except DivergedError as error:
@@ -336,7 +337,7 @@ class Run:
             # SIGKILL 12: before any rank takes the weights of another, after which nobody could find wrong ones.
             self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(self._as_they_come(agreed.tensors, agreed.state.step))
-        self.state, self._counted = agreed.state, self.retained.counted or time.perf_counter()
+        self.state = agreed.state
         self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
         return agreed
 

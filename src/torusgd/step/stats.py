@@ -88,6 +88,8 @@ class StepStats:
             event["loss_scale"] = self.loss_scale
         rare = [each.name for each in fields(self) if each.metadata.get("rare")]
         event |= {name: value for name in rare if (value := getattr(self, name))} | self.figures
+        if self.images_left_out:
+            event["images_left_out"] = self.images_left_out
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
         if (over := self.taken_over) is not None:

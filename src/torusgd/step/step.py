@@ -87,8 +87,11 @@ class TrainStep:
                 range again and again, images can't be read, or the ranks' programs differ. All ranks raise it, and
                 nothing has changed.
         """
+        self.clock.start()
+        return self._run(membership, wanted)
+
+    def _run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
         with record_function("step"):
-            self.clock.start()
             step, virtual_workers = self.schedule[wanted.step], self.recipe.virtual_workers
             view = StepView(step, membership, partial(self._recompute, step, membership))
             # A run's first sum is measured: all take part in it.
@@ -107,7 +110,7 @@ class TrainStep:
             try:
                 reduced = self.reducer.reduce(passes, check=lambda control: self._check(view, control, entry))
             except _NobodyInTime:
-                return self.run(membership, synchronous(step.index, virtual_workers))
+                return self._run(membership, synchronous(step.index, virtual_workers))
             except _Abandoned:
                 return None
             assert isinstance(entry, JournalEntry), "the passes have decided it"
