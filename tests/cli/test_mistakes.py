@@ -18,7 +18,8 @@ from tests.data.tars import write_shards
 from tests.messages import refused, refuses
 
 from torusgd import cli
-from torusgd.cli.output import console, write_file, write_json
+from torusgd.cli.output import check_writable, console, write_file, write_json
+from torusgd.errors import UserError
 from torusgd.weights import load_weights
 
 NO_COMMAND_CAN_MEAN = [
@@ -94,6 +95,11 @@ def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: st
     assert (path.read_text(), [file.name for file in tmp_path.iterdir()]) == ("old", ["page"])
     write(path)
     assert len(path.read_text()) >= 5000
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_work() -> None:
+    with pytest.raises(UserError, match="^--json a+: can't be written: File name too long$"):
+        check_writable("--json", Path("a" * 300))
 
 
 def test_a_device_takes_what_is_written_and_a_link_stays_one(tmp_path: Path) -> None:

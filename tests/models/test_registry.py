@@ -111,6 +111,15 @@ def double(*, classes, channels):
 def channels_last(*, classes, channels):
     net = nn.Sequential(nn.Conv2d(channels, 4, 1), nn.Conv2d(4, 4, 3, padding=1), plain(classes=classes, channels=4))
     return net.to(memory_format=torch.channels_last)
+def frozen(*, classes, channels):
+    return plain(classes=classes, channels=channels).requires_grad_(False)
+
+def lazy(*, classes, channels):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+def momentum_of_text(*, classes, channels):
+    return nn.Sequential(nn.BatchNorm2d(channels, momentum="x"), plain(classes=classes, channels=channels))
+
 def shared(*, classes, channels):
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), plain(classes=classes, channels=channels))
     net[1].weight = nn.Parameter(net[0].weight.data)
@@ -148,7 +157,7 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded_and_mista
 WRONG_OWN = (
     "own_nets:", "not there:plain", "nowhere_nets:plain", "own_nets:missing", "own_nets:number", "own_nets:needs",
     "own_nets:no_classes", "own_nets:a_number", "own_nets:wrong_shape", "own_nets:tuple_output", "own_nets:counting",
-    "own_nets:instance_norm", "builtins:dict",
+    "own_nets:instance_norm", "builtins:dict", "own_nets:frozen", "own_nets:lazy", "own_nets:momentum_of_text",
     # What breaks the sums of gradients:
     "own_nets:double", "own_nets:channels_last", "own_nets:shared", "own_nets:Reentrant",
 )  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe, read_run_recipe
@@ -111,7 +111,8 @@ def test_ranks_that_torchrun_starts_again_with_fresh_go_on(tmp_path: Path) -> No
 
 def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Path) -> None:
     folder = run_in(tmp_path)
-    assert folder.finished(30) == folder.finished(20) == {"steps": 30, "top1": 0.5}
+    assert folder.finished(30) == {"steps": 30, "top1": 0.5}
+    refuses("fewer steps than a finished run has", folder.finished, 20, about="--max-steps 20:", TMP=tmp_path)
     assert folder.finished(31) is None
     assert not folder.summary.exists() | folder.model.exists()
     folder.summary.write_text('{"steps": 3')

@@ -60,7 +60,8 @@ def export(
             write_hub_folder(record, trained, path, license_name)
             found = ": README.md, config.json, recipe.yaml, model.safetensors, records.jsonl"
         elif trained is not None:
-            worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
+            with as_user_error(f"--out {path}: can't be written"):
+                worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
             found = f": logits as the network's, within {worst:.1e} of the largest"
             if trained.recipe.precision == "portable":
                 found += "; its weights are portable, its arithmetic is that of whatever runs it"

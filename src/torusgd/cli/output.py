@@ -47,8 +47,9 @@ def check_out(out: Path | None, run: Path) -> None:
 def check_writable(flag: str, path: Path | None) -> Path | None:
     """The path; UserError, before minutes of work, if it is a folder, in one that can't be written, or in a bucket."""
     check_here(flag, path)
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
+    with as_user_error(f"{flag} {path}: can't be written"):  # its name may be too long
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
     return path
 
 

@@ -3,6 +3,7 @@
 # Training decodes every image anew in every epoch, from copies with fewer pixels; and some hundreds of large files are
 # easier on a file system than a million.
 
+import errno
 import io
 import os
 import tarfile
@@ -54,6 +55,8 @@ def pack(
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
     with as_user_error(f"{out}: can't be used", "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     _refuse_others(out, settings)
     with as_run_error(f"{out}: can't be written", "the same command goes on"), held(out, str(out)):
         _refuse_others(out, settings)  # again: another command may have packed into it until now

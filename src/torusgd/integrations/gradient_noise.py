@@ -26,7 +26,7 @@ class NoiseScale:
         group: The ranks; None: all ranks, or this process alone.
 
     Raises:
-        UserError: Fewer than 2 micro-batches.
+        UserError: Fewer than 2 micro-batches, or a number that can't be.
 
     >>> weights = nn.Linear(1, 1, bias=False)
     >>> noise = NoiseScale(weights, samples=4, micro_batches=2, loss_factor=0.5, every=1)
@@ -50,6 +50,9 @@ class NoiseScale:
             raise UserError(
                 f"micro_batches: the noise is a difference between at least 2 of a step, got {micro_batches}"
             )
+        if min(samples, every) < 1 or not loss_factor > 0:
+            wanted = "samples and every are 1 at least, loss_factor is above 0"
+            raise UserError(f"NoiseScale: {wanted}; got {samples}, {every} and {loss_factor}")
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._samples, self._micro_batches, self._loss_factor = samples, micro_batches, loss_factor
         self._every, self._steps = every, 0

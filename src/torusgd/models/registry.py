@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
 
 from ..errors import UserError, as_user_error, first_line, suggest
 from ..recipe.load import import_factory
@@ -251,8 +252,13 @@ def _check_parameters(name: str, network: nn.Module) -> None:
     # Gradients are summed in float32, each in the order of its parameter's memory: other parameters would be summed
     # wrongly without an error.
     memory: dict[int, str] = {}
+    trained = [parameter.requires_grad for parameter in network.parameters()]
+    if trained and not any(trained):
+        raise UserError(f"model.name: {name} has no parameter that requires a gradient, so nothing to train")
     for key, parameter in network.named_parameters():
         what = f"model.name: {name}: the parameter {key}"
+        if isinstance(parameter, UninitializedParameter):
+            raise UserError(f"{what} has no size yet; give the layer its number of inputs in place of a lazy one")
         if parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UserError(f"{what} is {dtype}; make it float32, the recipe's precision is that of the passes")
@@ -284,7 +290,7 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     size = "x".join(map(str, images.shape[1:]))
     try:
         logits = trial(images)
-    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         key = SIZE_OPTIONS.get(name.partition(":")[0])
         why = first_line(error) + (f"; where it is made for one size, give model.options.{key}" if key else "")
         raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {why}") from error

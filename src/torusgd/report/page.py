@@ -235,7 +235,10 @@ def _to_target(run: RunRecord) -> str:
     if target is None:
         return "no target"
     seconds = run.summary.get("seconds_to_target")
-    return f"{percent(target)} after {duration(seconds)}" if is_number(seconds) else f"{percent(target)} not reached"
+    if is_number(seconds):
+        return f"{percent(target)} after {duration(seconds)}"
+    top1 = run.summary.get("top1")
+    return f"{percent(target)} {'by the polish alone' if is_number(top1) and top1 >= target else 'not reached'}"
 
 
 def _noise_scales(run: RunRecord) -> str:

@@ -104,7 +104,10 @@ class RunDir:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
         summary = self.read_summary()
         done = None if summary is None else summary.get("steps")
-        if summary is None or (isinstance(done, int) and done >= steps):
+        if isinstance(done, int) and done > steps:
+            more = f"has done {done} steps already; give at least as many, or --fresh"
+            raise UserError(f"--max-steps {steps}: the run in {self.path} {more}")
+        if summary is None or done == steps:
             return summary
         with self._telling():
             self.summary.unlink()
