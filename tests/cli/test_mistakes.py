@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_cut_one(tmp_path: Path, flag: st
 
 
 def test_a_name_that_is_too_long_is_refused_before_the_work() -> None:
-    with pytest.raises(UserError, match="^--json a+: can't be written: File name too long$"):
+    with pytest.raises(UserError, match=r"^--json a+: can't be written: File name too long$"):
         check_writable("--json", Path("a" * 300))
 
 
