@@ -139,6 +139,21 @@ def test_polish_is_the_float64_oracle_on_uneven_batches(sizes: list[int], seed: 
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=images)
+
+
+def test_a_layer_may_be_called_by_its_inputs_name() -> None:
+    model, images = Named(), torch.randn(8, 2, 3, 3)
+    polish(model, [images])
+    torch.testing.assert_close(model.norm.running_mean, images.mean((0, 2, 3)))
+
+
 @on_ranks(2)
 def test_a_rank_may_have_no_batch_of_a_model_in_ddp() -> None:
     model = nn.parallel.DistributedDataParallel(small_net())

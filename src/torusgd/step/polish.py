@@ -131,12 +131,12 @@ def _watched(
     momenta = [layer.momentum for layer in layers]
     tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]
 
-    def take(index: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
-        x = inputs[0].float()
+    def take(index: int, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        x = (inputs[0] if inputs else named["input"]).float()
         variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         add(index, mean.double(), variance.double(), x.numel() // x.shape[1])
 
-    handles = [layer.register_forward_pre_hook(partial(take, i)) for i, layer in enumerate(layers)]
+    handles = [layer.register_forward_pre_hook(partial(take, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         model.eval()
         for layer in layers:
