@@ -39,8 +39,10 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) ->
 
 
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:
-    for override in ("stages.9.lr=1", "stages.\u00b2.lr=1", "seed", "name.x=3", "virtual_workers=["):
+    for override in ("stages.9.lr=1", "seed", "name.x=3", "virtual_workers=["):
         refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"--set {override}:")
+    with pytest.raises(UserError, match="is no item of that list"):
+        load_recipe("digits", ["stages.\u00b2.lr=1"])  # a digit to Python, and no number
     refuses("a batch that is a list", load_recipe, "resnet50", ["batch=[8192]"], about="batch = [8192]:")
     refuses("a recipe's name with a slip", load_recipe, "digit", about="recipe 'digit':")
     path, call = tmp_path / "bad.yaml", "!!python/object/apply:os.system ['true']\n"
