@@ -230,6 +230,7 @@ class _NarrowHook(Hook):
         agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
         self._repairs.all_reduce(agreed, maximum=True)
         total.set_maxima(agreed.to(buffer.device))
+        total.needs_measure = not bool(agreed.any())  # zeros alone say nothing of the next step
         # In float64, since a sum may be beyond the gradients' dtype though the mean is not.
         mean = exact_all_reduce(buffer.double().cpu(), self._repairs) / self._ranks.size
         for gradient in mean.split(numels):

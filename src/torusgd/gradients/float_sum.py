@@ -135,7 +135,7 @@ class FloatGradientSum(GradientSum):
 
     def load_state(self, state: Tensor) -> None:
         self._bounds = torch.stack([state[b.first : b.stop].max() for b in self.buckets]).to(self._bounds)
-        self.needs_measure = self._is_scaled and not bool(self._bounds.any())  # zeros say nothing of the next step
+        self.needs_measure = False
         self._take_scales()
 
     def _take_scales(self) -> None:
