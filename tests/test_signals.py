@@ -49,6 +49,12 @@ main()
 
 def test_an_error_that_a_swallowed_stop_leads_to_is_a_stop() -> None:
     assert ran([sys.executable, "-c", BROKEN], code=143).stderr == "torusgd: stopped by SIGTERM\n"
+    # One that ranks report comes without a signal to this process.
+    reported = BROKEN.replace("os.kill(os.getpid(), signal.SIGTERM)", "0").replace(
+        "raise Attrib", "raise Stopped(15) #"
+    )
+    script = f"from torusgd.signals import Stopped\n{reported}"
+    assert ran([sys.executable, "-c", script], code=143).stderr == "torusgd: stopped by SIGTERM\n"
     failed = ran([sys.executable, "-c", BROKEN.replace("os.kill", "0 and os.kill")], code=1)
     assert "AttributeError: what a stopped import left undone" in failed.stderr
 

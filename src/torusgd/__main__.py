@@ -17,10 +17,11 @@ def main() -> None:
         leave_within(25.0, done.code if isinstance(done.code, int) else 1)
         raise
     except (Stopped, Exception) as error:
-        if not came:
+        # Else a module that was being imported has caught the stop, and failed by what it left undone.
+        stops = [error.number] if isinstance(error, Stopped) else came
+        if not stops:
             raise
-        # Or a module that was being imported has caught the stop, and failed by what it left undone.
-        number = error.number if isinstance(error, Stopped) else came[0]
+        number = stops[0]
         signal.signal(number, signal.SIG_IGN)  # it would be sent once more
         end(exit_code(number), f"stopped by {signal.Signals(number).name}")
 

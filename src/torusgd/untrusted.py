@@ -19,18 +19,13 @@ _SWELLS_FROM = 1 << 28
 _MOST_SWELLING = 100
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """A file; ValueError if it has more than `most` bytes, is a device or a pipe, or the path holds a NUL."""
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """A UTF-8 file; ValueError for other text, more than `most` bytes, a device or a pipe, or a NUL in the path."""
     with check_regular(path).open("rb") as file:
         data = file.read(most + 1)  # never all of it: it may grow meanwhile
     if len(data) > most:
         raise ValueError(f"longer than {most} bytes")
-    return data
-
-
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """A UTF-8 text file, as `read_bytes`; ValueError if it is no UTF-8."""
-    return read_bytes(path, most).decode()
+    return data.decode()
 
 
 def parse_json(text: str) -> Any:

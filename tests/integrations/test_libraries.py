@@ -295,6 +295,11 @@ options = TrainingArguments(folder + "/out", per_device_train_batch_size=4, use_
 trainer = StreamTrainer(Net(), options, train_dataset=Numbers(), callbacks=[Seen()])
 trainer.train()
 assert Seen.epochs == [round(4 * (step + 1) / 10, 4) for step in range(25)], Seen.epochs
+few = {"per_device_train_batch_size": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_steps": 2}
+Trainer(Net(), TrainingArguments(folder + "/plain", max_steps=2, **few), train_dataset=Numbers()).train()
+resumed = StreamTrainer(Net(), TrainingArguments(folder + "/plain", max_steps=4, **few), train_dataset=Numbers())
+resumed.train(resume_from_checkpoint=True)
+assert resumed.stream.consumed == 16, "a plain Trainer's checkpoint is gone on with at its step"
 assert abs(trainer.lr_scheduler.get_last_lr()[0]) < 1e-9, (trainer.lr_scheduler.get_last_lr(), trainer.state.max_steps)
 """
 UNEVEN_LIGHTNING = """

@@ -128,7 +128,8 @@ class _Follow(TrainerCallback):
         assert stream is not None
         self._stream, self._parts = stream, self._trainer.parts()
         saved = dict(state.stateful_callbacks.get(_STATE, {}))
-        if "stream" in saved:
+        stream.seek(state.global_step)
+        if "stream" in saved:  # else it is a checkpoint of a plain Trainer
             stream.load_state_dict(saved.pop("stream"))
         self._parts.load_state_dict(saved)
 

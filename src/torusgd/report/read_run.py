@@ -116,18 +116,16 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     found, unread = list[dict[str, Any]](), 0
     if not path.exists():  # stopped before its first step
         return found, unread
-    with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)):
-        check_regular(path)
-        with path.open("rb") as file:
-            # Bounded: a line without an end would fill the memory.
-            while line := file.readline(MOST_EVENT):
-                event = None
-                with suppress(ValueError):
-                    event = parse_json(line.decode())
-                if isinstance(event, dict) and _is_whole(event):
-                    found.append(event)
-                else:
-                    unread += 1
+    with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)), check_regular(path).open("rb") as file:
+        # Bounded: a line without an end would fill the memory.
+        while line := file.readline(MOST_EVENT):
+            event = None
+            with suppress(ValueError):
+                event = parse_json(line.decode())
+            if isinstance(event, dict) and _is_whole(event):
+                found.append(event)
+            else:
+                unread += 1
     return found, unread
 
 

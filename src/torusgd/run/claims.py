@@ -91,20 +91,25 @@ class Claims:
                     return [f"records.jsonl: two {line.record} records of step {line.step} differ"]
         return []
 
+    @cached_property
+    def _model(self) -> tuple[str, dict[str, str]] | None:
+        """The hash of the weights and what their file says of itself; None if they are not those of a result."""
+        path = RunDir(self.folder).model
+        if self.result is None or not path.exists():
+            return None
+        tensors, metadata = load_weights(path)
+        return weights_sha256(tensors), metadata
+
     def _other_model(self) -> list[str]:
-        model = RunDir(self.folder).model
-        if self.result is None or not model.exists():
+        if self._model is None or self.result is None or self._model[0] == self.result.weights_sha256:
             return []
-        weights, recorded = weights_sha256(load_weights(model)[0]), self.result.weights_sha256
-        differ = [f"model.safetensors: weights_sha256 is {weights}, in the records {recorded}"]
-        return differ if weights != recorded else []
+        return [f"model.safetensors: weights_sha256 is {self._model[0]}, in the records {self.result.weights_sha256}"]
 
     def other_metadata(self, classes: Sequence[str]) -> list[str]:
         """What the weights' file says of itself that is not so, of a run on images of these classes."""
-        model = RunDir(self.folder).model
-        if self.result is None or not model.exists():
+        if self._model is None:
             return []
-        found, own = load_weights(model)[1], weights_metadata(self.recipe, classes)
+        found, own = self._model[1], weights_metadata(self.recipe, classes)
         own |= {"records_sha256": self.head} if self.summary else {}  # else the run has gone on since
         return [f"its metadata has another {key} than the run" for key in own if found.get(key) != own[key]]
 

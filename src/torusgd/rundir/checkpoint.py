@@ -103,9 +103,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
 def read_checkpoint(folder: Path) -> Checkpoint:
     """What a checkpoint's folder holds; UserError names a file that is missing or damaged, OSError comes as it is."""
     try:
-        for name in (MANIFEST, *FILES):
-            check_regular(folder / name)
-        files = {name: (folder / name).read_bytes() for name in (MANIFEST, *FILES)}
+        files = {name: check_regular(folder / name).read_bytes() for name in (MANIFEST, *FILES)}
         sums = parse_json(files[MANIFEST].decode())
         for name in FILES:
             if sums[name] != hashlib.sha256(files[name]).hexdigest():
