@@ -23,7 +23,7 @@ from tests.plan.measured import link, network, timing
 from torusgd.ranks.forkserver import PRELOAD
 from torusgd.ranks.rank import serve_store
 
-TIMEOUT = timedelta(seconds=240)
+TIMEOUT = timedelta(seconds=180)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STARTED: dict[str, int] = {}

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,20 @@ def test_a_step_of_zeros_says_nothing_of_the_next(wire):
         (model(torch.ones(1, 3)).sum() * size).backward()
         gradient = model.module.weight.grad.flatten().tolist()
         assert gradient == pytest.approx([size] * 6, rel=1e-2, abs=0) or not math.isfinite(size)
+
+
+@on_ranks(2, timeout=60)
+def test_a_sum_that_ends_before_its_pass_does_is_measured_once():
+    """Zeros have the next step measured anew; the pass whose bucket has come back already must not join in that."""
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    ddp_hook(model, "ring", "exact")
+    for size in (0.0, 0.0, 1.0):
+        model.zero_grad()
+        images = torch.ones(1, 3, requires_grad=True)
+        if dist.get_rank() == 1:  # here autograd has more to do once the bucket has left
+            images.register_hook(lambda _: time.sleep(0.5))
+        (model(images * 1.0).sum() * size).backward()
+        assert model.module.weight.grad.flatten().tolist() == [size] * 6
 
 
 def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:

@@ -325,7 +325,7 @@ class _ExactHook(Hook):
             self._total.clear_bucket(slot)
         if self._total.needs_measure:
             if not self._held:  # under no_sync the end of the pass is the first moment at which all are known
-                Variable._execution_engine.queue_callback(self._agree)
+                Variable._execution_engine.queue_callback(self._end_pass)
             self._held.append((slot, gradient.clone()))
         else:
             self._add(slot, gradient)
@@ -339,6 +339,12 @@ class _ExactHook(Hook):
     def _add(self, slot: int, gradient: Tensor) -> None:
         self._total.add(slot, slot, gradient.float())
         self._total.end_worker(slot)
+
+    def _end_pass(self) -> None:
+        # If the pass's last bucket has asked for the scales, the sum may have come back by now, and have left the next
+        # step to be measured: only what is still held says that this pass has to ask.
+        if self._held:
+            self._agree()
 
     @torch.no_grad()
     def _agree(self) -> None:
