@@ -114,6 +114,9 @@ def test_a_card_has_what_was_measured_and_says_how_to_train_the_same_elsewhere(r
         ({"data": "hf:a/b <script>"}, " --data PATH"),
     ):
         assert f"    torusgd train recipe.yaml{words}\n" in card(replace(record, status=status), None)
+    without = copied(run, tmp_path / "without records", records=None)
+    printed = export(without, "--format", "hub").split()
+    assert printed[-4:] == ["README.md,", "config.json,", "model.safetensors,", "recipe.yaml"]
     folder = copied(run, tmp_path / "<b>|\n---", conditions={"cpu": "a|b\n# <script>"})
     text = card(read_run(folder), None)
     assert "<" not in text.split("---\n", 2)[2]

@@ -21,6 +21,7 @@ from torusgd.comm.allreduce import NativeAllReduce
 from torusgd.comm.groups import group_of
 from torusgd.data.pipeline import Batch, Pipeline
 from torusgd.data.registry import open_sources
+from torusgd.errors import UserError
 from torusgd.integrations.parts import precise_batch_norm
 from torusgd.models import build_model
 from torusgd.precision import Precision
@@ -172,6 +173,12 @@ def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_who
     with pytest.raises(RuntimeError):
         polish(model, [torch.randn(4, 2, 7, 7), torch.randn(4, 9, 7, 7)])
     assert [model[1].momentum, model.training, len(model[1]._forward_pre_hooks)] == [0.1, True, 0]
+
+
+@pytest.mark.parametrize("batch", [None, (torch.ones(2, 2, 7, 7), torch.ones(2))])
+def test_batches_of_a_form_that_no_model_takes_are_refused(batch: Any) -> None:
+    with pytest.raises(UserError, match="mappings of inputs by name, not (NoneType|tuple)"):
+        precise_batch_norm(small_net(), [batch])
 
 
 def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> None:

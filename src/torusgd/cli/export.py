@@ -57,8 +57,7 @@ def export(
         if name == "mlperf" and record is not None:
             write_mlperf_log(record, path, division)
         elif name == "hub" and record is not None and trained is not None:
-            write_hub_folder(record, trained, path, license_name)
-            found = ": README.md, config.json, recipe.yaml, model.safetensors, records.jsonl"
+            found = f": {', '.join(write_hub_folder(record, trained, path, license_name))}"
         elif trained is not None:
             with as_user_error(f"--out {path}: can't be written"):
                 worst = (export_onnx if name == "onnx" else export_torch)(trained, path)

@@ -20,8 +20,8 @@ from ..weights import replacing, write_text
 _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the weights too
 
 
-def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
-    """Writes README.md, config.json, recipe.yaml, model.safetensors and the records of a finished run.
+def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> list[str]:
+    """Writes README.md, config.json, recipe.yaml, model.safetensors and the records of a finished run; their names.
 
     `license_name` is the hub's name of the weights' licence, such as apache-2.0; None: the card has none.
     """
@@ -36,6 +36,7 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
                 shutil.copyfile(source, temporary)
         write_text(folder / "config.json", json.dumps(configuration(trained), indent=2) + "\n")
         write_text(folder / "README.md", card(run, license_name))
+    return ["README.md", "config.json", *copied]
 
 
 def configuration(trained: TrainedModel) -> dict[str, Any]:

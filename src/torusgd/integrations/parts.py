@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.sampler import BatchSizeSchedule, StreamSampler
+from ..errors import UserError
 from ..gradients.ddp_hook import Wire, ddp_hook
 from ..step.polish import own_module, polish
 from .replicas import Replicas
@@ -43,10 +44,24 @@ class StepParts:
 
 
 def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]) -> int:
-    """`polish` for batches that are mappings of inputs by name, as Hugging Face's models take them, or tensors."""
+    """`polish` for batches that are mappings of inputs by name, as Hugging Face's models take them, or tensors.
+
+    Raises:
+        UserError: A batch is neither, such as a pair of images and labels.
+    """
     device = next(model.parameters()).device
-    sent = (batch.to(device) if isinstance(batch, Tensor) else _Batch(batch, device) for batch in batches)
-    return polish(_ByName(model), sent)  # type: ignore[arg-type]
+    return polish(_ByName(model), (_sent(batch, device) for batch in batches))  # type: ignore[arg-type]
+
+
+def _sent(batch: Any, device: torch.device) -> "Tensor | _Batch":
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return _Batch(batch, device)
+    raise UserError(
+        f"precise_batch_norm: takes batches that are tensors or mappings of inputs by name, not {type(batch).__name__}; "
+        "of pairs give the images alone: (images for images, labels in loader)"
+    )
 
 
 class _Batch:
