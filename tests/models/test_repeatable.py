@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import struct
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from tests.messages import refused, refuses
 from tests.run.runs import TINY, run_here
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.models.networks import resnet50
-from torusgd.models.registry import blocks, check_repeatable, compile_blocks
+from torusgd.models.repeatable import blocks, check_repeatable, compile_blocks, drop_torn_libraries
 from torusgd.recipe.load import load_recipe
 
 RECIPE = load_recipe("digits", []).recipe  # of 8 x 8 images with one channel
@@ -115,6 +117,23 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace())
     refuses("compile by a torch that may time kernels", compile_blocks, nn.Linear(2, 2), CPU, TORCH=torch.__version__)
     refuses("compile of a network in column blocks", load_recipe, "digits", [*TINY, "compile=true", "column_blocks=2"])
+
+
+def test_a_library_whose_compiler_was_killed_is_compiled_anew_and_one_at_work_is_left_alone(tmp_path: Path) -> None:
+    header = (
+        b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<QLHHHHHH", 100, 0, 64, 56, 0, 64, 2, 1)
+    )
+    whole = header.ljust(100 + 2 * 64, b"\0")  # two rows of 64 bytes from byte 100
+    held = {"whole": whole, "empty": b"", "short": whole[:-1], "header": whole[:20], "unfinished": bytes(len(whole))}
+    for name, data in {**held, "at work": b"", "other": b"\xcf\xfa\xed\xfe" + bytes(100)}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.main.so").write_bytes(data)
+    with FileLock(tmp_path / "at work.lock"):
+        (tmp_path / "locks").mkdir()
+        (tmp_path / "locks" / "at work.lock").symlink_to(tmp_path / "at work.lock")
+        drop_torn_libraries(tmp_path)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/*.so")) == ["at work", "other", "whole"]
+    drop_torn_libraries(tmp_path / "none")
 
 
 @pytest.mark.slow

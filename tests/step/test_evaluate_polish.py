@@ -177,7 +177,7 @@ def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_who
 
 @pytest.mark.parametrize("batch", [None, (torch.ones(2, 2, 7, 7), torch.ones(2))])
 def test_batches_of_a_form_that_no_model_takes_are_refused(batch: Any) -> None:
-    with pytest.raises(UserError, match="mappings of inputs by name, not (NoneType|tuple)"):
+    with pytest.raises(UserError, match=r"mappings of inputs by name, not (NoneType|tuple)"):
         precise_batch_norm(small_net(), [batch])
 
 

@@ -50,17 +50,17 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str,
         UserError: A batch is neither, such as a pair of images and labels.
     """
     device = next(model.parameters()).device
-    return polish(_ByName(model), (_sent(batch, device) for batch in batches))  # type: ignore[arg-type]
+    return polish(_ByName(model), (_sent(batch, device) for batch in batches))
 
 
-def _sent(batch: Any, device: torch.device) -> "Tensor | _Batch":
+def _sent(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
         return _Batch(batch, device)
     raise UserError(
-        f"precise_batch_norm: takes batches that are tensors or mappings of inputs by name, not {type(batch).__name__}; "
-        "of pairs give the images alone: (images for images, labels in loader)"
+        f"precise_batch_norm: takes tensors or mappings of inputs by name, not {type(batch).__name__}; of "
+        "pairs give the images alone: (images for images, labels in loader)"
     )
 
 

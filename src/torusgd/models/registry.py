@@ -1,14 +1,10 @@
 """From a recipe's model section to a network with its initial weights, checked before any worker trains it."""
 
 import copy
-import importlib.util
 import inspect
 import math
-import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
@@ -42,8 +38,6 @@ _WEIGHTS = {
 _OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
 # The option of networks that are built for one size of images, most of them transformers.
 SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
-
-_MOST_COMPILED = 1 << 16  # shapes of all blocks of one class
 
 BODY = "body"  # the word of `model.freeze` for all parameters but the head's
 
@@ -348,86 +342,3 @@ def is_frozen(layer: _BatchNorm) -> bool:
     # Frozen weights were trained with those statistics: with others they would mean something else. A batch norm
     # without weights of its own goes on learning.
     return isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
-
-
-def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
-    """One pass forward and back, of a copy, on the network's device; UserError names a layer that torch refuses."""
-    # Exact sums need gradients with the same bits on every run. Under `torch.use_deterministic_algorithms` torch
-    # refuses an operation that can't give them, nearly always in the backward pass: adaptive average pooling to more
-    # than one value a channel, pooling in three dimensions, fractional pooling, some padding and interpolation. Which
-    # ones depends on torch and the device, so that a list would be wrong soon: one pass of two images finds them.
-    # A copy: the pass changes batch norm's statistics, and hooks would stay.
-    trial, device = copy.deepcopy(network).train(), next(network.parameters()).device
-    last = "the input"  # of the layers, the one whose forward or backward pass began last
-
-    def note(layer: str, *_: object) -> None:
-        nonlocal last
-        last = layer
-
-    def note_both(layer: str, module: nn.Module, inputs: object, output: object) -> None:
-        note(layer)
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(note, layer))
-
-    for name, module in trial.named_modules():
-        if not any(module.children()):
-            layer = f"{name or 'the network'} ({type(module).__name__})"
-            module.register_forward_hook(partial(note_both, layer))
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            trial(torch.randn(2, recipe.data.channels, *sides(recipe.data.image_size), device=device)).sum().backward()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        operation = str(error).split()[0]
-        raise UserError(
-            f"model.name: {recipe.model.name}, layer {last}: no gradient with the same bits on every run "
-            f"({operation}) on {device.type}; take another layer, or reduction: float32, whose bits are not promised"
-        ) from error
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Has each block of a network compiled by Inductor at its first pass, in place.
-
-    UserError if the compiler for the device is not installed, or this torch can't be kept from timing kernels.
-    """
-    # Block by block and not as a whole: the backward pass of a compiled region is one operation, so the gradients of a
-    # network that is compiled whole would all come at its end, and none could travel meanwhile (torch.compile's FAQ).
-    # Equal blocks share their code.
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError("compile: true: needs Triton on a GPU; pip install triton, or set compile: false")
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise UserError(f"compile: true: needs the C++ compiler {compiler}; install it, or set compile: false")
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor  # takes a second, which others need not wait for
-
-    if not hasattr(inductor, "deterministic"):
-        raise UserError(f"compile: true: torch {torch.__version__} may time kernels; take 2.11, or set compile: false")
-    inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
-    # Of each block each shape is compiled, in training and in evaluation. Torch would give up after eight of one class
-    # and take the rest uncompiled, with other bits, and with others again in a run that was resumed.
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_COMPILED
-    dynamo.fail_on_recompile_limit_hit = True
-    # A network without blocks is compiled whole.
-    for block in dict(blocks(model)).values() or [model]:
-        block.compile(dynamic=False)
-
-
-def blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that consist of layers, by name; a list of such modules counts as its elements.
-
-    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    >>> [name for name, block in blocks(net)]
-    ['1']
-    """
-    for name, child in model.named_children():
-        parts = list(child.children())
-        if isinstance(child, nn.Sequential | nn.ModuleList) and any(list(part.children()) for part in parts):
-            yield from blocks(child, f"{prefix}{name}.")
-        elif parts and any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child

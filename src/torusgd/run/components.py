@@ -19,7 +19,7 @@ from ..gradients.layout import rule_on
 from ..gradients.reducer import Channel, MakeSum, Reducer, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
-from ..models.registry import check_repeatable, compile_blocks
+from ..models.repeatable import check_repeatable, compile_blocks
 from ..optim import build_optimizer
 from ..precision import Precision
 from ..recipe.compatibility import BY_CLOCKS
