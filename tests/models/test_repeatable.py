@@ -120,9 +120,7 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_library_whose_compiler_was_killed_is_compiled_anew_and_one_at_work_is_left_alone(tmp_path: Path) -> None:
-    header = (
-        b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<QLHHHHHH", 100, 0, 64, 56, 0, 64, 2, 1)
-    )
+    header = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<QLHHHHHH", 100, 0, 64, 56, 0, 64, 2, 1)
     whole = header.ljust(100 + 2 * 64, b"\0")  # two rows of 64 bytes from byte 100
     held = {"whole": whole, "empty": b"", "short": whole[:-1], "header": whole[:20], "unfinished": bytes(len(whole))}
     for name, data in {**held, "at work": b"", "other": b"\xcf\xfa\xed\xfe" + bytes(100)}.items():
