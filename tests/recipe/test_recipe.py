@@ -257,6 +257,9 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
         schedule("noise_scale={exact: true, batch: 5000}", "stages.0.momentum=noise-scale")
     with refused("noise-scale without a reference", "recipe digits: stages.0.momentum:"):
         schedule("stages.0.momentum=noise-scale")
+    with refused("a reference that no stage holds", "recipe digits: noise_scale:"):
+        schedule("noise_scale.batch=50")
+    schedule("noise_scale.batch=50", "noise_scale={}")
 
 
 @pytest.mark.parametrize(("override", "words"), [
