@@ -258,8 +258,8 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
     with refused("noise-scale without a reference", "recipe digits: stages.0.momentum:"):
         schedule("stages.0.momentum=noise-scale")
     with refused("a reference that no stage holds", "recipe digits: noise_scale:"):
-        schedule("noise_scale.batch=50")
-    schedule("noise_scale.batch=50", "noise_scale={}")
+        schedule("noise_scale.batch=50", one := "stages=[{until: 5ep, images_per_worker: 8}]")
+    schedule("noise_scale.batch=50", one, "noise_scale={}")
 
 
 @pytest.mark.parametrize(("override", "words"), [

@@ -384,7 +384,7 @@ class Recipe(Section):
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
         if self.noise_scale != NoiseScale() and all(stage.momentum != "noise-scale" for stage in self.stages):
-            raise ValueError("noise_scale: no stage has momentum: noise-scale, which reads it; noise_scale={} clears it")
+            raise ValueError("noise_scale: no stage has momentum: noise-scale to read it; noise_scale={} clears it")
         if self.average is not None and not self.average.half_life.value:
             raise ValueError("average.half_life: must be above 0")
         sizes = {f"stages.{number}": self.training_sizes(stage) for number, stage in enumerate(self.stages)}
