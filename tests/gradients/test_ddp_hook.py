@@ -221,6 +221,41 @@ def test_a_sum_that_ends_before_its_pass_does_is_measured_once():
         assert model.module.weight.grad.flatten().tolist() == [size] * 6
 
 
+@pytest.mark.parametrize("first", [0.0, float("inf"), 1.0])
+@on_ranks(2, timeout=60)
+def test_a_step_without_a_scale_is_measured_where_a_rank_has_no_more_input(first):
+    """Under join() that rank takes part in the passes that send, and in no other."""
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    ddp_hook(model, "ring", "exact")
+    with model.join():
+        for size in (first, 1.0)[: 2 - dist.get_rank()]:
+            model.zero_grad()
+            with model.no_sync():
+                (model(torch.ones(1, 3)).sum() * size).backward()
+            (model(torch.ones(1, 3)).sum() * size).backward()
+    if dist.get_rank() == 0:
+        assert model.module.weight.grad.flatten().tolist() == [1.0] * 6  # two passes over two ranks
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@on_ranks(2)
+def test_nothing_is_left_of_a_pass_that_failed(before):
+    model = DistributedDataParallel(Net())
+    ddp_hook(model, "ring", "exact")
+    images, fails = torch.ones(2, 3, 5, 5), [False]
+    model.module.conv.weight.register_hook(lambda _: next(iter(())) if fails[0] else None)
+    gradients = []
+    for fails[0] in (False,) * before + (True, False):
+        model.zero_grad()
+        with model.no_sync() if fails[0] else contextlib.nullcontext(), contextlib.suppress(StopIteration):
+            model(images * (100 if fails[0] else 1), True).sum().backward()
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    alone = copy.deepcopy(model.module)
+    alone.zero_grad()
+    alone(images, True).sum().backward()
+    torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()], rtol=1e-5, atol=1e-5)
+
+
 def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:
     """The scales of a gradient scaler whose first ones are far too large, and the weights' hash."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -26,7 +26,7 @@ from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _Future = torch.futures.Future[Tensor]
-_Job = tuple[list[_Future], Callable[[], list[Tensor]]]
+_Job = tuple[list[_Future], Callable[[], list[Tensor]], torch.cuda.Event | None]
 _GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 # Backward passes of a step over all ranks that an exact sum has bits for: it decides where its bounds stand.
 _MOST_PASSES = 2**16
@@ -145,7 +145,7 @@ class Hook:
             work.wait()
             return [buffer]
 
-        self._jobs.put(([future], finish))
+        self._finish_later([future], finish)
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,6 +154,11 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+    def _finish_later(self, futures: list[_Future], finish: Callable[[], list[Tensor]]) -> None:
+        # On a GPU what autograd's stream has so far comes before what `finish` does on another.
+        on_cpu = self._device.type == "cpu"
+        self._jobs.put((futures, finish, None if on_cpu else torch.cuda.current_stream(self._device).record_event()))
 
     def _future(self) -> _Future:
         return torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
@@ -167,9 +172,13 @@ def _finish_all(jobs: "queue.SimpleQueue[_Job | None]", device: torch.device) ->
         del job
 
 
-def _finish(futures: list[_Future], finish: Callable[[], list[Tensor]], stream: Any) -> None:
+def _finish(
+    futures: list[_Future], finish: Callable[[], list[Tensor]], event: torch.cuda.Event | None, stream: Any
+) -> None:
     try:
         with torch.no_grad(), torch.cuda.stream(stream):
+            if event is not None:
+                event.wait()
             for future, result in zip(futures, finish(), strict=True):
                 future.set_result(result)
     except Exception as error:
@@ -211,7 +220,7 @@ class _NarrowHook(Hook):
                 total.add(0, slot, part.float())
             total.end_worker(0)
             sent = self.allreduce.start(total.message(0))
-        self._jobs.put(([future], lambda: [self._receive(total, numels, buffer, sent)]))
+        self._finish_later([future], lambda: [self._receive(total, numels, buffer, sent)])
         return future
 
     def _receive(self, total: FloatGradientSum, numels: tuple[int, ...], buffer: Tensor, sent: Work | None) -> Tensor:
@@ -262,6 +271,8 @@ class _ExactHook(Hook):
         # any number of ranks. They are sent beside whatever DDP sends, by a group of their own.
         self._agreement = ranks.duplicate()
         self._held: list[tuple[int, Tensor]] = []
+        self._first: Tensor | None = None  # the largest magnitudes of the first pass that is held, by slot
+        self._pass = -1  # of autograd, whose end looks at what is held
         self._arrived: list[_Arrived] = []
         self._sent: list[tuple[Tensor, Work]] = []  # the messages of the first of these
         # By slot, whether the step has had no gradient yet, whether `.grad` held nothing before the one that autograd
@@ -322,9 +333,11 @@ class _ExactHook(Hook):
         if self._is_complete:
             self._begin_step()
         elif is_fresh:  # the caller has dropped what the step had
-            self._total.clear_bucket(slot)
+            self._forget(slot)
         if self._total.needs_measure:
-            if not self._held:  # under no_sync the end of the pass is the first moment at which all are known
+            # Under no_sync the end of the pass is the first moment at which all are known.
+            if self._pass != (now := torch._C._current_graph_task_id()):
+                self._pass = now
                 Variable._execution_engine.queue_callback(self._end_pass)
             self._held.append((slot, gradient.clone()))
         else:
@@ -336,6 +349,14 @@ class _ExactHook(Hook):
         self._total.clear()
         self._is_complete = False
 
+    def _forget(self, slot: int) -> None:
+        # What a step that was given up has of a parameter: perhaps of a pass that failed, whose end has not come.
+        self._total.clear_bucket(slot)
+        if kept := [each for each in self._held if each[0] != slot] if self._held else []:
+            self._held = kept
+        else:
+            self._held, self._first = [], None
+
     def _add(self, slot: int, gradient: Tensor) -> None:
         self._total.add(slot, slot, gradient.float())
         self._total.end_worker(slot)
@@ -343,23 +364,28 @@ class _ExactHook(Hook):
     def _end_pass(self) -> None:
         # If the pass's last bucket has asked for the scales, the sum may have come back by now, and have left the next
         # step to be measured: only what is still held says that this pass has to ask.
-        if self._held:
+        if self._held and not self._model._join_config.enable:
             self._agree()
+        elif self._held and self._first is None:  # in join() a rank without more input knows of the last pass alone
+            self._first = self._maxima()
+
+    def _maxima(self) -> Tensor:
+        maxima = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        for slot, gradient in self._held:
+            maxima[slot] = torch.maximum(maxima[slot], gradient.abs().max().double().nan_to_num(0.0, 0.0, 0.0))
+        return maxima
 
     @torch.no_grad()
     def _agree(self) -> None:
         # The scales of the first step, by the first rank's first pass; then what has been waiting for them.
         if not self._total.needs_measure:
             return
-        maxima = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
-        for slot, gradient in self._held:
-            maxima[slot] = torch.maximum(maxima[slot], gradient.abs().max().double().nan_to_num(0.0, 0.0, 0.0))
-        small = maxima.to(self._agreement.small_device)
+        small = (self._maxima() if self._first is None else self._first).to(self._agreement.small_device)
         self._agreement.broadcast(small)
         self._total.load_state(_FIRST_GUESS * small)
         for slot, gradient in self._held:
             self._add(slot, gradient)
-        self._held.clear()
+        self._held, self._first = [], None
 
     def send(self, bucket: GradBucket) -> _Future:
         self._has_sent = True
@@ -378,7 +404,7 @@ class _ExactHook(Hook):
             self._sent.append((message, self.allreduce.start(message)))
         if bucket.is_last():
             arrived, sent, self._arrived, self._sent = self._arrived, self._sent, [], []
-            self._jobs.put(([each.future for each in arrived], lambda: self._receive(arrived, sent)))
+            self._finish_later([each.future for each in arrived], lambda: self._receive(arrived, sent))
         return future
 
     def _receive(self, arrived: "list[_Arrived]", sent: list[tuple[Tensor, Work]]) -> list[Tensor]:
