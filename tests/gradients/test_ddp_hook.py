@@ -249,7 +249,7 @@ def test_nothing_is_left_of_a_pass_that_failed(before):
         model.zero_grad()
         with model.no_sync() if fails[0] else contextlib.nullcontext(), contextlib.suppress(StopIteration):
             model(images * (100 if fails[0] else 1), True).sum().backward()
-            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+            gradients = [copy.copy(parameter.grad) for parameter in model.parameters()]
     alone = copy.deepcopy(model.module)
     alone.zero_grad()
     alone(images, True).sum().backward()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from tests.run.runs import SMALL, events
 from tests.step.trainers import job_of, run_of, trainer_of
 from torch import Tensor
 
+from torusgd.comm.base import Liveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.step.deadlines import PassThread, deadlines_of
@@ -128,6 +130,38 @@ def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_pat
     entries = [through.next(step) for step in range(8)]
     assert [again.next(6), again.next(7)] == entries[6:]
     assert len({len(entry.workers) for entry in entries if isinstance(entry, JournalEntry)}) > 1
+
+
+def test_a_look_at_a_pass_that_hangs_is_no_progress() -> None:
+    """Or nobody would ever learn what its rank waits for."""
+    noted: list[str] = []
+
+    class Noted(Liveness):
+        def progress(self, phase: str, step: int, unit: int) -> None:
+            noted.append(phase)
+
+        def outside(self, what: str, where: str) -> None:
+            noted.append(what)
+
+    recipe = load_recipe("digits", [*BASE, f"synchrony={IDLE['all']}"]).recipe
+    job = job_of(recipe=recipe.resolve(precision="float32", memory_format="channels_last"))
+    trainer = trainer_of(job, liveness=Noted())
+    real = trainer.step.images.take
+
+    def slow(step: Any, worker: int, membership: Any) -> Any:
+        time.sleep(0.5 if worker == 3 else 0.0)
+        return real(step, worker, membership)
+
+    deadlines = deadlines_of(recipe, None, trainer.membership.shares, 0)
+    with patch.object(trainer.step.images, "take", slow):
+        for step in range(3):
+            noted.clear()
+            stats = trainer.step.run(trainer.membership, deadlines.next(step))
+            assert stats is not None
+            deadlines.observe(stats.finished, stats.times.seconds)
+    trainer.close()
+    assert "images" in noted
+    assert noted.count("train") <= 3 * 8
 
 
 def test_a_rank_asleep_in_a_pass_holds_up_nobody(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def job_of(
     return Job(recipe or recipe_of(*overrides), options or RuntimeOptions(), "cpu", out, **more)
 
 
-def trainer_of(job: Job, world: Group | None = None, **more: Any) -> Trainer:
-    world, liveness = world or group_of(), Liveness()
+def trainer_of(job: Job, world: Group | None = None, liveness: Liveness | None = None, **more: Any) -> Trainer:
+    world, liveness = world or group_of(), liveness or Liveness()
     return build(job, open_data(job, world.device, liveness), world, liveness, **more)
 
 

@@ -29,12 +29,16 @@ class ImageReader:
     def read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
         """The images of a virtual worker; None if they can't be read, which all ranks learn by the control vector."""
         self._liveness.progress("images", step.index, worker)
-        self._liveness.outside("images", self._location)
+        self.begin_wait()
         try:
             return self.take(step, worker, membership)
         except (OSError, RunError) as error:
             self._error = error
             return None
+
+    def begin_wait(self) -> None:
+        """From here on it is a disk that this rank waits for, as people may learn."""
+        self._liveness.outside("images", self._location)
 
     def take(self, step: Step, worker: int, membership: Membership) -> Batch:
         """The images of a virtual worker; OSError or RunError if they can't be read."""

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from ..comm.base import AllReduce, Liveness, Work
 from ..comm.groups import Group
+from ..data.pipeline import Batch
 from ..errors import DivergedError, RunError
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reduced, Reducer
@@ -236,11 +237,25 @@ class TrainStep:
         finished = [0] * self.recipe.virtual_workers
         self.update.wait_weights()
 
+        reads, last = False, (-1, False)
+
         def is_stopped(worker: int) -> bool:
-            self.liveness.progress("train", step.index, worker)
+            nonlocal last
+            if (worker, reads) != last:  # a look at the thread is no progress of its own: it may hang
+                last = worker, reads
+                self.liveness.progress("train", step.index, worker)
+                if reads:
+                    self.images.begin_wait()
             return self.requests.look()
 
-        take = partial(self.images.take, step, membership=membership)
+        def take(worker: int) -> Batch:
+            nonlocal reads
+            reads = True
+            try:
+                return self.images.take(step, worker, membership)
+            finally:
+                reads = False
+
         try:
             for passed, seconds in self.pass_thread.in_time(view, limit, take, is_stopped):
                 self.reducer.begin_worker(last=False)
