@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks
 from tests.polling import until
+from tests.step.trainers import job_of, trainer_of
 
 from torusgd.comm import monitor as monitor_module
 from torusgd.comm.allreduce import create
@@ -143,3 +145,25 @@ def test_a_gpus_mark_is_when_it_came_there_and_not_when_it_was_launched() -> Non
     mark, launched = clock.mark(), time.perf_counter()
     torch.cuda.synchronize()
     assert launched < mark() < time.perf_counter() + 1e-3
+
+
+@on_ranks(2)
+def test_a_wait_outside_of_steps_finds_a_late_rank_and_is_no_hang_itself() -> None:
+    class OneHangs(Liveness):
+        hangs, asked = False, 0
+
+        def late(self) -> list[LateRank]:
+            self.asked += 1
+            return [LateRank("no progress for 60 s", rank=1)] if self.hangs else []
+
+    liveness, world, store = OneHangs(), group_of(), dist.distributed_c10d._get_default_store()
+    trainer_of(job_of(), world, liveness)
+    if world.rank == 1:
+        store.wait(["the others have found it"])
+        return
+    liveness.hangs, before = True, liveness.asked
+    for wait in (world.all_gather, world.all_reduce, partial(world.broadcast, source=1)):
+        with pytest.raises(CommTimeout, match="no progress for 60 s"):
+            wait(torch.ones(1))
+    assert liveness.asked == before + 3
+    store.set("the others have found it", "")

@@ -84,10 +84,13 @@ class Group:
         self._parts, self._pairs = list[Group](), dict[int, Group]()
         # In which each two members are connected: this one, or those of the tree, from the leaves to the root.
         self.meshes: Sequence[Group] = meshes or (self,)
+        # What the waits of this group's own calls go through, such as `Monitor.watch`, which finds late ranks: else one
+        # that waits for another here would count as hung itself.
+        self.watch: Callable[[Work], Work] = lambda work: work
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
         """Sums (or takes the maximum of) a tensor over the members, in place; a tree takes sums free of order."""
-        self.start_all_reduce(tensor, maximum).wait()
+        self.watch(self.start_all_reduce(tensor, maximum)).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Work:
         if self._tree is not None and tensor.device.type == "cpu":
@@ -104,7 +107,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives every member the tensor of the member of index `source`, in place."""
-        self.start_broadcast(tensor, source).wait()
+        self.watch(self.start_broadcast(tensor, source)).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         if self._tree is not None and tensor.device.type == "cpu":
@@ -147,9 +150,10 @@ class Group:
         if self.size == 1:
             return [tensor.clone()]
         if self._tree is not None and tensor.device.type == "cpu":
-            return self._tree.all_gather(tensor)
+            return self._tree.all_gather(tensor, self.watch)
         gathered, begin = [torch.empty_like(tensor) for _ in self.ranks], self._torch.allgather
-        self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], _c10d.AllgatherOptions())).wait()
+        work = self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], _c10d.AllgatherOptions()))
+        self.watch(work).wait()
         return gathered
 
     def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> Work:

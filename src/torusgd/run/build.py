@@ -87,6 +87,8 @@ def build(
     # Before any group but the first is made: ranks with other options would make others, and wait for each other.
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     (form, make_sum), monitor = _on_gpu(job, world), Monitor(liveness)
+    # Also outside the steps a rank that waits for another says so; that time is none of the steps' messages.
+    world.watch = Monitor(liveness).watch
     sums = sums_of(network.model, recipe, options, world, monitor, make_sum)
     requests = requests or Requests(lambda: False, liveness)
     state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
