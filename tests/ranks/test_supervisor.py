@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torusgd.comm import store_keys as keys
-from torusgd.comm.base import LateRank, Liveness
+from torusgd.comm.base import ConnectionLost, LateRank, Liveness
 from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
@@ -317,3 +317,20 @@ def test_a_rank_late_just_as_the_launcher_announces_its_loss_is_left_behind() ->
             return [LateRank("no heartbeat", 1)]
 
     assert Generations(store).join(0, torch.device("cpu"), 1, Late()).ranks == (0,)
+
+
+@pytest.mark.parametrize("change", [[0], [0, 1, 3]])
+def test_a_loss_is_no_smaller_for_a_change_that_is_planned_before_a_rank_has_looked(change: list[int]) -> None:
+    store = HashStore()
+    launcher, rank = Generations(store), Generations(store)
+    launcher.announce([0, 1, 2])
+    rank.number = launcher.number
+    launcher.announce([0, 1], lost=[2])
+    launcher.announce(change, planned=True)
+    assert rank.has_lost_ranks(store)
+    with pytest.raises(ConnectionLost, match="lost ranks"):
+        rank.check()
+    assert not rank.is_planned
+    rank.number = 1  # which has followed the loss
+    rank._looked = 0.0
+    assert (rank.has_lost_ranks(store), rank.check(), rank.is_planned) == (False, True, True)

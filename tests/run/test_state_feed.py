@@ -17,7 +17,7 @@ from torusgd.run import state_feed
 from torusgd.run.components import draw_network
 from torusgd.run.newest_state import Retained, nothing_yet
 from torusgd.run.saving import RunState
-from torusgd.run.state_feed import StateFeeds, StateFollower
+from torusgd.run.state_feed import StateFeeds, StateFollower, _Feed
 
 STEPS = 16
 LONG = f"stages=[{{until: {STEPS}st, images_per_worker: 2}}]"
@@ -152,3 +152,22 @@ def test_where_either_rank_is_lost_or_slow_the_run_goes_on(monkeypatch: pytest.M
     sender.take_steps(STEPS - 3)
     assert sender.state.step == STEPS
     assert follower.end().state is None
+
+
+def test_a_feed_that_is_closed_as_it_connects_leaves_nobody_waiting() -> None:
+    store, connects, closed = HashStore(), threading.Event(), threading.Event()
+
+    class Connecting:
+        def meet_joiner(self, rank: int, is_given_up: object) -> Group:
+            group = pair(store, 0)
+            connects.set()
+            closed.wait(SECONDS)
+            return group
+
+    joiner = Follower(store)
+    feed = _Feed(JOINER, Connecting())  # type: ignore[arg-type]
+    joiner.go.set()
+    assert connects.wait(SECONDS)
+    feed.close()
+    closed.set()
+    joiner.end()

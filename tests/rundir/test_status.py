@@ -20,6 +20,7 @@ from torusgd.errors import UserError
 from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, write_request
+from torusgd.untrusted import read_text
 
 
 def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None, **more: Any) -> Any:
@@ -103,6 +104,16 @@ def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, mo
     assert (asked.to_stop(), asked.workers()) == (False, None)
     write_request(tmp_path / WORKERS, "3")
     assert (asked.workers(), asked.workers()) == (3, None)
+
+    def read_as_another_comes(path: Path) -> str:
+        write_request(tmp_path / WORKERS, "5")
+        return read_text(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_view, "read_text", read_as_another_comes)
+        write_request(tmp_path / WORKERS, "3")
+        assert asked.workers() == 3
+    assert (asked.workers(), asked.workers()) == (5, None)
     write_request(tmp_path / STOP, "")
     assert asked.to_stop()
     for wrong in ("-1", "[", "true", "true and more", '"3"'):

@@ -53,7 +53,7 @@ class _Record(NamedTuple):
     number: int
     ranks: tuple[int, ...]  # in the order of the group; none: those that are left shall end
     lost: tuple[int, ...]  # until then
-    is_planned: bool  # the ranks of the generation before are well, and shall end their step first
+    last_loss: int  # the newest generation that is of a loss; of later ones all ranks were well, and end their step
     waits: bool  # its ranks are too few, and shall take no step
     joining: tuple[int, ...] = ()  # ranks that are to take part in the next generation, and want the state meanwhile
 
@@ -66,13 +66,14 @@ class _Record(NamedTuple):
 
     @staticmethod
     def read(store: Store) -> "_Record":
-        number, ranks, lost, is_planned, waits, joining = json.loads(store.get(keys.GENERATION))
-        return _Record(number, tuple(ranks), tuple(lost), is_planned, waits, tuple(joining))
+        number, ranks, lost, last_loss, waits, joining = json.loads(store.get(keys.GENERATION))
+        return _Record(number, tuple(ranks), tuple(lost), last_loss, waits, tuple(joining))
 
     def has_lost(self, generation: int) -> bool:
         """Whether ranks of an earlier generation are lost, so that its work is in vain."""
-        # A planned change waits for the end of the step; a loss does not, since this step can't end.
-        return self.number > generation and not self.is_planned
+        # A planned change waits for the end of the step; a loss does not, since this step can't end. A rank may
+        # learn of it only once a change was planned for those that are left.
+        return self.last_loss > generation
 
 
 class Generations:
@@ -86,7 +87,7 @@ class Generations:
         self.is_planned = False  # there is a next generation, to be joined after the step under way
         self.joiners: tuple[int, ...] = ()  # ranks that join and want the state from this one
         self._sending: list[Group] = []  # by which it sends them the state
-        self._rank, self._looked = -1, 0.0
+        self._rank, self._looked, self._last_loss = -1, 0.0, 0
 
     def announce(
         self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False, waits: bool = False
@@ -95,7 +96,8 @@ class Generations:
         # SIGKILL 4: the others read this record whenever they wait, and between two pieces of work.
         self.number += 1
         self.lost = (*self.lost, *lost)
-        _Record(self.number, tuple(ranks), self.lost, planned, waits).write(self._store)
+        self._last_loss = self._last_loss if planned else self.number
+        _Record(self.number, tuple(ranks), self.lost, self._last_loss, waits).write(self._store)
 
     def invite(self, ranks: Iterable[int]) -> None:
         """The launcher says which ranks are to join; those that want the state are sent it from now on."""
@@ -184,7 +186,7 @@ class Generations:
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return False
         self._looked, newest = time.monotonic(), _Record.read(self._store)
-        self.is_planned = newest.number > self.number and newest.is_planned
+        self.is_planned = newest.number > self.number and not newest.has_lost(self.number)
         mine = [each for each in newest.joining if newest.source(each) == self._rank]
         self.joiners = tuple(mine) if newest.number == self.number else ()
         if newest.has_lost(self.number):

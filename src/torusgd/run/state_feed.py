@@ -97,6 +97,8 @@ class _Feed:
     def _run(self) -> None:
         with suppress(CommError):  # the rank is lost, or the feed is closed
             group = self._group = self._generations.meet_joiner(self._rank, lambda: self._is_over)
+            if self._is_over:  # and `close` may have seen no group yet: the rank at the other end would wait for ever
+                group.abort()
             while (message := self.messages.get()) is not None:
                 header, tensors = message
                 group.broadcast_text(json.dumps({**header, "behind": self.messages.qsize()}))

@@ -66,12 +66,13 @@ class RunRequests:
 
     def workers(self) -> int | None:
         """The requested number of ranks, which is then forgotten; None: there is none."""
-        path = self._folder / WORKERS
+        path, taken = self._folder / WORKERS, self._folder / f"{WORKERS}.taken"
         if not self._is_time() or not path.is_file():  # a pipe would have no end
             return None
         try:
-            number = parse_json(read_text(path))
-            path.unlink()
+            path.replace(taken)  # so that no request which comes meanwhile is deleted unread
+            number = parse_json(read_text(taken))
+            taken.unlink()
         except (OSError, ValueError):
             return None
         return number if type(number) is int and number > 0 else None
