@@ -20,10 +20,10 @@ def write_lists(root: Path, head: str = "path,label", label: str = "{folder}") -
     return root
 
 
-def table(numbers: range, image: str = "image", label: str = "label", **columns: list[Any]) -> Any:
-    """Pictures as structs of bytes and path, labels as ClassLabel."""
+def table(numbers: range, image: str = "image", label: str = "label", names: Any = NAMES, **columns: Any) -> Any:
+    """Pictures as structs of bytes and path, labels as ClassLabel of these names."""
     pa = pytest.importorskip("pyarrow")
-    features = {label: {"names": NAMES, "_type": "ClassLabel"}, image: {"_type": "Image"}}
+    features = {label: {"names": names, "_type": "ClassLabel"}, image: {"_type": "Image"}}
     rows = [{"bytes": picture(number), "path": None} for number in numbers]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     made = pa.table({image: pa.array(rows, kind), label: pa.array([n % 2 for n in numbers], pa.int64()), **columns})

@@ -133,10 +133,10 @@ def test_row_groups_are_cached_within_bounds(tmp_path: Path, monkeypatch: pytest
     assert [packed.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
 
 
-def write_one(root: Path, made: Any) -> Path:
+def write_one(root: Path, made: Any, *splits: str) -> Path:
     pq = pytest.importorskip("pyarrow.parquet")
     root.mkdir(exist_ok=True)
-    for split in ("train", "val"):
+    for split in splits or ("train", "val"):
         pq.write_table(made, root / f"{split}.parquet")
     return root
 
@@ -157,6 +157,22 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
     holes = write_one(tmp_path / "holes", table(range(4), "pixels", "kind", target=[0, None, 1, 1]))
     refuses("a row without a label", open_tables, holes, 3, label="target", TMP=tmp_path)
     assert len(open_tables(write_one(tmp_path / "b", table(range(4), "pixels", "kind")), 3)[0]) == 4
+
+
+def test_each_file_has_its_own_numbers_of_the_classes_and_all_have_the_columns(tmp_path: Path) -> None:
+    root = write_one(tmp_path, table(range(4)))
+    write_one(tmp_path, table(range(4), names=("dog", "cat")), "val")
+    train, held_out = open_tables(root, 3)
+    assert (train.classes, held_out.classes) == (("cat", "dog"), ("cat", "dog"))
+    assert (train.labels.tolist(), held_out.labels.tolist()) == ([0, 1, 0, 1], [1, 0, 1, 0])
+    for name, made in {
+        "a table with a class of its own": table(range(4), names=("yak", "cat")),
+        "a table with more labels than names": table(range(4), names=("cat",)),
+        "a later table without the column": table(range(4), "img"),
+        "a later table with names of images": table(range(4)).set_column(0, "image", [["1.jpg"] * 4]),
+    }.items():
+        write_one(tmp_path, made, "val")
+        refuses(name, open_tables, root, 3, TMP=tmp_path)
 
 
 def test_images_that_are_not_there(tmp_path: Path) -> None:

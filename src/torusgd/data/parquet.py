@@ -124,14 +124,19 @@ def open_tables(
     first = files["train"][0]
     image = _column(first, image, "image", _IMAGES, _is_image)
     label = _column(first, label, "label", _LABELS, _is_label)
+    for file in (file for each in files.values() for file in each):
+        _column(file, image, "image", (), _is_image)
+        _column(file, label, "label", (), _is_label)
     texts, parts = dict[str, list[str]](), dict[str, list[Part]]()
     for split, each in files.items():
         with as_user_error(f"{path}: the tables of {split} can't be read", of=(OSError, ValueError, KeyError)):
             # Labels are read whole at the start, images only when they are needed.
-            values = [value for file in each for value in file.column(label).to_pylist()]
+            columns = [file.column(label).to_pylist() for file in each]
+            values = [value for column in columns for value in column]
             if None in values:
                 raise UserError(f"{path}: row {values.index(None)} of {split} has no label, counted from 0")
-            texts[split] = list(map(str, values))
+            pairs = zip(each, columns, strict=True)
+            texts[split] = [text for file, column in pairs for text in _texts(column, file, label, first)]
             parts[split] = [part for file in each for part in file.parts(image)]
     classes, labels = number_labels(texts, _names(first.schema, label), str(path))
     train, held_out = (
@@ -217,6 +222,20 @@ def _is_label(kind: Any) -> bool:
     import pyarrow as pa
 
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _texts(labels: Sequence[Any], file: _File, label: str, first: _File) -> list[str]:
+    """The labels of a file as texts, in the numbers that the first file has for the same names."""
+    texts = list(map(str, labels))
+    names, own = (_names(each.schema, label) for each in (first, file))
+    if names is None or own is None or own == names:
+        return texts
+    number_of = {name: text for text, name in names.items()}
+    for text in sorted(set(texts)):
+        if own.get(text) not in number_of:
+            what = f"its label {text} ({own.get(text, 'without a name')}) is no class of {first.path}"
+            raise UserError(f"{file.path}: {what}; give both files the same names of classes")
+    return [number_of[own[text]] for text in texts]
 
 
 def _names(schema: Any, label: str) -> dict[str, str] | None:
