@@ -59,7 +59,8 @@ def test_classes_by_folders_long_names_dots_and_what_is_no_image(tmp_path: Path)
     for kind, number in ((tarfile.GNU_FORMAT, 0), (tarfile.PAX_FORMAT, 1)):
         members = [
             (f"./set/tulip/{long}{number}.jpg", picture(number)), ("./set/daisy/notes.txt", b"no picture"),
-            (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)), ("__meta__.json", b"{}"),
+            ("./set/daisy/._a.b.JPEG", b"of macOS"), (f"./set/daisy/a.b.{number}.JPEG", picture(10 + number)),
+            ("__meta__.json", b'{"label": 3}'),
             (f"pairs/{number}.seg.png", b"a mask"), (f"pairs/{number}.png", picture(20)),
             (f"pairs/{number}.cls", b"tulip"),
         ]  # fmt: skip
@@ -69,6 +70,15 @@ def test_classes_by_folders_long_names_dots_and_what_is_no_image(tmp_path: Path)
     assert (train.classes, train.labels.tolist(), len(held_out)) == (("daisy", "tulip"), [1, 0, 1] * 2, 2)
     assert [train.encoded(index) for index in (0, 1, 3)] == [picture(0), picture(10), picture(1)]
     assert train.names[0].endswith(f"tulip/{long}0.jpg")
+
+
+def test_no_picture_of_a_folder_is_left_out(tmp_path: Path) -> None:
+    names = ["IMG.1.jpg", "IMG.2.jpg", "0.jpg", "0.jpeg", "1.JPG", "1.jpg", "1.png", "__2__.jpg"]
+    for split in ("train", "val"):
+        write_tar(tmp_path / split / "0.tar", [(f"cat/{name}", picture(at)) for at, name in enumerate(names)])
+    train, _ = indexed(tmp_path)
+    assert list(train.names) == [f"cat/{name}" for name in names]
+    assert [train.encoded(at) for at in range(len(names))] == [picture(at) for at in range(len(names))]
 
 
 def test_folders_named_by_digits_are_names_and_labels_beside_pictures_numbers(tmp_path: Path) -> None:
@@ -146,6 +156,10 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
         "a label apart": tar_bytes({"1.cls": b"2", "2.jpg": picture(2), "1.jpg": picture(1), "2.cls": b"1"}),
         "a label apart, in JSON": tar_bytes({"1.json": b'{"label": 2}', "2.jpg": picture(2), "2.cls": b"1"}),
+        "two pictures of a label": tar_bytes({"1.cls": b"2", "1.jpg": picture(1), "1.png": picture(2)}),
+        "two labels of a picture": tar_bytes({"1.cls": b"2", "1.CLS": b"1", "1.jpg": picture(1)}),
+        "a label of a name with dots": tar_bytes({"a/1.5.jpg": picture(1), "a/1.5.cls": b"2"}),
+        "a label of pictures with dots": tar_bytes({"a/1.5.jpg": picture(1), "a/1.json": b"{}"}),
         "a long label": tar_bytes({"1.jpg": b"", "1.cls": bytes(1 << 17)}),
     }  # fmt: skip
     for name, content in damaged.items():

@@ -8,7 +8,7 @@ A tar file is untrusted: nothing is extracted, a name is only ever a text, and h
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -140,43 +140,63 @@ class _Walk:
 
     def images(self, begin: int, end: int, folder: str) -> Iterator[_Image]:
         """The images between two offsets of the file, whose names begin with `folder`."""
-        sample: dict[str, _Member] = {}
-        last = ""
+        sample, last = list[tuple[str, _Member]](), ""
         for member in _members(self._stream, begin, end, folder):
             folder_of, _, name = member.name.rpartition("/")
             stem, _, kind = name.partition(".")
             is_tar = name.lower().endswith(".tar")
-            if stem.startswith("__") and stem.endswith("__") and not is_tar:  # about the tar file, no sample
+            # Hidden ones, as in folders: macOS packs a ._1.jpg beside each 1.jpg, which is no picture.
+            if any(part.startswith(".") and part.strip(".") for part in member.name.split("/")):
                 continue
             # A sample ends when a member has another name up to its first dot.
             if is_tar or (key := f"{folder_of}/{stem}") != last:
-                yield from self._image(last, sample)
-                sample, last = {}, "" if is_tar else key
+                yield from self._sample(last, sample)
+                sample, last = [], "" if is_tar else key
             if is_tar:
                 inner = f"{member.name[: -len('.tar')]}/"
                 if inner.count("/") > _MOST_NESTED:
                     raise ValueError("tar files in tar files without end")
                 yield from self.images(member.offset, member.offset + member.size, inner)
             else:
-                sample[kind.lower()] = member
-        yield from self._image(last, sample)
+                sample.append((kind.lower(), member))
+        yield from self._sample(last, sample)
 
-    def _image(self, key: str, sample: Mapping[str, _Member]) -> Iterator[_Image]:
-        picture = next((sample[kind] for kind in PICTURES if kind in sample), None)
-        if picture is None and len(sample) == 1:  # a single file may have more dots in its name
-            ((kind, member),) = sample.items()
-            picture = member if kind.rpartition(".")[2] in PICTURES else None
-        apart, label = sample.get("cls") or sample.get("json"), ""
-        if picture is None and apart is not None and apart.size <= _MOST_LABEL:
+    def _sample(self, key: str, sample: Sequence[tuple[str, _Member]]) -> Iterator[_Image]:
+        kinds = dict(sample)
+        apart = kinds.get("cls") or kinds.get("json")
+        if apart is None:
+            yield from self._unlabelled(key, sample)
+            return
+        pictures = [member for kind, member in sample if kind in PICTURES]
+        if not pictures and apart.size <= _MOST_LABEL and not _is_about_the_file(key):
+            label = ""
             with suppress(ValueError):  # it holds no label, and may be about anything
-                label = self._label(key, sample, apart)
-            if label:
+                label = self._label(key, kinds, apart)
+            if label or any(kind.rpartition(".")[2] in PICTURES for kind in kinds):
                 raise UserError(f"{self._file}: {apart.name} has no picture beside it; make the file with --sort=name")
-        if picture is not None:
-            label = self._label(key, sample, picture)
-            self._stream.seek(picture.offset - BLOCK)
-            header = zlib.crc32(self._stream.read(BLOCK))
-            yield _Image(picture.name, label, self._shard, picture.offset, picture.size, header)
+        more = [*pictures[1:], *(member for kind, member in sample if member is not kinds[kind])]
+        if pictures and more:
+            what = f"{more[0].name} comes second in the sample of {apart.name}, which has one picture"
+            raise UserError(f"{self._file}: {what}, and one file of each kind; rename it or leave it out")
+        for picture in pictures:
+            yield self._image(picture, self._label(key, kinds, picture))
+
+    def _unlabelled(self, key: str, sample: Sequence[tuple[str, _Member]]) -> Iterator[_Image]:
+        """Each picture by itself, of its folder's class: the names of photographs may have any dots."""
+        pictures = [member for kind, member in sample if kind.rpartition(".")[2] in PICTURES]
+        stems = {member.name.rpartition(".")[0] for member in pictures}
+        for _, member in sample:
+            stem, _, kind = member.name.rpartition(".")
+            if kind.lower() in ("cls", "json") and stem in stems:
+                what = f"{member.name} is no label of {stem.rpartition('/')[2]}: names end at their first dot"
+                raise UserError(f"{self._file}: {what}; rename both, with one dot")
+        for picture in pictures:
+            yield self._image(picture, self._label(key, {}, picture))
+
+    def _image(self, picture: _Member, label: str) -> _Image:
+        self._stream.seek(picture.offset - BLOCK)
+        header = zlib.crc32(self._stream.read(BLOCK))
+        return _Image(picture.name, label, self._shard, picture.offset, picture.size, header)
 
     def _label(self, key: str, sample: Mapping[str, _Member], picture: _Member) -> str:
         if (member := sample.get("cls", sample.get("json"))) is not None:
@@ -201,6 +221,12 @@ class _Walk:
             wanted = f"{key.strip('/')}.cls or .json beside it, or a folder in the tar file, which is its class"
             raise UserError(f"{self._file}: {picture.name} has no label: wanted is {wanted}")
         return label
+
+
+def _is_about_the_file(key: str) -> bool:
+    """Whether WebDataset passes a sample over, such as __meta__, which has no picture."""
+    stem = key.rpartition("/")[2]
+    return stem.startswith("__") and stem.endswith("__")
 
 
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:
