@@ -152,7 +152,7 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
         "empty": b"", "text": b"<html>" * 200, "a size that lies": bytes(sizes), "gzip": gzip.compress(whole),
         "cut in an image": whole[: second - 700], "cut in a header": whole[: second + 100],
         "a damaged header": whole[:second] + b"garbage" + whole[second + 7 :],
-        "no label": tar_bytes({"1.jpg": picture(1)}),
+        "two in one": whole + bytes(1 << 20) + whole, "no label": tar_bytes({"1.jpg": picture(1)}),
         "a label of nothing": tar_bytes({"1.jpg": picture(1), "1.json": b'{"x": 1}'}),
         "a label apart": tar_bytes({"1.cls": b"2", "2.jpg": picture(2), "1.jpg": picture(1), "2.cls": b"1"}),
         "a label apart, in JSON": tar_bytes({"1.json": b'{"label": 2}', "2.jpg": picture(2), "2.cls": b"1"}),
@@ -199,7 +199,12 @@ def test_which_tar_files_are_of_which_split(tmp_path: Path) -> None:
     }.items():
         write_tar(tmp_path / file, samples(range(2)))
         refuses(what, make_index, tmp_path, TMP=tmp_path)
+        if file.endswith("gz"):
+            (tmp_path / file).rename(tmp_path / "devkit.tar.gz")  # of no split
     write_tar(tmp_path / "test" / "0.tar", samples(range(3)))
+    (tmp_path / "train-1.tgz").touch()
+    refuses("compressed tar files beside plain ones", make_index, tmp_path, TMP=tmp_path)
+    (tmp_path / "train-1.tgz").unlink()
     assert len(make_index(tmp_path)["eval labels"]) == 3
     write_tar(tmp_path / "valid" / "0.tar", samples(range(4)))
     assert len(make_index(tmp_path)["eval labels"]) == 4

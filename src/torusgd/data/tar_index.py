@@ -125,8 +125,10 @@ def write_index(file: Path, arrays: Arrays) -> None:
 def find_shards(path: Path) -> dict[str, list[str]]:
     """The names of a folder's tar files by split, sorted; UserError if a split has none."""
     names = files_under(path)
+    if any(name.lower().endswith(".tar") for name in names):  # else a folder of compressed ones may be of one split
+        names = [name for each in files_by_split(path, names, (".tar", *_COMPRESSED)).values() for name in each]
     packed = next((name for name in names if name.lower().endswith(_COMPRESSED)), None)
-    if packed is not None and not any(name.lower().endswith(".tar") for name in names):
+    if packed is not None:
         raise UserError(f"{path / packed}: is compressed, so no image in it can be read by itself; unpack it")
     return files_by_split(path, names, (".tar",))
 
@@ -250,6 +252,12 @@ def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_
         rest = stream.read(min(BLOCK, max(0, end - archive.offset)))
         if rest.strip(b"\0") or len(rest) % BLOCK:
             raise ValueError(f"no header of a member where one must be, at byte {archive.offset}")
+        # Zeros fill the last record, of any length; `cat a.tar b.tar` has the second one's members there.
+        at = archive.offset + len(rest)
+        while at < end and (rest := stream.read(min(_MOST_HEADER, end - at))):
+            if rest.strip(b"\0"):
+                raise ValueError(f"more than zeros after its end, past byte {at}: several tar files in one?")
+            at += len(rest)
 
 
 class _Bounded:
