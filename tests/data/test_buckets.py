@@ -143,6 +143,8 @@ def test_a_bucket_gives_the_same_batches_as_the_folder(copied: Path) -> None:
 def test_what_was_read_is_kept_on_disk_for_all_processes(copied: Path, reads: list[str], tmp_path: Path) -> None:
     train, _ = open_shards(URL, 3)
     assert isinstance(train, RemoteShards)
+    (sums,) = tmp_path.glob("cache/*/train/checksums")
+    assert sums.stat().st_blocks, "no hole, into which a full disk lets no one write"
     train.expect(np.arange(6))
     again, _ = open_shards(URL, 3)
     for each in (train, again):

@@ -159,8 +159,11 @@ class RangeCache:
         self._puts, self._is_full = 0, False
         with as_user_error(f"{folder}: can't hold a cache", f"set {CACHE} to another folder", (OSError, ValueError)):
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "checksums", "ab") as file:
+            with os.fdopen(os.open(folder / "checksums", os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
                 file.truncate(4 * len(sizes))
+                # On a full disk a write into a hole, through the map, would end the process by a signal.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, 4 * len(sizes))
             self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:
