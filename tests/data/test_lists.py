@@ -63,6 +63,8 @@ def test_wrong_lists_are_refused(tmp_path: Path, mistake: Any) -> None:
         listed.write_text(text)
         with refused(f"a list of pictures with {name}", TMP=root):
             open_sources(folder_data(source="csv", options={"classes": "classes"}), root, 0)
+    listed.write_text("a.jpg,0\nb.jpg,-1\nc.jpg,10\n")
+    refuses("a list of pictures with a label below 0", open_csv, root, 3, eval="train.csv", TMP=root)
     listed.write_text("a\n")
     mistake("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run", TMP=tmp_path)
     listed.write_text(whole)

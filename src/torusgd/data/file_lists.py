@@ -122,6 +122,11 @@ def number_labels(
             most = f"{len(listed)} classes are listed" if listed is not None else f"the limit is {MOST_CLASSES} classes"
             raise UserError(f"{where}: a label of {largest}, but {most}; labels count from 0")
         return tuple(listed.values() if listed is not None else map(str, range(largest + 1))), numbers
+    if not are_names and (listed is None or not known <= listed.keys()):
+        below = [label for label in known if re.fullmatch("-0*[1-9][0-9]*", label)]
+        if below and all(re.fullmatch("-?[0-9]+", label) for label in known):
+            remedy = "labels count from 0; number them anew, or leave images without a label out"
+            raise UserError(f"{where}: a label of {min(below, key=int)}, but {remedy}")
     listed = listed if listed is not None else {key: key for key in sorted(distinct["train"])}
     number_of = {key: number for number, key in enumerate(listed)}
     for split, found in distinct.items():
