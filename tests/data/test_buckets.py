@@ -14,12 +14,13 @@ from tests.data.buckets import KINDS, bucket, upload
 from tests.data.pictures import folder_data, picture
 from tests.data.tars import samples, write_indexed, write_tar
 from tests.faulty_server import file_server
-from tests.messages import refuses
+from tests.messages import LIBRARY, refuses
 from tests.run.runs import sets, train
 from torusgd import storage
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.registry import data_sha256, describe
-from torusgd.data.tar import RemoteShards, open_shards
+from torusgd.data.tar import RemoteShards, fetch_index, open_shards
+from torusgd.data.tar_index import FILE
 from torusgd.errors import UserError
 from torusgd.storage import Store, url_of
 
@@ -198,6 +199,14 @@ def test_reads_that_fail_come_short_or_are_stale(copied: Path, monkeypatch: pyte
     refuses("a shard in a bucket that fails", train.encoded, 5, kind=OSError)
     faults[:] = ["stale"] * 4
     refuses("a shard in a bucket that stays stale", train.encoded, 5)
+
+
+def test_a_damaged_copy_of_the_index_is_fetched_again(copied: Path) -> None:
+    fetch_index(Store("memory://bucket/a set")).write_bytes(b"damaged")
+    assert len(open_shards(URL, 3)[0]) == 12
+    (copied / FILE).write_bytes(b"damaged")
+    upload(copied, "memory://bucket/a set")
+    refuses("a damaged index in a bucket", open_shards, URL, 3, FILE=re.compile(r"^.*/cache/\w+"), REASON=LIBRARY)
 
 
 def test_mistakes_are_one_line(copied: Path, mistake: Any) -> None:

@@ -93,8 +93,7 @@ class Shards(EncodedImages):
         """Drops cached bytes of an image that were not the right ones; a folder has no cache."""
 
     def _changed(self, file: str) -> UserError:
-        again = f"give again: torusgd data index {quote(self._root)}"
-        return UserError(f"{file}: was changed since its index was written; {again}")
+        return UserError(f"{file}: was changed since its index was written; {_remedy(self._root, 'anew ')}")
 
 
 class RemoteShards(Shards):
@@ -214,19 +213,25 @@ def cache_bytes() -> int:
     return int(gib * 2**30)
 
 
-def fetch_index(store: Store, name: str = FILE) -> Path:
-    """A local copy of a bucket's index, fetched once for each version of it; UserError if it can't be read."""
+def _remedy(root: str, again: str = "") -> str:
+    """What gives an index to the tar files of a folder, or of a URL, where none can be made."""
+    if url_of(Path(root)) is None:
+        return f"write it {again}with: torusgd data index {quote(root)}"
+    return f"write it {again}where the tar files are, with torusgd data index, and copy it beside them"
+
+
+def fetch_index(store: Store, name: str = FILE, again: bool = False) -> Path:
+    """A local copy of a bucket's index, fetched once for each version of it, or `again`; UserError if it can't be."""
     try:
         # The version is part of the key: a new index has a new cache, and no old range can enter it.
         key = hashlib.sha256(f"{store.url}\0{name}\0{store.version(name)}".encode()).hexdigest()[:32]
         file = cache_folder() / key / FILE
-        if not file.exists():
+        if again or not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as temporary:
                 store.get(name, temporary)
     except FileNotFoundError:
-        remedy = "write it where the tar files are, with torusgd data index, and copy it beside them"
-        raise UserError(f"{store.url}/{name}: there is no index; {remedy}") from None
+        raise UserError(f"{store.url}/{name}: there is no index; {_remedy(store.url)}") from None
     except OSError as error:
         raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
     return file
@@ -237,7 +242,12 @@ def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, S
     load_decoders()
     store = Store(url) if (url := url_of(path)) is not None else None
     file, root = (path / index, str(path)) if store is None else (fetch_index(store, index), store.url)
-    arrays = read_index(file, root)
+    try:
+        arrays = read_index(file, root)
+    except UserError:
+        if store is None:
+            raise
+        arrays = read_index(fetch_index(store, index, again=True), root)  # the copy may be what was damaged
     pair = list[Shards]()
     for name in SPLITS:
         own = {key: arrays[f"{name} {key}"] for key in KINDS}, list(Names.of(arrays, "classes")), channels
@@ -248,7 +258,7 @@ def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, S
 
 def read_index(file: Path, root: str) -> Arrays:
     """The arrays of an index, mapped and checked; UserError, with `root` in its remedy, if it isn't whole."""
-    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {quote(root)}"
+    anew = _remedy(root, "anew " if file.exists() else "")
     try:
         arrays = read_arrays(file)
         if arrays["format"].tolist() != [FORMAT]:
