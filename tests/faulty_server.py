@@ -83,6 +83,12 @@ class FaultyHandler(BaseHTTPRequestHandler):
 class _Files(FaultyHandler, SimpleHTTPRequestHandler):
     """A web server that gives parts of files, as those of the net do and Python's own does not."""
 
+    def send_head(self) -> Any:
+        if self.fault() == "http_500":
+            self.answer(503, b"")
+            return None
+        return super().send_head()
+
     def do_GET(self) -> None:
         file = Path(self.translate_path(self.path))
         if "Range" not in self.headers or not file.is_file():
@@ -98,7 +104,7 @@ class _WholeFiles(FaultyHandler, SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def file_server(folder: Path, ranges: bool = True) -> Iterator[str]:
+def file_server(folder: Path, ranges: bool = True, **every: int) -> Iterator[str]:
     """The address of a web server at work with the files of a folder, whole ones without `ranges`."""
-    with FaultyServer(partial(_Files if ranges else _WholeFiles, directory=folder), {}).at_work() as server:
+    with FaultyServer(partial(_Files if ranges else _WholeFiles, directory=folder), every).at_work() as server:
         yield server.url

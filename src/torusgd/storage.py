@@ -15,6 +15,7 @@ CACHE = "TORUSGD_CACHE"
 PAUSES = (0.2, 1.0, 3.0)  # seconds before each further attempt
 _SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)
 _SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
+_LATER = (408, 429)  # HTTP's statuses below 500 that may pass
 # Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
     "s3": "fsspec s3fs (the extra s3)", "gs": "gcsfs (the extra gcs)", "hf": "huggingface_hub (the extra huggingface)",
@@ -144,7 +145,9 @@ class Store:
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
         def line(error: BaseException) -> str:
-            return in_one_line(error)[:300]
+            # The text of fsspec's error is the URL, which the message has already.
+            status = getattr(error.__cause__, "status", None)
+            return f"HTTP status {status}" if status is not None else in_one_line(error)[:300]
 
         def attempt() -> T:
             try:
@@ -152,9 +155,11 @@ class Store:
             except FileExistsError:
                 raise
             except (FileNotFoundError, PermissionError) as error:
-                # fsspec reports a web server that can't be reached as one that lacks the file.
+                # fsspec reports a web server that can't be reached, or that fails, as one that lacks the file.
                 if isinstance(error.__cause__, OSError):
                     raise OSError(errno.EIO, line(error.__cause__), f"{self.url}/{name}") from error
+                if (status := getattr(error.__cause__, "status", 404)) >= 500 or status in _LATER:
+                    raise OSError(errno.EIO, line(error), f"{self.url}/{name}") from error
                 raise type(error)(error.errno or errno.ENOENT, line(error), f"{self.url}/{name}") from error
             except Exception as error:  # of the store's library, of its library's library, of the network
                 raise OSError(errno.EIO, line(error), f"{self.url}/{name}") from error

@@ -105,6 +105,16 @@ def test_a_web_server(local: Path) -> None:
             source.encoded(0)
 
 
+def test_a_web_server_that_fails_does_not_lack_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
+    (tmp_path / "x").touch()
+    for name, every in (("a web server that fails", {"http_500": 1}), ("a web server without the file", {})):
+        with file_server(tmp_path, **every) as url:
+            kind = OSError if every else FileNotFoundError
+            refuses(name, Store(url).size, "x" if every else "y", kind=kind, URL=url)
+
+
 URL = Path("memory://bucket/a set")
 
 
