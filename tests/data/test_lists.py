@@ -135,11 +135,11 @@ def test_row_groups_are_cached_within_bounds(tmp_path: Path, monkeypatch: pytest
     assert [packed.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
 
 
-def write_one(root: Path, made: Any, *splits: str) -> Path:
+def write_one(root: Path, made: Any, *splits: str, **options: Any) -> Path:
     pq = pytest.importorskip("pyarrow.parquet")
     root.mkdir(exist_ok=True)
     for split in splits or ("train", "val"):
-        pq.write_table(made, root / f"{split}.parquet")
+        pq.write_table(made, root / f"{split}.parquet", **options)
     return root
 
 
@@ -181,12 +181,17 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": None, "path": "x.jpg"}, {"bytes": picture(1), "path": None}]
-    train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows, kind), "label": ["a", "b"]})), 3)
+    made = pa.table({"image": pa.array(rows, kind), "label": ["a", "b"]})
+    train, _ = open_tables(write_one(tmp_path, made, row_group_size=1), 3)
     assert train.classes == ("a", "b")
     refuses("a row without an image", train.read, 0, kind=CorruptImage, TMP=tmp_path)
     train.read(1)
-    train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows[:1], kind), "label": ["a"]})), 3)
-    refuses("a table of names of images", train.read, 0, TMP=tmp_path)
+    refuses("a table of names of images", open_tables, write_one(tmp_path, made[:1]), 3, TMP=tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.parquet").unlink()
+        with pa.ipc.new_stream(str(tmp_path / f"{split}.arrow"), made.schema) as stream:
+            stream.write_table(made[:1])
+    refuses("a mapped table of names of images", open_tables, tmp_path, 3, TMP=tmp_path)
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".parquet", write_parquet), (".arrow", write_arrow)])

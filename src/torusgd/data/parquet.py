@@ -95,7 +95,7 @@ class _File:
     def parts(self, name: str) -> list[Part]:
         if self.parquet is None:
             # A mapped file is one part: the system reads the pages that a row needs.
-            return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name), self.path))]
+            return [Part(self.arrow.num_rows, 0, lambda: _bytes_of(self.column(name)))]
         groups = enumerate(map(self.parquet.metadata.row_group, range(self.parquet.num_row_groups)))
         return [Part(each.num_rows, each.total_byte_size, partial(self._group, n, name)) for n, each in groups]
 
@@ -106,7 +106,17 @@ class _File:
             if getattr(error, "errno", None):  # of the disk; pyarrow's own, of damaged pages, have none
                 raise
             raise UserError(f"{self.path}: row group {number} can't be read: {in_one_line(error)}") from None
-        return _bytes_of(group.column(name), self.path)
+        return _bytes_of(group.column(name))
+
+    def is_empty(self, name: str) -> bool:
+        """Whether no row has an image, as far as that is known without reading any."""
+        if self.parquet is None:
+            return _bytes_of(self.column(name)).null_count == self.arrow.num_rows
+        groups = map(self.parquet.metadata.row_group, range(self.parquet.num_row_groups))
+        columns = (group.column(at) for group in groups for at in range(group.num_columns))
+        found = [each for each in columns if each.path_in_schema in (name, f"{name}.bytes")]
+        nulls = (each.statistics.null_count if each.statistics else None for each in found)
+        return found != [] and all(null == each.num_values for null, each in zip(nulls, found, strict=True))
 
 
 def open_tables(
@@ -138,6 +148,9 @@ def open_tables(
             pairs = zip(each, columns, strict=True)
             texts[split] = [text for file, column in pairs for text in _texts(column, file, label, first)]
             parts[split] = [part for file in each for part in file.parts(image)]
+            if values and all(file.is_empty(image) for file in each):
+                what = "names its images but doesn't hold them"
+                raise UserError(f"{each[0].path}: {what}; give their folder to the source folder")
     classes, labels = number_labels(texts, _names(first.schema, label), str(path))
     train, held_out = (
         TableImages(parts[split], path, [file.path for file in each], classes, labels[split], channels)
@@ -181,7 +194,7 @@ def _open(path: Path) -> _File:
             return _File(path, pa.ipc.open_file(mapped).read_all(), None)
 
 
-def _bytes_of(column: Any, path: Path) -> Any:
+def _bytes_of(column: Any) -> Any:
     """A column of images as bytes; Hugging Face stores each as {bytes, path}, and bytes may be left out."""
     import pyarrow as pa
 
@@ -189,8 +202,6 @@ def _bytes_of(column: Any, path: Path) -> Any:
     if pa.types.is_struct(column.type):
         kind = column.type.field("bytes").type
         column = pa.chunked_array([chunk.field("bytes") for chunk in column.chunks], type=kind)
-    if column.null_count == len(column) > 0:
-        raise UserError(f"{path}: names its images but doesn't hold them; give their folder to the source folder")
     return column
 
 
