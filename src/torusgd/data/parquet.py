@@ -232,6 +232,8 @@ def _is_image(kind: Any) -> bool:
 def _is_label(kind: Any) -> bool:
     import pyarrow as pa
 
+    if pa.types.is_dictionary(kind):  # as pandas writes categories; to Python they are plain values
+        return _is_label(kind.value_type)
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
