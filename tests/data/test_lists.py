@@ -49,7 +49,7 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
 
 WRONG = {
     "no label": "path,label\na.jpg\n", "an empty label": "a.jpg,\n", "nothing": "", "another class": "a.jpg,bird\n",
-    "half a head": "image_id,label\na.jpg,1\n",
+    "a head of other words": "id,breed\na.jpg,cat\n", "half a head": "image_id,label\na.jpg,1\n",
     "a NUL": "\x00,1\n", "a field without an end": '"' + "x" * 200_000 + '",cat\n',
 }  # fmt: skip
 
@@ -144,11 +144,15 @@ def write_one(root: Path, made: Any, *splits: str, **options: Any) -> Path:
 
 
 def test_columns_are_found_or_given(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
     root = write_one(tmp_path / "a", table(range(4), "pixels", "fine", coarse=[0, 0, 1, 1], depth=[b"a"] * 4))
     assert open_tables(root, 3, image="pixels", label="fine")[0].classes == ("cat", "dog")
     assert open_tables(root, 3, image="pixels", label="coarse")[0].classes == ("0", "1")
     words = write_one(tmp_path / "words", table(range(4)).set_column(1, "label", [["dog", "cat", "dog", "cat"]]))
     assert open_tables(words, 3)[0].labels.tolist() == [1, 0, 1, 0]  # names where the schema speaks of numbers
+    kinds = pa.array(["dog", "cat", "dog", "cat"]).dictionary_encode()
+    categories = table(range(4)).set_column(1, "label", kinds)
+    assert open_tables(write_one(tmp_path / "categories", categories), 3)[0].labels.tolist() == [1, 0, 1, 0]
     for name, columns in {
         "a table with several columns of bytes": {},
         "a table with several columns of numbers": {"image": "pixels"},

@@ -196,6 +196,9 @@ def _read_csv(file: Path, progress: Progress) -> Rows:
                 path, label = (cells[place] if place < len(cells) else "" for place in places)
                 if not path or not label or "\0" in path:
                     raise UserError(f"{file}: line {rows.line_num} has no path and label")
+                if number == 0 and not path.lower().endswith(SUFFIXES) and not os.path.exists(file.parent / path):
+                    remedy = f"if it is a head line, call its columns {PATHS[0]} and {LABELS[0]}"
+                    raise UserError(f"{file}: line 1 names {path!r}, but there is no such file; {remedy}")
                 paths.append(path)
                 labels.append(label)
             if number % _EVERY == 0:
