@@ -236,7 +236,7 @@ def describe(path: Path) -> list[str]:
     # Encoded pictures have 3: the recipe chooses what they are converted to.
     channels = 3 if isinstance(train, EncodedImages) else train.read(0).shape[2]
     return [
-        f"{path}: data.source {kind}, {plural(channels, 'channel')}",
+        f"{url_of(path) or path}: data.source {kind}, {plural(channels, 'channel')}",
         f"images    {len(train)} for training, {len(held_out)} held out",
         f"classes   {len(train.classes)}: {', '.join(train.classes[:10])}{', ...' * (len(train.classes) > 10)}",
         f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
