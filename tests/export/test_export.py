@@ -1,6 +1,7 @@
 """What a run leaves for other programs says what the run says."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tests.run.runs import DIGITS_NET, run_here, sets, train
 from torusgd.errors import RunError
 from torusgd.export import formats
 from torusgd.export.formats import example_images
-from torusgd.export.model_card import card
+from torusgd.export.model_card import card, crop_share
 from torusgd.report.read_run import read_run
 from torusgd.run.trained_weights import open_model
 from torusgd.weights import load_weights
@@ -122,6 +123,11 @@ def test_a_card_has_what_was_measured_and_says_how_to_train_the_same_elsewhere(r
     assert "<" not in text.split("---\n", 2)[2]
     assert "\n# &lt;script" not in text
     assert yaml.safe_load(text.partition("\n\n# ")[0].strip().strip("-"))["model-index"][0]["name"] == folder.name
+
+
+def test_timm_scales_to_the_recipes_size() -> None:
+    sizes = [(side, resize) for side in (32, 224, 299) for resize in range(side, 2 * side)]
+    assert [math.floor(side / crop_share(side, resize)) for side, resize in sizes] == [each for _, each in sizes]
 
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:

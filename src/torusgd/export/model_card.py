@@ -1,6 +1,7 @@
 """A folder as the Hugging Face hub takes it: a card with what was measured, the weights, and their configuration."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -52,11 +53,19 @@ def configuration(trained: TrainedModel) -> dict[str, Any]:
             "input_size": [data.channels, height, width],
             "mean": list(data.mean),
             "std": list(data.std),
-            "crop_pct": 1.0 if data.resize is None else min(height, width) / data.resize,
+            "crop_pct": 1.0 if data.resize is None else crop_share(min(height, width), data.resize),
             "interpolation": "bilinear",  # as the accuracy on the card was measured; timm's own is bicubic
             "classifier": sorted(head),
         },
     }
+
+
+def crop_share(side: int, resize: int) -> float:
+    """The share of which timm's floor(side / share) is `resize`: 224 / (224 / 354) is below 354 in float64."""
+    share = side / resize
+    while math.floor(side / share) < resize:
+        share = math.nextafter(share, 0)
+    return share
 
 
 def card(run: RunRecord, license_name: str | None) -> str:
