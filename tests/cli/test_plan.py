@@ -123,7 +123,7 @@ def test_relaxed_synchrony_stands_beside_synchronous_steps_with_delays_of_a_run_
     assert "It changes the result" not in out
     run_here(tmp_path / "run", "stages=[{until: 40st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
     # A quiet machine's steps are alike: here every fourth takes 2 s more.
-    late = [{**event, "step_seconds": 0.01 + 2.0 * (event["step"] % 4 == 0)} for event in events(tmp_path / "run")]
+    late = [{**event, "step_seconds": 1.0 + 2.0 * (event["step"] % 4 == 0)} for event in events(tmp_path / "run")]
     (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in late))
     _, found = plan(*words[:-1], tmp_path / "run", "--synchrony", "cutoff")
     assert [each["form"] for each in found["relaxed"]] == ["synchronous", "cutoff"]

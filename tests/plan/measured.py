@@ -1,6 +1,7 @@
 """What a plan of this machine reads: the folder of a finished run, and a measured network; and a network to plan."""
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ def vgg() -> Workload:
 
 
 def measured_run(
-    folder: Path, seconds: float, *, update: float = 0.02, batch: int = 96, ranks: int = 1, disturbed: Any = (1.0,) * 4
-) -> Path:
-    """A finished run of five steps of so many seconds, times `disturbed`, the first of which takes 9 s."""
+    folder: Path, seconds: float, *, update: float = 0.02, batch: int = 96, ranks: int = 1, disturbed: Any = (1.0,) * 4,
+    more: Mapping[str, object] | None = None, recipe: str = "digits", changes: Sequence[str] = (),
+) -> Path:  # fmt: skip
+    """A finished run of five steps of so many seconds, times `disturbed`, the first of which takes 9 s.
+
+    Its steps' events have `more`; it is of a built-in recipe with `changes`.
+    """
     folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(json.dumps(load_recipe(recipe, changes).recipe.as_dict()))
     (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
     steps = [
-        {"step": n, "stage": 0, "batch": batch, "step_seconds": taken, "update_seconds": update}
+        {"step": n, "stage": 0, "batch": batch, "step_seconds": taken, "update_seconds": update, **(more or {})}
         for n, taken in enumerate((9.0, *(seconds * each for each in disturbed)), 1)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, {"event": "evaluation"}]))

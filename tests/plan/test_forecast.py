@@ -231,6 +231,7 @@ def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     assert full.seconds == pytest.approx(1 + 3 * (1 - 0.9**4), rel=0.03)
     assert cutoff.seconds < full.seconds
     refuses("delays of a short run", measured_delays, steps[:29], about="--delays:")
+    refuses("delays of a damaged run", measured_delays, [*steps, {**steps[0], "sync_seconds": -9.0}], about="--delays:")
 
 
 @pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "local:99999999999", "cutoff:3"])

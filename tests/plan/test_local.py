@@ -1,8 +1,10 @@
 """This machine as a cluster: a measured network and a measured run of one worker."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ RECIPE = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).re
 def plan_from(folder: Path, measured: Profile) -> tuple[Workload, Cluster, Software]:
     workload, cluster = workload_of(RECIPE), local_cluster(measured)
     program = program_for(RECIPE, RuntimeOptions(workers=2), cluster, load_software("torusgd"))
-    return workload, cluster, measured_software(workload, cluster, program, measured_run(folder, 0.2))
+    return workload, cluster, measured_software(RECIPE, workload, cluster, program, measured_run(folder, 0.2))
 
 
 def test_hosts_become_nodes_and_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
@@ -57,7 +59,7 @@ def test_a_run_is_measured_by_its_first_stage_and_its_extra_passes_are_counted_o
     with (run / "events.jsonl").open("a") as lines:
         lines.write(9 * '{"stage": 1, "batch": 96, "step_seconds": 0.9, "update_seconds": 0.02}\n')
     workload = replace(workload, stages=(replace(workload.stages[0], extra_pass=True),))
-    program = measured_software(workload, cluster, load_software("torusgd"), run)
+    program = measured_software(RECIPE, workload, cluster, load_software("torusgd"), run)
     assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
 
 
@@ -81,7 +83,7 @@ def test_buckets_are_those_that_a_run_rebuilds() -> None:
 def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> None:
     workload, cluster, quiet = plan_from(tmp_path / "one", network())
     measured_run(tmp_path / "one", 0.2, disturbed=(1.0, 2.5, 1.0, 0.5))
-    disturbed = measured_software(workload, cluster, load_software("torusgd"), tmp_path / "one")
+    disturbed = measured_software(RECIPE, workload, cluster, load_software("torusgd"), tmp_path / "one")
     assert quiet.quartiles == (0.2, 0.2)
     assert disturbed.quartiles == pytest.approx((0.175, 0.275))
     bands = [forecast(workload, cluster, each, 1) for each in (quiet, disturbed)]
@@ -90,13 +92,27 @@ def test_a_band_holds_the_steps_of_the_run_that_was_measured(tmp_path: Path) -> 
     assert 0.455 / 0.2 < reach[1] < 2.5
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "of two workers": {"ranks": 2}, "too short": {"batch": 50}, "shrunk to one worker": {"more": {"sync_seconds": 0.1}},
+    "of portable arithmetic": {"recipe": "digits-portable"}, "of another network": {"changes": ["model.options={}"]},
+    "with other images": {"changes": ["data.augment.noise=0.1"]}, "with negative times": {"disturbed": (-1.0,) * 4},
+    "with longer updates than steps": {"update": 0.3}, "with times that are none": {"disturbed": (math.nan,) * 4},
+    "with text for times": {"more": {"step_seconds": "x"}}, "without times": {"disturbed": (0.0,) * 4, "update": 0.0},
+}  # fmt: skip
+
+
 def test_runs_that_can_not_be_planned_from(tmp_path: Path) -> None:
-    plan = partial(measured_software, workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd"))
-    for name, change in {"of two workers": {"ranks": 2}, "too short": {"batch": 50}}.items():
+    plan = partial(
+        measured_software, RECIPE, workload_of(RECIPE), local_cluster(network((0,))), load_software("torusgd")
+    )
+    for name, change in WRONG.items():
         folder = measured_run(tmp_path / "one", 0.2, **change)
         refuses(f"a measured run {name}", plan, folder, about=f"measured run {folder}:", TMP=tmp_path)
     graphs = measured_run(tmp_path / "one", 0.2, update=0.0)
     words = "a measured run of CUDA graphs", plan, graphs
     refuses(*words, takes_graphs=False, about=f"measured run {graphs}:", TMP=tmp_path)
     assert plan(graphs).measured_on
+    assert plan(
+        measured_run(tmp_path / "one", 0.2, changes=["seed=7", "rate.lr=1.0", "stages.0.until=9ep"])
+    ).measured_on
     refuses("a measured run that is none", plan, tmp_path, about=f"measured run {tmp_path}:", TMP=tmp_path)

@@ -38,7 +38,7 @@ READERS = {
     "plan/cluster.py:_load": "clusters and software",
     "plan/cluster.py:load_calibrated": _OWN,
     "plan/forecast.py:_cost": "- a recipe of this process, as text",
-    "plan/program.py:measured_software": "runs",
+    "plan/measured_run.py:measured_steps": "runs",
     "plan/published.py:_row": "published results",
     "plan/published.py:read_rows": "published results",
     "ranks/failures.py:Failure": _RANKS,

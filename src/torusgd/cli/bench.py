@@ -260,7 +260,8 @@ def compare(
     points: list[Point] = []
     for n, run in runs.items():
         resolved = resolve_model_parallel(recipe, workload, options[n], cluster, software)
-        program = measured_software(workload, cluster, program_for(recipe, resolved, cluster, software), runs[1])
+        program = program_for(recipe, resolved, cluster, software)
+        program = measured_software(recipe, workload, cluster, program, runs[1])
         planned = forecast(workload, cluster, program, n)
         stages = [(batch, step.seconds) for batch, step in zip(planned.batches, planned.steps, strict=True)]
         beside = PlanComparison(run, recipe.name, n, stages).beside(run / "events.jsonl")

@@ -111,7 +111,7 @@ class Planned:
         if measured is None:
             return program
         graphs = runtime.workers == 1 or bool(self.runtime.cuda_graphs)
-        return measured_software(self.workload, self.cluster, program, measured, graphs)
+        return measured_software(self.recipe, self.workload, self.cluster, program, measured, graphs)
 
     def program_on(self, devices: int) -> Software:
         """The program that trains on another number of devices, to which a given grid does not apply."""

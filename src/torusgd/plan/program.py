@@ -16,14 +16,14 @@ import torch
 
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
 from ..comm.exact_sum import gradient_integers
-from ..errors import UserError, as_user_error, suggest
+from ..errors import UserError, suggest
 from ..gradients.layout import rule_on
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..untrusted import check_regular, parse_json, read_text
 from .cluster import Buckets, Cluster, Precision, Software, load_software
 from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_communication
+from .measured_run import measured_steps, no_times
 from .model_cost import held_values, matched
 from .timeline import step_time
 
@@ -143,28 +143,13 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
 
 
 def measured_software(
-    workload: Workload, cluster: Cluster, software: Software, run: Path, takes_graphs: bool = True
+    recipe: Recipe, workload: Workload, cluster: Cluster, software: Software, run: Path, takes_graphs: bool = True
 ) -> Software:
     """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker; its `error`
     reaches at least from the 5th to the 95th hundredth of those steps. `takes_graphs`: whether the planned run may.
     """
-    needed = f"measured run {run}: needs the summary.json and events.jsonl of a finished run"
-    with as_user_error(needed, of=(OSError, ValueError)):
-        summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
-        with check_regular(run / "events.jsonl").open() as lines:
-            events = [parse_json(line) for line in lines]
-    if not all(isinstance(table, dict) for table in (summary, *events)):
-        raise UserError(f"measured run {run}: its summary.json or events.jsonl is damaged")
-    if summary.get("world_size") != 1:
-        raise UserError(
-            f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"
-        )
     first = workload.stages[0]
-    batch = first.batch
-    of_first = {"stage": 0, "batch": batch}  # a later stage of this batch may have other images
-    steps = [event for event in events if of_first.items() <= event.items() and "update_seconds" in event]
-    if len(steps) < 2:
-        raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
+    steps = measured_steps(recipe, first.batch, run)
     # The first step includes the warm-up.
     seconds = [event["step_seconds"] for event in steps[1:]]
     whole, update = median(seconds), median(event["update_seconds"] for event in steps[1:])
@@ -178,6 +163,8 @@ def measured_software(
         windows = range(0, max(1, len(seconds) - _IN_ADVANCE + 1), _IN_ADVANCE)
         seconds = [mean(seconds[i : i + _IN_ADVANCE]) for i in windows]
         whole = median(seconds)
+    if min(seconds) == 0:
+        raise no_times(f"measured run {run}")
     low, *quartiles, high = np.quantile(seconds, (LOW, 0.25, 0.75, HIGH)).tolist()
     error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
     if cluster.profile is not None:

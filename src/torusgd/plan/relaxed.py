@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..synchrony.cutoff import best_cutoff
 from ..synchrony.delays import F64, DelayModel, Measured, delay_model
 from .forecast import Forecast, Workload
+from .measured_run import check_times
 from .timeline import StepTime
 
 _SEED = 0
@@ -40,6 +41,7 @@ class RelaxedForecast:
 
 def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
     """The delays of rank 0 in a run's steps (its events), each a time beyond the fastest tenth's; UserError for few."""
+    check_times("--delays", steps, "data_seconds", "sync_seconds")
     by_batch: dict[float, list[float]] = {}
     # The first tenth of the steps is warm-up. Waiting for data or messages is no delay of the rank's own.
     for step in steps[len(steps) // 10 :]:
