@@ -81,7 +81,9 @@ def test_auto_uses_a_profile_from_a_file(tmp_path):
     assert f"(from {path}" in explained  # then perhaps that timings are doubtful
     (told,) = set(run_ranks(2, explained_with, path))
     assert "of other ranks" in told
-    assert all("of other ranks or streams" in told for told in run_ranks(3, explained_with, path, 2))
+    assert all("of other ranks, streams or backend" in told for told in run_ranks(3, explained_with, path, 2))
+    path.write_text(path.read_text().replace('"gloo"', '"nccl"'))
+    assert all("of other ranks, streams or backend" in told for told in run_ranks(3, explained_with, path))
 
 
 def test_several_streams_are_for_our_algorithms():

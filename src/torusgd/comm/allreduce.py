@@ -172,9 +172,11 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        if known.hosts == hosts_of(connection.group) and known.streams == connection.streams and known.timings:
+        backend = "nccl" if connection.group.has_nccl else "gloo"
+        own = hosts_of(connection.group), connection.streams, backend
+        if (known.hosts, known.streams, known.backend) == own and known.timings:
             return known, f"from {path}"
-    source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks or streams"
+    source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks, streams or backend"
     return measure(connection, _PROBE_SECONDS, short=True), source
 
 

@@ -71,7 +71,8 @@ def timed_by(algorithm: str, grid: object = None) -> str:
 @pytest.mark.parametrize(("text", "wrong"), [
     ("nonsense", "JSON"), (change(version=1), "version"), (change(hosts=[]), "hosts"), (change(message=-1), "message"),
     (change(extra=1), "extra"), (change(between={"latency": "fast"}), "between.latency"), (timed_by("tree"), "tree"),
-    (timed_by("torus", [3, 3]), "3x3"), (timed_by("ring"), "native"),
+    (timed_by("torus", [3, 3]), "3x3"), (timed_by("ring"), "native"), (change(between=None), "between"),
+    (change(hosts=[0] * 16), "inside"), (timed_by("native").replace('"median": 1', '"median": 0'), "median"),
 ])  # fmt: skip
 def test_a_wrong_profile_is_refused_in_one_line(tmp_path, text, wrong):
     path = tmp_path / "p.json"

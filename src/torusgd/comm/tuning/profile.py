@@ -16,7 +16,7 @@ from ..algorithms import Algorithm, parse_algorithm, usual_chunks
 from ..connection import Elapsed
 from .cost import AlphaBeta, Topology, seconds
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Backend = Literal["nccl", "gloo"]
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
@@ -51,7 +51,7 @@ class Timing(_Part):
     algorithm: str
     grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
     chunks: Annotated[int, Field(ge=1)]
-    median: Seconds
+    median: Annotated[Seconds, Field(gt=0)]
     skew: Seconds = 0.0  # median of the seconds by which the first rank began before the last one
     bound: Seconds = 0.0  # seconds by which clocks of several machines may have changed a time
 
@@ -132,6 +132,12 @@ class Profile(_Part):
             raise UserError(f"{key}: {first['msg']}; make it anew with torusgd tune") from None
         if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
             raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
+        hosts = len(set(profile.hosts))
+        for name, link, is_used in (
+            ("between", profile.between, hosts > 1), ("inside", profile.inside, hosts < len(profile.hosts)),
+        ):  # fmt: skip
+            if is_used and link is None:
+                raise UserError(f"{name}: is missing, and ranks have such a link; make it anew with torusgd tune")
         return profile
 
 
@@ -168,7 +174,7 @@ def hidden(profile: Profile, size: float) -> float:
     # where messages interrupt ranks that share cores, is for each message, and not for each byte.
     if steps and size > steps[-1].size and profile.timings:
         known = expect(profile, steps[-1].size)[1]
-        part = min(1.0, steps[-1].hidden / known)
+        part = min(1.0, steps[-1].hidden / known) if known else 1.0  # far below the timed sizes it may become 0
         return steps[-1].hidden + part * (expect(profile, round(size))[1] - known)
     return float(np.interp(size, [step.size for step in steps], [step.hidden for step in steps])) if steps else 0.0
 
