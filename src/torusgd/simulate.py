@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from .data import Pipeline, StreamOrder, open_sources
-from .errors import UserError
+from .errors import RunError, UserError
 from .models import model_of
 from .optim.sgd import Sgd
 from .recipe.schedule import Schedule
@@ -46,6 +46,7 @@ from .weights import weights_sha256
 _CHUNK = 500
 # Batches of _CHUNK training images from which batch norm takes its statistics in evaluations.
 _STATISTICS = 4
+_MOST_COMPUTE = 1e9  # virtual seconds of a gradient: any number of them has a finite sum
 
 
 class Passes:
@@ -323,14 +324,16 @@ def simulate(
 
     The same setting gives the same bits each time on one machine: gradients are computed in the total order (time,
     worker), and all that is random is drawn by key. `points` is the number of errors to take, evenly over what limits
-    the run. UserError if setting or data can't be used.
+    the run. UserError if setting or data can't be used, RunError if the weights are not finite.
     """
     # A form that is given stands in the place of all that the recipe says.
     recipe = setting.recipe.model_copy(update={"synchrony": Synchrony()} if setting.form else {})
     if not (seconds > 0 and images > 0):  # nan is neither
         raise UserError("simulate: needs seconds and images above 0, at which to end")
-    if setting.workers < 1 or not 0 < setting.lr < math.inf or not 0 < setting.compute < math.inf:
-        raise UserError("simulate: needs at least 1 worker, a rate above 0, and seconds of compute above 0")
+    if setting.workers < 1 or not 0 < setting.lr < math.inf or not 0 < setting.compute <= _MOST_COMPUTE:
+        raise UserError(
+            "simulate: needs at least 1 worker, a rate above 0, and seconds of compute above 0, of 1e9 at most"
+        )
     run = moments(setting.form) if setting.form else recipe_moments(recipe.synchrony)
     if setting.momentum and (getattr(run, "func", None) is not barrier or not 0 < setting.momentum < 1):
         raise UserError(f"--momentum {setting.momentum:g}: below 1, and for barriers: bsp, ssp, asp, pbsp, pssp")
@@ -348,6 +351,8 @@ def simulate(
         # Errors are taken evenly over whichever of time and images runs out first.
         if progress >= len(found) / points:
             weights = moment.weights()
+            if not bool(weights.isfinite().all()):
+                raise RunError(f"simulate: the weights are not finite after {drawn:,} images; lower --lr or --momentum")
             found.append(Point(moment.time, drawn, passes.error(weights)))
         if progress >= 1:
             break

@@ -43,7 +43,8 @@ def test_mistakes_are_one_line_and_exit_code_2(mistake: Callable[..., None]) -> 
     for words in (
         "bench allreduce --sizes 4q", "bench allreduce --grid 2by2", "bench allreduce --json /nowhere/x.json",
         "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json",
-        "tune --set seed=1", "bench scaling digits --workers 1", "bench scaling digits --workers 1:2",
+        "tune --set seed=1", "tune --seconds inf", "bench scaling digits --workers 1",
+        "bench scaling digits --workers 1:2",
     ):  # fmt: skip
         mistake(*words.split(), MOST=re.compile(r"(?<=at most )\d+"))
 

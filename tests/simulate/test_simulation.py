@@ -132,6 +132,8 @@ def test_the_command_prints_errors_over_virtual_time(run_cli: Any, tmp_path: Pat
     assert "virtual seconds" in out
     assert json.loads((tmp_path / "found.json").read_text())["weights_sha256"] == small("ssp:2").weights_sha256
     for mistake in ("--seconds 0", "--seconds 9 --synchrony sync", "--seconds 9 --workers 0", "--images 9 --delays x",
-                    "--images 9 --synchrony backup:6 --workers 6"):  # fmt: skip
+                    "--images 9 --synchrony backup:6 --workers 6", "--images 9 --compute 1e300"):  # fmt: skip
         code, _, err = run_cli("simulate", "digits", *mistake.split())
         assert (code, err.count("\n")) == (2, 1)
+    code, out, err = run_cli("simulate", "digits", *words, "--lr", 1e30)
+    assert (code, out, err.count("\n"), "not finite after" in err) == (1, "", 1, True)

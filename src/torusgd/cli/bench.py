@@ -84,7 +84,12 @@ def tune(
     data: DataPath = None,
     overrides: Overrides = None,
     out: Path = flag("Write the profile to this file.", OUTPUT, default=Path("profile.json")),
-    seconds: float = flag("Measure for about so long.", min=1.0, default=40.0),
+    seconds: float = flag(
+        "Measure for about so long; longer where even one timing of each kind takes longer.",
+        min=1.0,
+        max=86400,
+        default=40.0,
+    ),
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
     from ..comm.tuning.profile import Profile
@@ -202,7 +207,9 @@ def scaling(
     data: DataPath = None,
     overrides: Overrides = None,
     steps: int = flag("Train each run for this many steps.", OUTPUT, min=3, default=30),
-    seconds: float = flag("Measure the network for so long, unless --profile gives it.", min=1.0, default=10.0),
+    seconds: float = flag(
+        "Measure the network for so long, unless --profile gives it.", min=1.0, max=86400, default=10.0
+    ),
     json_file: JsonFile = None,
 ) -> None:
     """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""

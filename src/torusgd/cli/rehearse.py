@@ -24,7 +24,9 @@ def rehearse(
     overrides: Overrides = None,
     overlap: bool = flag("Send buckets during backward.", PLAYED, name="--overlap/--no-overlap", default=True),
     steps: int = flag("Rehearse this many steps, after one that warms up.", PLAYED, min=1, default=3),
-    seconds: float = flag("Let a step take about so long in the lab, at most.", PLAYED, min=0.1, default=10.0),
+    seconds: float = flag(
+        "Let a step take about so long in the lab, at most.", PLAYED, min=0.1, max=86400, default=10.0
+    ),
     json_file: JsonFile = None,
 ) -> None:
     """Play a planned step with real messages: the cluster's network in small, timed waits for compute. Needs root."""
