@@ -1,12 +1,27 @@
 """The console script, also as `python -m torusgd`: a stop that comes while modules are imported is one line, too."""
 
+import os
 import signal
+import sys
+from contextlib import suppress
 
 from .errors import end
 from .signals import Stopped, end_on_stop, exit_code, leave_within, raise_on_stop
 
 
+def _open_standard_files() -> None:
+    """Opens /dev/null as what was closed of standard input, output and error: else another file takes its number."""
+    for number in range(3):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        os.set_inheritable(number, True)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+
+
 def main() -> None:
+    _open_standard_files()
     came = raise_on_stop()
     try:
         from .cli import main as run_command

@@ -62,6 +62,17 @@ def is_transient(error: OSError) -> bool:
     return error.errno in _TRANSIENT
 
 
+def output_failure(error: OSError) -> str | None:
+    """A line on standard output that can't be written, if that is what the error is of; else None."""
+    # The error doesn't say which file it is of. A line end more does no harm; a write of nothing would always do.
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        try:
+            os.write(1, b"\n")
+        except OSError as again:
+            return f"standard output can't be written: {again.strerror}"
+    return None
+
+
 def retry(call: Callable[[], T], pauses: Iterable[float], is_worth: Callable[[Exception], bool]) -> T:
     """The result of a call, repeated after each pause (seconds) as long as it fails with an error that is worth it."""
     for pause in pauses:

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -117,10 +118,17 @@ def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_second_complaint(
     read, write = os.pipe()
     os.close(read)
     full = os.open("/dev/full", os.O_WRONLY)
-    for stream, told in ((write, ""), (full, "torusgd: [Errno 28] No space left on device\n")):
+    for stream, told in ((write, ""), (full, "torusgd: standard output can't be written: No space left on device\n")):
         done = subprocess.run(command("recipes"), stdout=stream, stderr=subprocess.PIPE, text=True, check=False)
         os.close(stream)
         assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_a_run_whose_standard_files_are_closed_trains_and_one_whose_output_is_full_says_so(tmp_path: Path) -> None:
+    words = shlex.join(command("train", "digits", "--workers", "1", "--max-steps", "1", "--out", tmp_path / "run"))
+    ran(["sh", "-c", f"exec {words} <&- >&- 2>&-"])
+    done = ran(["sh", "-c", f"exec {words} --fresh > /dev/full"], code=1)
+    assert done.stderr == "torusgd: standard output can't be written: No space left on device\n"
 
 
 def test_names_in_letters_that_the_terminal_lacks_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import RunError, UserError, end, write_exit
+from ..errors import RunError, UserError, end, output_failure, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
@@ -99,8 +99,7 @@ def main() -> None:
         # A shell that completes a line hands the line over by its variables.
         words = [*sys.argv[1:], *os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()]
         code = app(words)(standalone_mode=False) or 0
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         write_exit(code, "stopped; a checkpoint is written" if code else "done")
         sys.exit(code)
     except _UsageError as error:
@@ -111,8 +110,9 @@ def main() -> None:
         _drop_output()
         sys.exit(1)
     except OSError as error:
+        line = output_failure(error) or str(error)
         _drop_output()
-        end(1, str(error))
+        end(1, line)
 
 
 def _drop_output() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
 from ..comm.base import CommError, LateRank
-from ..errors import DiskError, RunError, UserError, is_transient
+from ..errors import DiskError, RunError, UserError, is_transient, output_failure
 
 # Failures that a rank reads to say why all end.
 MOST_CAUSES = 16
@@ -48,12 +48,12 @@ class Failure:
         """Sorts the exception that ended a rank of this process."""
         kind, line, trace = _kind_of(error), (str(error).splitlines() or [""])[0], ""
         if kind is FailureKind.OUTPUT_CLOSED:
-            line = "nobody reads the output any more; the last checkpoint is good"
+            line = "nobody reads the output any more; the last checkpoint, if there is one, is good"
         elif kind is FailureKind.DEFECT:
             line = f"rank {rank}: {type(error).__name__}: {line} (traceback above)"
             trace = "".join(traceback.format_exception(error))
         elif isinstance(error, OSError):
-            line = f"rank {rank}: {line}"
+            line = output_failure(error) or f"rank {rank}: {line}"
         return cls(kind, rank, socket.gethostname(), line, trace)
 
     @classmethod
