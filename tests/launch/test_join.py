@@ -152,7 +152,8 @@ def test_a_run_with_too_few_ranks_waits(job: Job, undisturbed: dict[str, Any], m
     assert (seen["checkpoints"], seen["second"]) == (1, 0)
     waits = "rank 0 waits for 1 more, of 2 that the run wants at least"
     assert [line.partition("; ")[2] or line for line in run.lines if "join by" not in line] == [
-        waits, "ranks 0, 1 go on", waits, "ranks 0, 2 go on",
+        waits, f"{HERE} joins with 1 of its 2 ranks: the run takes 2 at most", "ranks 0, 1 go on", waits,
+        "ranks 0, 2 go on",
     ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from ..run.job import Job
 from ..run.open_data import LauncherArrays
 from ..run.survival import TrainRank
 from ..signals import held_back
+from ..text import plural
 from .local import limits_of
 
 CONNECT_SECONDS = 10.0
@@ -60,7 +61,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
             held.callback(join.hang_up, store)
             own_ranks = _Ranks(job, store.getsockname()[1], interface)
             held.callback(own_ranks.kill)
-            warn(f"joins {job.recipe.name} at {where} with {workers} ranks")
+            warn(f"joins {job.recipe.name} at {where} with {plural(workers, 'rank')}, or as many as it takes")
             channel.send(ready=True)
             return _serve(channel, own_ranks, where)
         except join.ChannelClosed as error:

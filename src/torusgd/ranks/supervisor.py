@@ -252,7 +252,10 @@ class Supervisor:
             node.end(1, f"has {members} ranks, and takes no more")
             return
         # Numbers of ranks that are gone are not used again: their keys still stand in the store.
-        numbers = [*range(len(self._table), len(self._table) + min(most - members, node.workers))]
+        count = min(most - members, node.workers)
+        if count < node.workers:
+            self._report(f"{node.host} joins with {count} of its {node.workers} ranks: the run takes {most} at most")
+        numbers = [*range(len(self._table), len(self._table) + count)]
         for number, process in zip(numbers, node.start(numbers, self.size, self._attempt), strict=True):
             self._table[number] = RankEntry(number, process, Part.JOINS)
         self._joining_since = time.monotonic()
