@@ -81,7 +81,8 @@ class Precision:
     def load_state(self, name: str, value: Tensor) -> None:
         """Loads one value of `state_dict`; UserError if it is out of range."""
         number = float(value)
-        if not 0 <= number <= _MOST_STATE:
+        # A loss scale grows to at most 2^24, and begins where the recipe has it begin.
+        if not 0 <= number <= max(_MOST_STATE, self._recipe.loss_scale.initial):
             raise UserError(f"the checkpoint's {name} is {number}; it is damaged: remove it, or give --fresh")
         if name == "loss_scale":
             self.loss_scale = number

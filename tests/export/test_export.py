@@ -19,7 +19,10 @@ from tests.run.runs import DIGITS_NET, run_here, sets, train
 from torusgd.errors import RunError
 from torusgd.export import formats
 from torusgd.export.formats import example_images
+from torusgd.export.mlperf import write_mlperf_log
 from torusgd.export.model_card import card, crop_share
+from torusgd.recipe.schema import Decay, Rate, Warmup
+from torusgd.recipe.section import Duration
 from torusgd.report.read_run import read_run
 from torusgd.run.trained_weights import open_model
 from torusgd.weights import load_weights
@@ -66,6 +69,12 @@ def test_a_graph_with_other_logits_is_not_left_and_mistakes_are_one_line(run, tm
     cut_off = copied(run, tmp_path / "cut off")
     for name in ("hub", "mlperf"):
         mistake("export", cut_off, "--format", name, TMP=tmp_path)
+    adamw = copied(run, tmp_path / "adamw", seed=0)
+    text = (run / "recipe.yaml").read_text()
+    tree = yaml.safe_load(text) | {"optimizer": {"name": "adamw"}}
+    (adamw / "recipe.yaml").write_text(f"{text.splitlines()[0]}\n{yaml.safe_dump(tree)}")
+    mistake("export", adamw, "--format", "hub", "--format", "mlperf", TMP=tmp_path)
+    assert not (adamw / "export" / "hub").exists()
     for key, value in (("seconds", None), ("train_images", "x"), ("world_size", {})):
         folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
         mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
@@ -133,6 +142,14 @@ def test_timm_scales_to_the_recipes_size() -> None:
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     assert hub.ModelCard(card(read_run(run), "apache-2.0")).data.eval_results[0].metric_type == "accuracy"
+
+
+def test_a_warm_up_as_long_as_the_run_has_a_log_too(run: Path, tmp_path: Path) -> None:
+    record = read_run(run)
+    rate = Rate(lr=1.0, warmup=Warmup(length=Duration.parse("4st")), decay=Decay(shape="constant"))
+    recipe = record.recipe.model_copy(update={"rate": rate})
+    write_mlperf_log(replace(record, recipe=recipe), tmp_path / "log", "open")
+    assert re.search(r'warmup_epochs", "value": 0\.66', (tmp_path / "log").read_text())
 
 
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, export: Any) -> None:

@@ -52,7 +52,7 @@ def export(
     with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
     terminal = console()
-    for name in wanted:
+    for name in sorted(wanted, key=[*reversed(FORMATS)].index):  # first the log, by whose rules a run may be refused
         path, found = folder / FORMATS[name], ""
         if name == "mlperf" and record is not None:
             write_mlperf_log(record, path, division)

@@ -81,8 +81,8 @@ def _hyperparameters(run: RunRecord) -> dict[str, Any]:
     recipe, summary = run.recipe, run.summary
     optimizer, rate = recipe.optimizer, recipe.rate
     schedule = Schedule(recipe, summary["train_images"])
-    warm_steps = schedule.boundaries(rate.warmup.length)[0] if rate.warmup is not None else 0
-    warm_epochs = schedule[warm_steps].epoch if rate.warmup is not None else 0
+    warm = 0 if rate.warmup is None else schedule.position(rate.warmup.length)
+    warm_steps, warm_epochs = schedule.step_after(warm), float(warm / summary["train_images"])
     first = recipe.stages[0].images_per_worker
     common = {
         "base_learning_rate": rate.lr,
