@@ -256,6 +256,25 @@ def test_nothing_is_left_of_a_pass_that_failed(before):
     torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("device", "width"), [("cpu", 16), pytest.param("cuda", 2048, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("wire", ["exact", "float16"])
+@on_ranks(1)
+def test_a_sum_waits_for_gradients_of_which_the_host_is_far_ahead(wire, device, width):
+    plain = nn.Sequential(*(nn.Linear(width, width) for _ in range(20))).to(device)
+    images = torch.randn(4 * width, width, device=device)
+    plain(images).square().mean().backward()
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    ddp_hook(model, "native", wire)
+    for _ in range(3):
+        model.zero_grad()
+        model(images).square().mean().backward()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert gradient is not None
+            atol = 1e-3 * gradient.abs().max().item()
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=atol)
+
+
 def _scaled_down_to_what_is_finite() -> tuple[list[float], str]:
     """The scales of a gradient scaler whose first ones are far too large, and the weights' hash."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -123,14 +123,15 @@ def test_a_library_whose_compiler_was_killed_is_compiled_anew_and_one_at_work_is
     header = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<QLHHHHHH", 100, 0, 64, 56, 0, 64, 2, 1)
     whole = header.ljust(100 + 2 * 64, b"\0")  # two rows of 64 bytes from byte 100
     held = {"whole": whole, "empty": b"", "short": whole[:-1], "header": whole[:20], "unfinished": bytes(len(whole))}
-    for name, data in {**held, "at work": b"", "other": b"\xcf\xfa\xed\xfe" + bytes(100)}.items():
+    others = {"at work": b"", "other": b"\xcf\xfa\xed\xfe" + bytes(100), "old": b"\x7fELF\1\1" + bytes(60)}
+    for name, data in (held | others).items():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.main.so").write_bytes(data)
     with FileLock(tmp_path / "at work.lock"):
         (tmp_path / "locks").mkdir()
         (tmp_path / "locks" / "at work.lock").symlink_to(tmp_path / "at work.lock")
         drop_torn_libraries(tmp_path)
-    assert sorted(path.parent.name for path in tmp_path.glob("*/*.so")) == ["at work", "other", "whole"]
+    assert sorted(path.parent.name for path in tmp_path.glob("*/*.so")) == ["at work", "old", "other", "whole"]
     drop_torn_libraries(tmp_path / "none")
 
 

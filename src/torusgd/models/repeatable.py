@@ -128,6 +128,6 @@ def _is_torn(library: Path) -> bool:
     with library.open("rb") as file:
         header = file.read(64)
     if len(header) == 64 and not header.startswith(_ELF):
-        return header[:4] in (b"\0\0\0\0", _ELF[:4])  # other systems have other forms
+        return header[:4] == bytes(4)  # other systems have other forms
     table, rows = int.from_bytes(header[40:48], "little"), int.from_bytes(header[60:62], "little")
     return len(header) < 64 or library.stat().st_size < table + rows * int.from_bytes(header[58:60], "little")
