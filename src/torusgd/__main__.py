@@ -17,7 +17,7 @@ def _open_standard_files() -> None:
             continue
         os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
         os.set_inheritable(number, True)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115 - to the end
 
 
 def main() -> None:

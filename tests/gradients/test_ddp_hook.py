@@ -237,6 +237,19 @@ def test_a_step_without_a_scale_is_measured_where_a_rank_has_no_more_input(first
         assert model.module.weight.grad.flatten().tolist() == [1.0] * 6  # two passes over two ranks
 
 
+@on_ranks(2, timeout=60)
+def test_a_step_given_up_under_join_leaves_no_scale_to_the_next():
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    ddp_hook(model, "ring", "exact")
+    with model.join():
+        for size in (1e15, 1e-9):
+            model.zero_grad()
+            with model.no_sync():
+                (model(torch.ones(1, 3)).sum() * size).backward()
+        (model(torch.ones(1, 3)).sum() * 1e-9).backward()
+    assert model.module.bias.grad.tolist() == pytest.approx([2e-9] * 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("before", [0, 1])
 @on_ranks(2)
 def test_nothing_is_left_of_a_pass_that_failed(before):

@@ -119,6 +119,7 @@ def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, mo
     for wrong in ("-1", "[", "true", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)
         assert asked.workers() is None
+        assert not list(tmp_path.glob(".workers*"))
     (tmp_path / ".workers").unlink(missing_ok=True)
     os.mkfifo(tmp_path / ".workers")  # whoever opens it waits for somebody to write
     assert asked.workers() is None

@@ -158,7 +158,8 @@ class RangeCache:
         self._puts, self._is_full = 0, False
         with as_user_error(f"{folder}: can't hold a cache", f"set {CACHE} to another folder", (OSError, ValueError)):
             folder.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(folder / "checksums", os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            (folder / "checksums").touch()
+            with open(folder / "checksums", "r+b") as file:
                 file.truncate(4 * len(sizes))
                 # On a full disk a write into a hole, through the map, would end the process by a signal.
                 if hasattr(os, "posix_fallocate"):

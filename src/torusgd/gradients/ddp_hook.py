@@ -352,10 +352,8 @@ class _ExactHook(Hook):
     def _forget(self, slot: int) -> None:
         # What a step that was given up has of a parameter: perhaps of a pass that failed, whose end has not come.
         self._total.clear_bucket(slot)
-        if kept := [each for each in self._held if each[0] != slot] if self._held else []:
-            self._held = kept
-        else:
-            self._held, self._first = [], None
+        if len(kept := [each for each in self._held if each[0] != slot]) < len(self._held):
+            self._held, self._first = kept, None
 
     def _add(self, slot: int, gradient: Tensor) -> None:
         self._total.add(slot, slot, gradient.float())

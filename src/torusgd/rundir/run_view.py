@@ -72,9 +72,10 @@ class RunRequests:
         try:
             path.replace(taken)  # so that no request which comes meanwhile is deleted unread
             number = parse_json(read_text(taken))
-            taken.unlink()
         except (OSError, ValueError):
             return None
+        finally:
+            taken.unlink(missing_ok=True)
         return number if type(number) is int and number > 0 else None
 
     def _is_time(self) -> bool:
