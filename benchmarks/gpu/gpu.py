@@ -13,8 +13,8 @@ In this order, so that a run that is cut short has what matters most:
                 float32 sums, with exact sums, and with exact sums and deterministic algorithms, as in a run; the same
                 as CUDA graphs, plain and compiled; beside the aims
     parts       the same as CUDA graphs without one of the form's parts each: what does each bring?
-    step        what the host does in a step, plain and as CUDA graphs, by torch's profiler: kernels, launches,
-                synchronisations, and the kernels that take longest
+    step        what the host does in a step, plain, as CUDA graphs and as compiled ones, by torch's profiler: kernels,
+                launches, synchronisations, and the kernels that take longest
     precision   torusgd in float16 against bfloat16: whether `auto` should take it (runtime.py)
     streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`)
     jpegs       pictures to batches by the CPU and by nvJPEG
@@ -245,12 +245,14 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def portable(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step in portable arithmetic, and in float32 and the precision of a run."""
+    """Seconds of a step in portable arithmetic, its passes captured and not, and in float32 and the usual precision."""
     images, usual = args.images[0], make_recipe(args, 1).precision
     programs: dict[str, Program] = {
         name: Program(partial(our_step, args, images, f"precision={name}"), deterministic=True)
         for name in dict.fromkeys((usual, "float32", "portable"))
     }
+    plain = partial(our_step, args, images, "precision=portable", cuda_graphs=False)
+    programs["portable, not captured"] = Program(plain, deterministic=True)
     few = argparse.Namespace(**{**vars(args), "rounds": min(args.rounds, 3), "steps": 1})
     return {"images": images, **in_turn(few, programs)}
 
@@ -295,8 +297,9 @@ def counts(args: argparse.Namespace) -> dict[str, Any]:
     """What the host does in one step, by the profiler, which counts the CPU's operators if there is no GPU."""
     found, images = {}, args.images[len(args.images) // 2]
     torch.use_deterministic_algorithms(True)
-    for name, graphs in (("plain", False), ("graphs", True)):
-        step = our_step(args, images, cuda_graphs=graphs)
+    compiled = {"graphs, compiled": ("compile=true",)} if args.compile else {}
+    for name, changes in {"plain": (), "graphs": (), **compiled}.items():
+        step = our_step(args, images, *changes, cuda_graphs=name != "plain")
         for index in range(5):
             step(index)
         wait(args.target)

@@ -110,7 +110,8 @@ def section(result: dict[str, Any]) -> str:
         lines.append(
             f"- two passes of {result['streams']['images']} images at once: {gain:.3f} times as fast as in turn"
         )
-    for form, title in (("plain", "a plain step"), ("graphs", "a step as CUDA graphs")):
+    forms = {"plain": "a plain step", "graphs": "a step as CUDA graphs", "graphs, compiled": "the same, compiled"}
+    for form, title in forms.items():
         if form not in result.get("step", {}):
             continue
         found = result["step"][form]

@@ -16,9 +16,10 @@ from tests.comm.gloo_world import alike, on_ranks
 from tests.cuda.fake_cuda import CPU, FakeEvent, FakeGpu, FakeStream, Races, again, refuse
 from tests.cuda.trainers import SGD, STEPS, all_steps, left, make_trainer, on_gpu, plain_bits, steps_of_all
 
+from torusgd.arithmetic import portable
 from torusgd.comm.groups import group_of
 from torusgd.cuda import form, graphs
-from torusgd.cuda.graphs import GraphedNetwork, MainStream, SideStream, ready_events
+from torusgd.cuda.graphs import CapturedPasses, GraphedNetwork, MainStream, SideStream, ready_events
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer
 
@@ -39,6 +40,62 @@ def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -
     with gpu.streams():
         steps_of_all([make_trainer(True, *changes), make_trainer(False, *changes)])
     assert len(gpu.captured) == 4, "two graphs for each of the two stages"
+
+
+def captured_portable(trainer: Trainer) -> CapturedPasses:
+    """The trainer's passes, which are as on a GPU from now on."""
+    step = trainer.step
+    passes = form.capture_portable(step.state, step.forward_backward, CPU)
+    assert isinstance(passes, CapturedPasses)
+    object.__setattr__(step, "forward_backward", passes)
+    return passes
+
+
+@pytest.mark.parametrize("changes", [
+    ("optimizer.name=lars", "virtual_workers=2"), (SGD, "data.augment={mixup: 0.2}"), (SGD, "stages.0.extra_pass=true"),
+])  # fmt: skip
+def test_portable_passes_of_a_plain_step_replayed_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
+    """Among them those whose pairs are counted, whose gradients measure the scales, and an extra pass."""
+    gpu = FakeGpu()
+    with gpu.streams(), portable():
+        plain, captured = (make_trainer(None, "precision=portable", *changes) for _ in range(2))
+        captured_portable(captured)
+        reports = steps_of_all([captured, plain])
+    assert reports[1]["lost_pairs"] is not None
+    assert len(gpu.captured) == (1 if "extra_pass" in changes[-1] else 2), "a graph for each of the stages"
+
+
+def test_a_portable_network_that_cannot_be_captured_goes_on_without() -> None:
+    gpu = FakeGpu(graph=refuse)
+    with gpu.streams(), portable():
+        plain, captured = (make_trainer(None, "precision=portable", SGD) for _ in range(2))
+        captured_portable(captured)
+        with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
+            steps_of_all([captured, plain])
+    assert len(gpu.captured) == 2, "one attempt a stage"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [("optimizer.name=lars", "virtual_workers=2"), (SGD, "data.augment={mixup: 0.2}")])
+def test_on_a_gpu_portable_passes_are_captured_and_leave_the_cpus_bits(changes: tuple[str, ...]) -> None:
+    with on_gpu() as gpu, portable(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without a CUDA graph")
+        trainers = [
+            make_trainer(graphs, "precision=portable", *changes, world=world)
+            for graphs, world in ((None, None), (None, gpu), (False, gpu))
+        ]
+        steps_of_all(trainers)
+    passes = trainers[1].step.forward_backward
+    assert isinstance(passes, CapturedPasses)
+    assert len(passes._passes) == 2
+    assert all(each is not None and each.graphs[False] for each in passes._passes.values()), "both stages"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_portable_dropout_is_not_captured_since_it_draws_on_the_host() -> None:
+    changes = ("precision=portable", SGD, "model.options={dropout: 0.3}")
+    with on_gpu() as gpu, portable(), pytest.warns(UserWarning, match="draws random numbers on the host"):
+        steps_of_all([make_trainer(None, *changes), make_trainer(None, *changes, world=gpu)])
 
 
 def accumulator(leaf: torch.Tensor) -> Any:

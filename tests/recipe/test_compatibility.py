@@ -126,7 +126,7 @@ def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_p
 @pytest.mark.parametrize(("device", "ranks", "listens", "changes", "graphs"), [
     ("cuda", 1, False, [], True), ("cpu", 1, False, [], None), ("cuda", 2, False, [], None),
     ("cuda", 1, True, [], False), ("cuda", 1, False, [RANGE], False), ("cuda", 1, False, [INEXACT], False),
-    ("cuda", 1, False, [PORTABLE], False), ("cuda", 1, False, ["runtime.cuda_graphs=false"], False),
+    ("cuda", 1, False, [PORTABLE], None), ("cuda", 1, False, ["runtime.cuda_graphs=false"], False),
     ("cuda", 1, False, ["compile=true"], False), ("cuda", 1, False, ["optimizer={name: adamw}"], False),
     ("cuda", 2, False, [GRAPHS], True),
 ])  # fmt: skip

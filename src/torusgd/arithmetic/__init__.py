@@ -6,6 +6,16 @@
 from .draws import beta
 from .methods import METHODS, fastest_method
 from .mode import VERSION, is_portable, operators_of, portable
-from .scales import counting
+from .scales import counting, is_counting
 
-__all__ = ["METHODS", "VERSION", "beta", "counting", "fastest_method", "is_portable", "operators_of", "portable"]
+__all__ = [
+    "METHODS",
+    "VERSION",
+    "beta",
+    "counting",
+    "fastest_method",
+    "is_counting",
+    "is_portable",
+    "operators_of",
+    "portable",
+]

@@ -21,10 +21,10 @@ from torch.nn.functional import pad
 
 from ..errors import UserError
 from .methods import MOST_TERMS, Method, Operand, exactly, multiply, quantised
-from .passes import joined, scaled
+from .passes import at_a_time, joined, scaled
 from .scales import amax_over, count, counts, scales
 
-# Bytes, at 8 bits, of the windows that are multiplied at a time; with the product they stay in a core's cache.
+# Elements of the windows that are multiplied at a time: at 8 bits, with the product, they stay in a core's cache.
 _CHUNK = 1 << 20
 
 
@@ -187,7 +187,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, shape: Geometry) -> Tensor:
 
     def products(method: Method) -> Tensor:
         found = None
-        for chunk in _runs(len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
+        for chunk in _runs(x, len(x), output[0] * output[1] * max(x.shape[1] * windows.taps, channels)):
             left = _slices(method, gradient[chunk], gradient_scale, (0, 0, 0, 0))
             right = _slices(method, x[chunk], scale, shape.around)
             rows = tuple(part.flatten(0, 2).unflatten(1, (groups, -1)).permute(1, 2, 0) for part in left)
@@ -249,12 +249,12 @@ def _correlate(
         for each, k, out in parts
     ]
     per_image = max(w.output[0] * w.output[1] * max(w.taps * images.shape[1], wide) for w, _, _ in parts)
-    for chunk in _runs(len(images), per_image):
+    for chunk in _runs(images, len(images), per_image):
         left = _slices(method, images[chunk], scale[chunk], around)
         down = image_units.view(-1, groups)[chunk]
         for windows, kernels, out in prepared:
             width = windows.output[1] * max(windows.taps * images.shape[1], wide)
-            for rows in _runs(windows.output[0], width * len(down)):
+            for rows in _runs(images, windows.output[0], width * len(down)):
                 terms = multiply(method, tuple(windows.of(part, groups, rows) for part in left), kernels)
                 place = out[chunk, rows]
                 if groups == 1:
@@ -266,9 +266,9 @@ def _correlate(
     return images
 
 
-def _runs(count: int, size: int) -> list[slice]:
-    """Runs of at most a chunk, of things of a size."""
-    step = max(1, _CHUNK // max(size, 1))
+def _runs(of: Tensor, count: int, size: int) -> list[slice]:
+    """Runs of at most a chunk, of things of a size, on the device of a tensor."""
+    step = max(1, at_a_time(of.device, _CHUNK) // max(size, 1))
     return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
 

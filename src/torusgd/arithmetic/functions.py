@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .passes import polynomial
+from .passes import at_a_time, polynomial
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -117,13 +117,14 @@ def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return function(*inputs)
     if first.dtype != torch.float32:
         raise UserError(f"portable arithmetic: a function of {first.dtype}; it takes torch.float32 and float64")
-    if first.numel() <= _BLOCK:
+    most = at_a_time(first.device, _BLOCK)
+    if first.numel() <= most:
         return function(*(x.double() for x in inputs)).float()
     result = torch.empty_like(first)
     flats = [_flat(x, result) for x in inputs]
     flat = _flat(result, result)
-    for begin in range(0, flat.numel(), _BLOCK):
-        part = slice(begin, begin + _BLOCK)
+    for begin in range(0, flat.numel(), most):
+        part = slice(begin, begin + most)
         flat[part] = function(*(x[part].double() for x in flats))
     return result
 

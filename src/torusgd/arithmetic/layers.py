@@ -270,7 +270,7 @@ def _attended(
 def _rounded_quotient(x: Tensor, y: Any, *, rounding_mode: str | None) -> Tensor:
     if not x.is_floating_point():
         return torch.div(x, y, rounding_mode=rounding_mode)
-    y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
+    y = y.to(x) if isinstance(y, Tensor) else torch.full((), y, dtype=x.dtype, device=x.device)
     if rounding_mode == "floor":  # float32's quotient of 1 by 0.1 is 10
         return torch.div(x.double(), y.double()).floor_().to(x.dtype)
     return torch.div(x, y) if rounding_mode is None else torch.div(x, y).trunc_()

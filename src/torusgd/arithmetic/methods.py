@@ -147,6 +147,8 @@ def multiply(method: Method, a: Operand, b: Operand) -> Terms:
     if verdict:
         return method.product(a, b)
     if verdict is None:
+        if left.is_cuda and torch.cuda.is_current_stream_capturing():  # the host reads what is tried
+            raise RuntimeError(f"a product of {tuple(left.shape)} and {tuple(right.shape)} was not tried before")
         if left.shape[-1] > MOST_TERMS:
             raise UserError(f"portable arithmetic: a sum of {left.shape[-1]} products; there may be {MOST_TERMS}")
         product, verdict = _try(method, a, b)
@@ -181,6 +183,9 @@ _AT_THE_BOUND = ("largest", "alternating", "mixed")
 _EXTREMES = torch.tensor([LARGEST, -LARGEST, 16255.0, -16255.0, 127.0, -128.0, 0.0, 8127.0], dtype=torch.float32)
 
 
+_DRAWN = 65521  # a prime, so that the rows of no matrix are alike
+
+
 def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:
     """Operands in the layout of `like` that bring sums to their largest."""
     shape, device = like[0].shape, like[0].device
@@ -188,18 +193,23 @@ def _at_the_bound(method: Method, like: Operand, kind: str) -> Operand:
     width = shape[1:].numel()
     # int64 values of a block at a time: of all windows of a convolution they would take 50 MiB.
     for part in blocks(like[0]):
-        index = torch.arange(part.start * width, part.stop * width).view(-1, *shape[1:])
+        index = torch.arange(part.start * width, part.stop * width, device=device).view(-1, *shape[1:])
         if kind == "largest":
-            values = torch.full(index.shape, LARGEST, dtype=torch.float32)
+            values = torch.full(index.shape, LARGEST, dtype=torch.float32, device=device)
         elif kind == "alternating":
             values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
         else:
-            draws = keyed_hash(_CHECK, 2, index.numpy()) % len(_EXTREMES)
-            values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
-        prepared = method.prepare(values.to(device), torch.ones([1] * len(shape), dtype=torch.float32, device=device))
+            values = _mixed(device)[index % _DRAWN]
+        prepared = method.prepare(values, torch.ones([1] * len(shape), dtype=torch.float32, device=device))
         for slice_of, found in zip(operand, prepared, strict=True):
             slice_of[part].copy_(found)
     return operand
+
+
+@cache
+def _mixed(device: torch.device) -> Tensor:
+    draws = keyed_hash(_CHECK, 2, torch.arange(_DRAWN, device="cpu").numpy()) % len(_EXTREMES)
+    return _EXTREMES[torch.from_numpy(draws.astype("int64"))].to(device)
 
 
 def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
@@ -230,10 +240,12 @@ def _integers(operand: Operand, rows: slice) -> Tensor:
 def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     """The methods that a device has, the fastest first, by the time of one product of ordinary size."""
     times: dict[str, float] = {}
+    # On a GPU so many that the product takes longer than its launches.
+    rows, columns = (256, 128) if device.type == "cpu" else (16384, 256)
     # In turn, so that what else the machine does for a moment meets no method alone.
     for name, method in [*METHODS.items()] * _ROUNDS:
         one = torch.ones(1, 1, dtype=torch.float32, device=device)
-        a, b = (method.prepare(1000 * one.expand(shape), one) for shape in ((256, 1152), (1152, 128)))
+        a, b = (method.prepare(1000 * one.expand(shape), one) for shape in ((rows, 1152), (1152, columns)))
         try:
             if a[0].is_cuda:
                 torch.cuda.synchronize(device)

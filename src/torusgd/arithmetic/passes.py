@@ -24,6 +24,7 @@ from torch import Tensor
 Terms = tuple[Tensor, ...]  # the exact sum itself, float64, or its four parts: lower times lower, the two mixed, upper
 
 BLOCK = 1 << 17  # elements that torch's operators take at a time, so that what is made of them stays in a core's cache
+_ON_A_GPU = 1 << 24  # there each operator is a launch, some 10 us of the host, and only memory sets a limit
 SLICE = 256
 LEAST = 1 << 15  # elements from which C pays
 _LEAST_VALUES = 1 << 8  # of a polynomial
@@ -280,7 +281,12 @@ def _polynomial_in_torch(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     return value.add_(coefficients[0])
 
 
+def at_a_time(device: torch.device, in_cache: int = BLOCK) -> int:
+    """Elements, or bytes, that operators take at a time on a device: `in_cache` on a CPU."""
+    return in_cache if device.type == "cpu" else _ON_A_GPU
+
+
 def blocks(x: Tensor) -> list[slice]:
-    """Runs of the first dimension that fit a cache."""
-    step = max(1, BLOCK * len(x) // max(1, x.numel()))
+    """Runs of the first dimension that operators take at a time."""
+    step = max(1, at_a_time(x.device) * len(x) // max(1, x.numel()))
     return [slice(begin, min(begin + step, len(x))) for begin in range(0, len(x), step)]

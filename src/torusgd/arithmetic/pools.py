@@ -71,8 +71,17 @@ def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: b
     for n, size, k, s, p in zip(output, x.shape[-2:], shape.kernel, shape.stride, shape.padding, strict=True):
         edges = [(begin, min(begin + k, size + p)) for begin in range(-p, n * s - p, s)]
         inside = [stop - begin if with_padding else min(stop, size) - max(begin, 0) for begin, stop in edges]
-        spans.append(torch.tensor(inside, dtype=torch.float64, device=x.device))
+        spans.append(_vector(inside, x.device))
     return spans[0].unsqueeze(1) * spans[1]
+
+
+def _vector(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """As float64, made on the device: a CUDA graph can't wait for what the host has."""
+    found = torch.full((len(numbers),), float(numbers[0]), dtype=torch.float64, device=device)
+    for place, number in enumerate(numbers):
+        if number != numbers[0]:
+            found[place].fill_(number)
+    return found
 
 
 def average_pool_gradient(
@@ -106,7 +115,7 @@ def adaptive_average_pool(x: Tensor, output: Sequence[int]) -> Tensor:
 
 def _adaptive_counts(x: Tensor, output: Sequence[int]) -> Tensor:
     heights, widths = (
-        torch.tensor([float(b - a) for a, b in _spans(size, count)], dtype=torch.float64, device=x.device)
+        _vector([b - a for a, b in _spans(size, count)], x.device)
         for size, count in zip(x.shape[-2:], output, strict=True)
     )
     return heights.unsqueeze(1) * widths

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .passes import BLOCK, blocks, multiples
+from .passes import at_a_time, blocks, multiples
 from .scales import amax_over, grid_offset, grid_unit
 
 _MOST_TERMS = 1 << 30
@@ -52,7 +52,7 @@ def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | 
         terms = x if center is None else distance * distance
         return (terms + offset).sub_(offset).sum(dims, True, dtype=torch.float64)
 
-    if x.numel() <= BLOCK:
+    if x.numel() <= at_a_time(x.device):
         return part_of(x, offset, center)
     if 0 in dims:
         return reduce(Tensor.add_, (part_of(x[part], offset, center) for part in blocks(x)))

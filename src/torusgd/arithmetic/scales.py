@@ -95,6 +95,11 @@ def counting() -> Iterator[Pairs]:
         _counted.reset(token)
 
 
+def is_counting() -> bool:
+    """Whether this thread is inside of `counting`."""
+    return _counted.get() is not None
+
+
 def count(left: Callable[[], tuple[Tensor, Tensor]], right: Callable[[], tuple[Tensor, Tensor]]) -> None:
     """Adds a product's pairs where they are counted. `left` and `right`: see `counts`; for one shared index each."""
     pairs = _counted.get()

@@ -24,7 +24,7 @@ from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
 from ..step.step import TrainStep
 from .flat_weights import FlatUpdate
-from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
+from .graphs import CapturedPasses, GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import RunAhead
 from .sums import DeviceControl, DeviceGradientSum, KernelSum
 
@@ -53,9 +53,9 @@ class GpuForm:
         streams = pass_streams(self._device, self._options.cuda_streams)
         if not streams:
             return network
-        parts = PassParts(network, reducer, control, batch_norm, self._device)
+        parts = PassParts(network, reducer, batch_norm, self._device)
         ready = ready_events(self._device, len(reducer.layout.buckets)) if self._overlaps else None
-        return GraphedNetwork(parts, streams, self._overlaps, ready)
+        return GraphedNetwork(parts, control, streams, self._overlaps, ready)
 
     @property
     def _overlaps(self) -> bool:
@@ -71,6 +71,14 @@ class GpuForm:
         """Takes the steps in the place of `step`, which has the parts above."""
         assert self._flat is not None
         return RunAhead(step, self._flat, monitor)
+
+
+def capture_portable(state: StepState, passes: ForwardBackward, device: torch.device) -> ForwardBackward:
+    """The passes of a plain step in portable arithmetic, on a GPU as CUDA graphs where they are of a whole network."""
+    streams = pass_streams(device, 1)
+    if not (streams and isinstance(passes, WholeNetwork)):
+        return passes
+    return CapturedPasses(PassParts(passes, state.reducer, state.batch_norm, device), streams[0])
 
 
 def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arithmetic import is_counting, is_portable
 from ..data.pipeline import Batch
 from ..data.to_device import arriving, look_up, on_device, pinned, place
 from ..data.to_device import parts as message_parts
@@ -221,11 +222,10 @@ def _are_waited_for(device: torch.device) -> bool:
 
 
 class PassParts(NamedTuple):
-    """What a captured pass works with; the reducer has a `DeviceGradientSum`."""
+    """What a captured pass works with."""
 
     network: WholeNetwork
     reducer: Reducer
-    control: DeviceControl
     batch_norm: BatchNormStatistics
     device: torch.device
 
@@ -242,18 +242,87 @@ def _host_generators(device: torch.device) -> tuple[object, ...]:
     return random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:], mine
 
 
+def _shape(batch: Batch) -> tuple[object, ...]:
+    return tuple(batch.images.shape), batch.partners is not None, batch.message is not None
+
+
+def _warn(why: str) -> None:
+    warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=4)
+
+
+class CapturedPasses(ForwardBackward):
+    """Passes through a whole network in a plain step, captured for each shape of the images.
+
+    The reducer gets their gradients as it does from autograd, but all at the end of a pass.
+    """
+
+    # For portable arithmetic, whose operators are small and many: a ResNet-50's pass launches some 24,000. The rest of
+    # a step launches few, and stays as it is: its rules are those of torch's operators.
+    def __init__(self, parts: PassParts, stream: MainStream) -> None:
+        self._parts, self._stream = parts, stream
+        self._passes: dict[object, _Pass | None] = {}  # by shape, after a plain one; None: it can't be captured
+        self._replayed: _Pass | None = None
+
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
+        network, shape, self._replayed = self._parts.network, _shape(batch), None
+        if is_counting() or batch.plain is not None:  # the host reads what is counted
+            return network.forward(step, worker, batch, membership)
+        if shape not in self._passes:
+            coming = self._passes[shape] = _Pass(self._parts, batch)
+            loss, why_not = coming.first(step, worker, batch, membership)
+            if why_not:
+                self._give_up(shape, why_not)
+            return loss
+        captured = self._captured(shape, batch)
+        if captured is None:
+            return network.forward(step, worker, batch, membership)
+        captured.take(batch)
+        network.begin(step, worker)
+        (graph,) = captured.graphs[False]
+        self._stream.run(graph.replay)
+        self._replayed, self._parts.batch_norm.batch = captured, captured.statistics
+        return captured.loss
+
+    def backward(self) -> None:
+        if self._replayed is None:
+            self._parts.network.backward()
+            return
+        for slot, gradient in enumerate(self._replayed.gradients):
+            if gradient is not None:
+                self._parts.reducer.add(slot, gradient)
+
+    def _captured(self, shape: object, batch: Batch) -> "_Pass | None":
+        found = self._passes[shape]
+        if found is None or found.graphs[False]:
+            return found
+        try:
+            # Once as it will be captured, since products of each layout are tried at their first use.
+            found.take(batch)
+            found.run()
+            found.graphs[False] = (self._stream.capture(found.run),)
+        except RuntimeError as error:
+            self._give_up(shape, first_line(error))
+            return None
+        return found
+
+    def _give_up(self, shape: object, why: str) -> None:
+        _warn(why)
+        self._passes[shape] = None
+
+
 class GraphedNetwork(ForwardBackward):
-    """Passes through a whole network, captured for each shape of the images.
+    """Passes through a whole network, captured for each shape of the images; the reducer has a `DeviceGradientSum`.
 
     The `streams` take the passes in turn. With `overlaps`, the same on every rank, all-reduces may leave during the
     last pass, where `ready` has the events of this rank's last passes; None: its all-reduces leave after them.
     """
 
     def __init__(
-        self, parts: PassParts, streams: Sequence[MainStream], overlaps: bool = False, ready: ReadyEvents | None = None
-    ) -> None:
+        self, parts: PassParts, control: DeviceControl, streams: Sequence[MainStream], overlaps: bool = False,
+        ready: ReadyEvents | None = None,
+    ) -> None:  # fmt: skip
         self.control_follows, self._ready = overlaps, ready
-        self._parts, self._streams = parts, streams
+        self._parts, self._control, self._streams = parts, control, streams
         # by shape and stream: a plain pass was taken, and the next one is captured; None: it can't be
         self._passes: dict[tuple[object, int], _Pass | None] = {}
         self._turn = 0
@@ -264,11 +333,11 @@ class GraphedNetwork(ForwardBackward):
         # What this stream's last pass left has been used by now, so that it may take its next one. It must not wait for
         # the pass before, on another stream, to which the main stream is about to be joined.
         self._streams[self._turn].release()
-        if not self._parts.control.counts.contributions:  # the first pass of a step, or of one that is taken again
+        if not self._control.counts.contributions:  # the first pass of a step, or of one that is taken again
             for each in self._streams:
                 each.release()
         self._turn = (self._turn + 1) % len(self._streams)
-        shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
+        shape = _shape(batch)
         ready = self._ready if worker == membership.mine[-1] else None
         # A graph hands no gradient to anybody but the sums.
         is_plain = reducer.is_measuring or reducer.observe is not None
@@ -278,14 +347,10 @@ class GraphedNetwork(ForwardBackward):
             return self._replay(captured, ready, step, worker, batch)
         if is_plain or (shape, self._turn) in self._passes:
             return network.forward(step, worker, batch, membership)
-        # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
         coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
-        network.begin(step, worker)  # as the forward pass will, so that only its draws are seen
-        before = _host_generators(self._parts.device)
-        with self._parts.batch_norm.aside(coming.statistics):
-            loss = network.forward(step, worker, batch, membership)
-        if _host_generators(self._parts.device) != before:
-            self._give_up(shape, "the network draws random numbers on the host, which a graph would repeat")
+        loss, why_not = coming.first(step, worker, batch, membership)
+        if why_not:
+            self._give_up(shape, why_not)
         return loss
 
     def backward(self) -> None:
@@ -299,9 +364,9 @@ class GraphedNetwork(ForwardBackward):
             return found
         try:
             if ready is None:
-                found.graphs[False] = (capture(found.run), capture(found.add))
+                found.graphs[False] = (capture(found.run), capture(partial(found.add, self._control)))
             else:
-                found.graphs[True] = (capture(partial(found.run_and_add, ready.record)),)
+                found.graphs[True] = (capture(partial(found.run_and_add, self._control, ready.record)),)
         except RuntimeError as error:
             self._give_up(shape, first_line(error))
             return None
@@ -309,7 +374,7 @@ class GraphedNetwork(ForwardBackward):
         return found
 
     def _give_up(self, shape: object, why: str) -> None:
-        warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=4)
+        _warn(why)
         self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
 
     def _replay(self, captured: "_Pass", ready: ReadyEvents | None, step: Step, worker: int, batch: Batch) -> Tensor:
@@ -321,7 +386,7 @@ class GraphedNetwork(ForwardBackward):
             parts.network.begin(step, worker)
             there.replay()
 
-        parts.control.will_be_added()
+        self._control.will_be_added()
         if ready is not None:  # the graph adds to the sums itself, so it begins after all other passes were added
             stream.release()
         stream.run(work)
@@ -338,7 +403,8 @@ class _Pass:
 
     def __init__(self, parts: PassParts, batch: Batch) -> None:
         self._parts, device = parts, parts.device
-        self._images = place(batch, device, parts.network.precision.memory_format)
+        # A copy, since on a CPU these are the loader's own.
+        self._images = place(batch, device, parts.network.precision.memory_format).clone()
         self._message = self._pixels = self._table = None
         if batch.message is not None and batch.table is not None:
             self._message, self._table = arriving(batch.message, device).clone(), on_device(batch.table, device)
@@ -355,6 +421,17 @@ class _Pass:
         # they are captured
         self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
 
+    def first(self, step: Step, worker: int, batch: Batch, membership: Membership) -> tuple[Tensor, str]:
+        """The loss of a plain pass of this shape, which warms up what chooses, compiles and allocates, its sums too;
+        and why no graph may take the next one, or nothing."""
+        network, device = self._parts.network, self._parts.device
+        network.begin(step, worker)  # as the forward pass will, so that only its draws are seen
+        before = _host_generators(device)
+        with self._parts.batch_norm.aside(self.statistics):
+            loss = network.forward(step, worker, batch, membership)
+        draws = _host_generators(device) != before
+        return loss, "the network draws random numbers on the host, which a graph would repeat" if draws else ""
+
     def take(self, batch: Batch) -> None:
         device, precision = self._parts.device, self._parts.network.precision
         if self._message is not None and batch.message is not None:
@@ -370,14 +447,14 @@ class _Pass:
 
     def run(self) -> None:
         """The work of the first graph."""
-        if self._pixels is not None:
-            operators.look_up(self._pixels, self._table, self._images)
+        if self._pixels is not None and self._table is not None:
+            (look_up if is_portable() else operators.look_up)(self._pixels, self._table, self._images)
         with self._parts.batch_norm.aside(self.statistics):
             loss = self._parts.network.loss_of_images(self._images, self._batch)
         self.gradients = torch.autograd.grad(loss * self._scale_there, self._parts.parameters, allow_unused=True)
         self.loss.copy_(loss.detach())
 
-    def add(self) -> None:
+    def add(self, control: DeviceControl) -> None:
         """The work of the second graph."""
         total = self._parts.reducer.sum
         for index, bucket in enumerate(self._parts.reducer.layout.buckets):
@@ -386,9 +463,9 @@ class _Pass:
                 if gradient is not None:
                     total.add(index, slot, gradient)
             total.end_worker(index)
-        self._parts.control.add_captured(self.statistics, self.loss)
+        control.add_captured(self.statistics, self.loss)
 
-    def run_and_add(self, ready: Callable[[int], None]) -> None:
+    def run_and_add(self, control: DeviceControl, ready: Callable[[int], None]) -> None:
         # The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums.
         layout, total = self._parts.reducer.layout, self._parts.reducer.sum
         missing = [bucket.stop - bucket.first for bucket in layout.buckets]
@@ -411,7 +488,7 @@ class _Pass:
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use
                 end(bucket)
-        self._parts.control.add_captured(self.statistics, self.loss)
+        control.add_captured(self.statistics, self.loss)
 
 
 register(look_up, writes={"out"})

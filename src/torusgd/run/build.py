@@ -21,6 +21,7 @@ from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
 from ..step.corruption import Audit, DriftWatch, steps_between
+from ..step.forward_backward import ForwardBackward
 from ..step.images import ImageReader
 from ..step.measures import LostPairsWatch, NoiseWatch
 from ..step.membership import Membership, even_shares
@@ -100,7 +101,7 @@ def build(
         control = form.control(state, monitor, room=sum(watch.words for watch in watched))
     step = TrainStep(
         images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
-        forward_backward=form.passes(state, control) if form else passes_of(job, network, state, sums, world),
+        forward_backward=form.passes(state, control) if form else _plain_passes(job, network, state, sums, world),
         recipe=recipe, schedule=schedule, reducer=state.reducer, update=state.update, state=state,
         allreduce=sums.watched, control=control, requests=requests, watchers=watched, clock=clock,
         world=world, liveness=liveness, stealing=work_stealing(options, world),
@@ -146,11 +147,20 @@ def _watches_of(
         yield NoiseWatch(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
 
 
+def _plain_passes(job: Job, network: Network, state: StepState, sums: Sums, world: Group) -> ForwardBackward:
+    passes = passes_of(job, network, state, sums, world)
+    if job.recipe.precision != "portable" or world.device.type == "cpu" or job.options.cuda_graphs is not None:
+        return passes
+    from ..cuda.form import capture_portable
+
+    return capture_portable(state, passes, world.device)
+
+
 def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
     # The parts of steps as CUDA graphs, and what makes the sums; None: the plain step's.
     if not job.options.cuda_graphs and world.device.type == "cpu":
         return None, None
-    from ..cuda.form import GpuForm, plain_sum  # the only way to cuda/
+    from ..cuda.form import GpuForm, plain_sum  # cuda/form is the only way to cuda/
 
     make_sum = plain_sum(job.recipe, world)
     if not job.options.cuda_graphs:

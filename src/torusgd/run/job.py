@@ -10,7 +10,7 @@ from pydantic import BaseModel, PositiveInt
 from ..errors import UserError
 from ..observe.events import PlanComparison
 from ..observe.trace import TracedSteps
-from ..recipe.compatibility import CUDA_GRAPHS, LISTENS, RANGE, Setup, check, obstacle
+from ..recipe.compatibility import CUDA_GRAPHS, LISTENS, PORTABLE, RANGE, Setup, check, obstacle
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -79,10 +79,13 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
 
 
 def with_graphs(job: Job, ranks: int, listens: bool) -> Job:
-    """The job with `cuda_graphs` decided where a GPU's only rank left it open: yes, if nothing forbids them."""
-    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1):
-        return job
+    """The job with `cuda_graphs` decided where a GPU's only rank left it open: yes, if nothing forbids them.
+
+    Portable arithmetic, of which the passes alone become graphs, leaves it open.
+    """
     setup = setup_of(job, ranks, listens=listens)
+    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1) or PORTABLE.is_in(setup):
+        return job
     may_change = RANGE.is_in(setup) or LISTENS.is_in(setup)
     # Graphs of compiled blocks have not run yet.
     graphs = runs_kernels() and not (job.recipe.compile or may_change or obstacle(CUDA_GRAPHS, setup))
