@@ -245,14 +245,14 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def portable(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step in portable arithmetic, its passes captured and not, and in float32 and the usual precision."""
+    """Seconds of a step in portable arithmetic, plain and with captured passes, and in two other precisions."""
     images, usual = args.images[0], make_recipe(args, 1).precision
     programs: dict[str, Program] = {
         name: Program(partial(our_step, args, images, f"precision={name}"), deterministic=True)
         for name in dict.fromkeys((usual, "float32", "portable"))
     }
-    plain = partial(our_step, args, images, "precision=portable", cuda_graphs=False)
-    programs["portable, not captured"] = Program(plain, deterministic=True)
+    captured = partial(our_step, args, images, "precision=portable", cuda_graphs=True)
+    programs["portable, passes as CUDA graphs"] = Program(captured, deterministic=True)
     few = argparse.Namespace(**{**vars(args), "rounds": min(args.rounds, 3), "steps": 1})
     return {"images": images, **in_turn(few, programs)}
 

@@ -42,6 +42,26 @@ def keyed_hash(*words: int | npt.NDArray[Any]) -> U64:
     return state
 
 
+def keyed_hash_on_device(*words: "int | torch.Tensor") -> "torch.Tensor":
+    """`keyed_hash` by torch: the same bits as int64, where the last of the words, a tensor, lies."""
+    import torch
+
+    last = words[-1]
+    assert isinstance(last, torch.Tensor)
+    golden, mix1, mix2 = (int(each.astype(np.int64)) for each in (_GOLDEN, _MIX1, _MIX2))
+
+    def shifted(x: torch.Tensor, by: int) -> torch.Tensor:  # torch shifts the sign in
+        return (x >> by) & ((1 << (64 - by)) - 1)
+
+    state = torch.zeros((), dtype=torch.int64, device=last.device)
+    for word in words:
+        x = (state ^ word) + golden
+        x = (x ^ shifted(x, 30)) * mix1
+        x = (x ^ shifted(x, 27)) * mix2
+        state = x ^ shifted(x, 31)
+    return state
+
+
 def keyed_uniform(*words: int | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Uniform float64 draws in [0, 1), one for each combination of the words."""
     return np.asarray((keyed_hash(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53)

@@ -12,7 +12,18 @@ from tests.arithmetic.small_training import train
 from tests.commands import ran
 
 import torusgd
-from torusgd.arithmetic import METHODS, VERSION, counting, portable
+from torusgd.arithmetic import (
+    METHODS,
+    VERSION,
+    Bits,
+    convolution,
+    counting,
+    functions,
+    passes,
+    portable,
+    reductions,
+)  # fmt: skip
+from torusgd.arithmetic.draws import bernoulli_
 from torusgd.arithmetic.methods import order_of_preference
 from torusgd.arithmetic.scales import Pairs
 
@@ -46,6 +57,32 @@ def test_the_hash_is_the_golden_one_under_the_farthest_settings_too() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, (FAR, {}), ("portable", "portable"), ("float32", "int8")))
     assert found == [GOLDEN, GOLDEN]
+
+
+@pytest.mark.parametrize("size", [1 << 24, 1 << 9])
+def test_blocks_of_any_size_give_the_golden_hash(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones as a GPU takes them."""
+    for module in (convolution, functions, passes, reductions):
+        monkeypatch.setattr(module, "at_a_time", lambda device, in_cache=0: size)
+    monkeypatch.setattr(passes, "library", lambda: None)
+    assert train(portable()) == GOLDEN
+
+
+def test_draws_on_a_device_are_those_of_the_host() -> None:
+    """As those of a pass that a CUDA graph replays: each call has the bits that it would have taken."""
+    bits, shares = Bits(torch.device("cpu")), torch.linspace(0.1, 0.9, 5)
+    torch.manual_seed(3)
+    expected = [bernoulli_(torch.empty(7, 300), float(share)) for share in shares]
+    left = torch.get_rng_state()
+    torch.manual_seed(3)
+    bits.draw(len(shares))
+    assert torch.equal(torch.get_rng_state(), left)
+    for _ in range(2):
+        with bits.given():
+            found = [bernoulli_(torch.empty(7, 300), float(share)) for share in shares]
+        assert bits.count == len(shares)
+        assert all(map(torch.equal, expected, found))
+    assert 0 < expected[0].mean() < expected[-1].mean() < 1
 
 
 @pytest.mark.slow

@@ -42,24 +42,16 @@ def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -
     assert len(gpu.captured) == 4, "two graphs for each of the two stages"
 
 
-def captured_portable(trainer: Trainer) -> CapturedPasses:
-    """The trainer's passes, which are as on a GPU from now on."""
-    step = trainer.step
-    passes = form.capture_portable(step.state, step.forward_backward, CPU)
-    assert isinstance(passes, CapturedPasses)
-    object.__setattr__(step, "forward_backward", passes)
-    return passes
-
-
 @pytest.mark.parametrize("changes", [
     ("optimizer.name=lars", "virtual_workers=2"), (SGD, "data.augment={mixup: 0.2}"), (SGD, "stages.0.extra_pass=true"),
+    (SGD, "model.options={dropout: 0.0}"),
 ])  # fmt: skip
 def test_portable_passes_of_a_plain_step_replayed_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
-    """Among them those whose pairs are counted, whose gradients measure the scales, and an extra pass."""
+    """Among them those whose pairs are counted, whose gradients measure the scales, and an extra pass; with dropout."""
     gpu = FakeGpu()
     with gpu.streams(), portable():
-        plain, captured = (make_trainer(None, "precision=portable", *changes) for _ in range(2))
-        captured_portable(captured)
+        captured, plain = (make_trainer(each, "precision=portable", *changes) for each in (True, False))
+        assert isinstance(captured.step.forward_backward, CapturedPasses)
         reports = steps_of_all([captured, plain])
     assert reports[1]["lost_pairs"] is not None
     assert len(gpu.captured) == (1 if "extra_pass" in changes[-1] else 2), "a graph for each of the stages"
@@ -68,34 +60,46 @@ def test_portable_passes_of_a_plain_step_replayed_have_the_bits_of_plain_ones(ch
 def test_a_portable_network_that_cannot_be_captured_goes_on_without() -> None:
     gpu = FakeGpu(graph=refuse)
     with gpu.streams(), portable():
-        plain, captured = (make_trainer(None, "precision=portable", SGD) for _ in range(2))
-        captured_portable(captured)
+        trainers = [make_trainer(each, "precision=portable", SGD) for each in (True, False)]
         with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
-            steps_of_all([captured, plain])
+            steps_of_all(trainers)
     assert len(gpu.captured) == 2, "one attempt a stage"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [("optimizer.name=lars", "virtual_workers=2"), (SGD, "data.augment={mixup: 0.2}")])
 def test_on_a_gpu_portable_passes_are_captured_and_leave_the_cpus_bits(changes: tuple[str, ...]) -> None:
+    """Dropout's draws among them."""
     with on_gpu() as gpu, portable(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without a CUDA graph")
         trainers = [
             make_trainer(graphs, "precision=portable", *changes, world=world)
-            for graphs, world in ((None, None), (None, gpu), (False, gpu))
+            for graphs, world in ((False, None), (True, gpu), (False, gpu))
         ]
         steps_of_all(trainers)
     passes = trainers[1].step.forward_backward
     assert isinstance(passes, CapturedPasses)
     assert len(passes._passes) == 2
-    assert all(each is not None and each.graphs[False] for each in passes._passes.values()), "both stages"
+    assert all(found is not None and found[0].graphs[False] for found in passes._passes.values()), "both stages"
+
+
+def draws_by_itself(trainer: Trainer) -> None:
+    trainer.network.model.register_forward_pre_hook(lambda model, images: (images[0] * (random.random() < 2),))
+    with pytest.warns(UserWarning, match="draws random numbers on the host"):
+        all_steps(trainer)
+
+
+def test_a_portable_network_that_draws_by_itself_is_not_captured() -> None:
+    gpu = FakeGpu()
+    with gpu.streams(), portable():
+        draws_by_itself(make_trainer(True, "precision=portable", SGD))
+    assert not gpu.captured
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_portable_dropout_is_not_captured_since_it_draws_on_the_host() -> None:
-    changes = ("precision=portable", SGD, "model.options={dropout: 0.3}")
-    with on_gpu() as gpu, portable(), pytest.warns(UserWarning, match="draws random numbers on the host"):
-        steps_of_all([make_trainer(None, *changes), make_trainer(None, *changes, world=gpu)])
+def test_on_a_gpu_a_portable_network_that_draws_by_itself_is_not_captured() -> None:
+    with on_gpu() as gpu, portable():
+        draws_by_itself(make_trainer(True, "precision=portable", SGD, world=gpu))
 
 
 def accumulator(leaf: torch.Tensor) -> Any:

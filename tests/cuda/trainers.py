@@ -28,7 +28,7 @@ SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
 
 
 def make_trainer(
-    cuda_graphs: bool | None, *overrides: str, world: Group | None = None, stop: Callable[[], bool] = lambda: False,
+    cuda_graphs: bool, *overrides: str, world: Group | None = None, stop: Callable[[], bool] = lambda: False,
     options: RuntimeOptions | None = None, watchers: Sequence[StepWatch] = (), by_kernels: bool = False,
 ) -> Trainer:  # fmt: skip
     """A trainer whose weights nobody looks at before its end; a plain one sums by torch's operators unless asked."""

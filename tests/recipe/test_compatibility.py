@@ -48,7 +48,7 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [  # overrides of digits, fiel
         INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
         STEALING, EACH, EXTRA,
     )),
-    ([GRAPHS, PORTABLE], GPU),
+    ([GRAPHS, PORTABLE, BLOCKS], GPU), ([GRAPHS, PORTABLE, LOCAL], GPU), ([GRAPHS, PORTABLE, STREAMS], GPU),
     (["data.decoder=nvjpeg"], {}), (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
     ([], {"listens": True, "launcher": "other"}), ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
     *(([RANGE, *overrides], fields) for overrides, fields in CHANGES),
@@ -126,8 +126,8 @@ def test_what_goes_together_is_not_refused_and_an_obstacle_is_found_before_the_p
 @pytest.mark.parametrize(("device", "ranks", "listens", "changes", "graphs"), [
     ("cuda", 1, False, [], True), ("cpu", 1, False, [], None), ("cuda", 2, False, [], None),
     ("cuda", 1, True, [], False), ("cuda", 1, False, [RANGE], False), ("cuda", 1, False, [INEXACT], False),
-    ("cuda", 1, False, [PORTABLE], None), ("cuda", 1, False, ["runtime.cuda_graphs=false"], False),
-    ("cuda", 1, False, ["compile=true"], False), ("cuda", 1, False, ["optimizer={name: adamw}"], False),
+    ("cuda", 1, False, [PORTABLE], False), ("cuda", 1, False, ["runtime.cuda_graphs=false"], False),
+    ("cuda", 1, False, ["compile=true"], True), ("cuda", 1, False, ["optimizer={name: adamw}"], False),
     ("cuda", 2, False, [GRAPHS], True),
 ])  # fmt: skip
 def test_a_gpus_only_rank_takes_cuda_graphs_where_nothing_forbids_them(

@@ -3,7 +3,7 @@
 `portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
 """
 
-from .draws import beta
+from .draws import Bits, beta
 from .methods import METHODS, fastest_method
 from .mode import VERSION, is_portable, operators_of, portable
 from .scales import counting, is_counting
@@ -11,6 +11,7 @@ from .scales import counting, is_counting
 __all__ = [
     "METHODS",
     "VERSION",
+    "Bits",
     "beta",
     "counting",
     "fastest_method",

@@ -5,19 +5,22 @@ Mersenne Twister, integers alone, whatever the device), and element i, in row or
 (`rng.keyed_hash`). So `torch.manual_seed` and saved states of the generator keep their meaning.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..rng import keyed_hash, keyed_uniform
+from ..rng import keyed_hash, keyed_hash_on_device, keyed_uniform
 from .functions import exp64, log64
 from .passes import polynomial
 
 _DRAW = 23  # first word of the draws of this file; those of `rng` and of `methods` end at 22
 _BLOCK = 1 << 18
+_MOST_CALLS = 1 << 12  # of a pass
 _ROOT_2 = 1.4142135623730951
 _CENTRE = (1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06, -3.5233877e-06,
            3.43273939e-07, 2.81022636e-08)  # fmt: skip
@@ -51,13 +54,59 @@ def normal_(x: Tensor, mean: float = 0, std: float = 1, *, generator: torch.Gene
 
 def bernoulli_(x: Tensor, probability: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with 1 where u < probability, else 0."""
-    return _fill(x, generator, lambda u: (u < probability).double())
+    return _fill(x, generator, lambda u: (u < probability).double(), on_device=True)
 
 
-def _fill(x: Tensor, generator: torch.Generator | None, transform: Callable[[Tensor], Tensor]) -> Tensor:
+class Bits:
+    """The 64 bits that each call takes, int64 on a device, for passes that a CUDA graph replays."""
+
+    # A graph repeats what the host did once. So its calls read their bits from memory of the device, which is filled
+    # before each replay as the calls would have taken them, one after the other.
+    def __init__(self, device: torch.device) -> None:
+        self._there, self.count = torch.zeros(_MOST_CALLS, dtype=torch.int64, device=device), 0
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside of it the calls without a generator read here, and are counted anew."""
+        self.count, token = 0, _given.set(self)
+        try:
+            yield
+        finally:
+            _given.reset(token)
+
+    def next(self) -> Tensor:
+        self.count += 1
+        if self.count > _MOST_CALLS:
+            raise RuntimeError(f"a pass draws more than {_MOST_CALLS} times")
+        return self._there[self.count - 1]
+
+    def draw(self, count: int) -> None:
+        """So many calls' bits, from torch's generator of the CPU."""
+        drawn = [_bits(None) for _ in range(count)]
+        if drawn:
+            self._there[:count].copy_(torch.tensor(drawn, dtype=torch.int64))
+
+
+_given: ContextVar[Bits | None] = ContextVar("_given", default=None)
+
+
+def _bits(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def _fill(
+    x: Tensor, generator: torch.Generator | None, transform: Callable[[Tensor], Tensor], on_device: bool = False
+) -> Tensor:
     if generator is not None and generator.device.type != "cpu":
         raise UserError("portable arithmetic: a generator of a GPU; its draws are its own: give one of the CPU")
-    bits = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    given = _given.get() if generator is None else None
+    if on_device and (given is not None or not x.is_cpu):
+        bits_there = _bits(generator) if given is None else given.next()
+        index = torch.arange(x.numel(), dtype=torch.int64, device=x.device)
+        hashed = keyed_hash_on_device(_DRAW, bits_there, index)
+        draws = hashed.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
+        return x.copy_(transform(draws).view(x.shape))
+    bits = _bits(generator)
     values = torch.empty(x.numel(), dtype=x.dtype)
     for begin in range(0, x.numel(), _BLOCK):
         draws = torch.from_numpy(keyed_uniform(_DRAW, bits, np.arange(begin, min(begin + _BLOCK, x.numel()))))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arithmetic import is_counting, is_portable
+from ..arithmetic import Bits, is_counting, is_portable
 from ..data.pipeline import Batch
 from ..data.to_device import arriving, look_up, on_device, pinned, place
 from ..data.to_device import parts as message_parts
@@ -246,21 +246,25 @@ def _shape(batch: Batch) -> tuple[object, ...]:
     return tuple(batch.images.shape), batch.partners is not None, batch.message is not None
 
 
+_DRAWS = "the network draws random numbers on the host, which a graph would repeat"
+
+
 def _warn(why: str) -> None:
     warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {why}", stacklevel=4)
 
 
 class CapturedPasses(ForwardBackward):
-    """Passes through a whole network in a plain step, captured for each shape of the images.
+    """Passes through a whole network in a plain step of portable arithmetic, captured for each shape of the images.
 
     The reducer gets their gradients as it does from autograd, but all at the end of a pass.
     """
 
-    # For portable arithmetic, whose operators are small and many: a ResNet-50's pass launches some 24,000. The rest of
-    # a step launches few, and stays as it is: its rules are those of torch's operators.
+    # Its operators are small and many: a ResNet-50's pass launches some 24,000. The rest of a step launches few, and
+    # stays as it is: its rules are those of torch's operators.
     def __init__(self, parts: PassParts, stream: MainStream) -> None:
-        self._parts, self._stream = parts, stream
-        self._passes: dict[object, _Pass | None] = {}  # by shape, after a plain one; None: it can't be captured
+        self._parts, self._stream, self._bits = parts, stream, Bits(parts.device)
+        # By shape, after a plain pass: it, and how often it draws; None: it can't be captured.
+        self._passes: dict[object, tuple[_Pass, int] | None] = {}
         self._replayed: _Pass | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
@@ -268,16 +272,14 @@ class CapturedPasses(ForwardBackward):
         if is_counting() or batch.plain is not None:  # the host reads what is counted
             return network.forward(step, worker, batch, membership)
         if shape not in self._passes:
-            coming = self._passes[shape] = _Pass(self._parts, batch)
-            loss, why_not = coming.first(step, worker, batch, membership)
-            if why_not:
-                self._give_up(shape, why_not)
-            return loss
-        captured = self._captured(shape, batch)
-        if captured is None:
+            return self._first(shape, step, worker, batch, membership)
+        found = self._passes[shape]
+        if found is None or not self._is_captured(shape, found[0]):
             return network.forward(step, worker, batch, membership)
+        captured, draws = found
         captured.take(batch)
         network.begin(step, worker)
+        self._bits.draw(draws)
         (graph,) = captured.graphs[False]
         self._stream.run(graph.replay)
         self._replayed, self._parts.batch_norm.batch = captured, captured.statistics
@@ -291,19 +293,37 @@ class CapturedPasses(ForwardBackward):
             if gradient is not None:
                 self._parts.reducer.add(slot, gradient)
 
-    def _captured(self, shape: object, batch: Batch) -> "_Pass | None":
-        found = self._passes[shape]
-        if found is None or found.graphs[False]:
-            return found
+    def _first(self, shape: object, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
+        # Plain; and the same pass as it will be captured, since products of each layout are tried at their first use.
+        network, device, coming = self._parts.network, self._parts.device, _Pass(self._parts, batch)
+        work, why_not = self._work_of(coming), ""
         try:
-            # Once as it will be captured, since products of each layout are tried at their first use.
-            found.take(batch)
-            found.run()
-            found.graphs[False] = (self._stream.capture(found.run),)
+            work()
         except RuntimeError as error:
-            self._give_up(shape, first_line(error))
-            return None
-        return found
+            why_not = first_line(error)
+        self._passes[shape] = coming, self._bits.count
+        network.begin(step, worker)
+        self._bits.draw(self._bits.count)
+        expected = _host_generators(device)  # of a pass that draws in no other way
+        loss = network.forward(step, worker, batch, membership)
+        if why_not or _host_generators(device) != expected:
+            self._give_up(shape, why_not or _DRAWS)
+        return loss
+
+    def _is_captured(self, shape: object, coming: "_Pass") -> bool:
+        if not coming.graphs[False]:
+            try:
+                coming.graphs[False] = (self._stream.capture(self._work_of(coming)),)
+            except RuntimeError as error:
+                self._give_up(shape, first_line(error))
+        return bool(coming.graphs[False])
+
+    def _work_of(self, coming: "_Pass") -> Callable[[], None]:
+        def work() -> None:
+            with self._bits.given():
+                coming.run()
+
+        return work
 
     def _give_up(self, shape: object, why: str) -> None:
         _warn(why)
@@ -429,8 +449,7 @@ class _Pass:
         before = _host_generators(device)
         with self._parts.batch_norm.aside(self.statistics):
             loss = network.forward(step, worker, batch, membership)
-        draws = _host_generators(device) != before
-        return loss, "the network draws random numbers on the host, which a graph would repeat" if draws else ""
+        return loss, _DRAWS if _host_generators(device) != before else ""
 
     def take(self, batch: Batch) -> None:
         device, precision = self._parts.device, self._parts.network.precision

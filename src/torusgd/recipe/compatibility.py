@@ -189,7 +189,10 @@ DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide",
                   lambda s: s.ranks is not None and s.options.model_parallel not in allowed_parallel(
                       s.ranks, s.recipe.column_blocks))  # fmt: skip
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
-CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: bool(s.options.cuda_graphs))
+CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`",
+                   lambda s: bool(s.options.cuda_graphs) and not PORTABLE.is_in(s))  # fmt: skip
+PORTABLE_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true` in portable arithmetic",
+                       lambda s: bool(s.options.cuda_graphs) and PORTABLE.is_in(s))  # fmt: skip
 NO_GRAPHS = Part("", "`cuda_graphs: false`",
                  lambda s: not s.options.cuda_graphs and (s.options.cuda_graphs is False or s.ranks != 1))  # fmt: skip
 CUDA_STREAMS = Part("cuda_streams", "`cuda_streams` above 1", lambda s: s.options.cuda_streams > 1)
@@ -288,7 +291,11 @@ RUN_RULES = (
         (EACH_NORM, "captured passes add the statistics of all virtual workers"),
         (EXTRA_PASS, "captured passes are those of training"),
     )),
-    Rule(CUDA_GRAPHS, PORTABLE, "a replayed graph has no Python that could choose a rule", "set it to false"),
+    *(Rule(PORTABLE_GRAPHS, other, why, "leave one of them out") for other, why in (
+        (IN_BLOCKS, "only passes of a whole network are captured"),
+        (RELAXED, "only passes of a whole network are captured, which every step waits for"),
+    )),
+    Rule(CUDA_STREAMS, PORTABLE, "its passes are captured on one stream", "set it to 1"),
     Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),
     Rule(LOADER_PROCESSES, NVJPEG, "nvjpeg decodes in the rank itself", "set it to 0"),
     Rule(LISTENS, JOINED, "another launcher has started these ranks, and brings others", "leave it out"),

@@ -54,7 +54,8 @@ class RuntimeOptions(Section):
     cuda_graphs: bool | None = None
     """Take the steps of a GPU as CUDA graphs, launched before the last step's end is known: several times as fast with
     small passes, the same bits. By default where train has one rank, on a GPU, and nothing else that is asked for
-    forbids it; with several ranks they have never run."""
+    forbids it; with several ranks they have never run. In portable arithmetic, where true has to be asked for, only the
+    passes are graphs."""
     cuda_streams: Annotated[int, Field(ge=1, le=8)] = 1
     """With cuda_graphs, compute the passes of this many virtual workers at the same time, each on a CUDA stream with
     memory of its own, if one pass is too small to fill the GPU. The bits stay the same."""

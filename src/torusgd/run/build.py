@@ -17,11 +17,10 @@ from ..comm.monitor import Monitor
 from ..errors import UserError, warn
 from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
 from ..observe.trace import StepTrace
-from ..recipe.compatibility import BY_SPEED, Setup, obstacle
+from ..recipe.compatibility import BY_SPEED, CUDA_GRAPHS, PORTABLE_GRAPHS, Setup, obstacle
 from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
 from ..step.corruption import Audit, DriftWatch, steps_between
-from ..step.forward_backward import ForwardBackward
 from ..step.images import ImageReader
 from ..step.measures import LostPairsWatch, NoiseWatch
 from ..step.membership import Membership, even_shares
@@ -33,7 +32,7 @@ from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
 from .components import Network, Sums, draw_network, explanations, passes_of, state_of, sums_of, thread_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
-from .job import Job, check_job, images_at
+from .job import Job, check_job, images_at, setup_of
 from .open_data import Data
 
 if TYPE_CHECKING:
@@ -99,9 +98,14 @@ def build(
     control = ControlMessage(state.batch_norm.passed.numel(), world.device, monitor.to_host)
     if form is not None:
         control = form.control(state, monitor, room=sum(watch.words for watch in watched))
+    passes = form.passes(state, control) if form else passes_of(job, network, state, sums, world)
+    if PORTABLE_GRAPHS.is_in(setup_of(job)):
+        from ..cuda.form import capture_portable
+
+        passes = capture_portable(state, passes, world.device)
     step = TrainStep(
         images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
-        forward_backward=form.passes(state, control) if form else _plain_passes(job, network, state, sums, world),
+        forward_backward=passes,
         recipe=recipe, schedule=schedule, reducer=state.reducer, update=state.update, state=state,
         allreduce=sums.watched, control=control, requests=requests, watchers=watched, clock=clock,
         world=world, liveness=liveness, stealing=work_stealing(options, world),
@@ -147,23 +151,15 @@ def _watches_of(
         yield NoiseWatch(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)
 
 
-def _plain_passes(job: Job, network: Network, state: StepState, sums: Sums, world: Group) -> ForwardBackward:
-    passes = passes_of(job, network, state, sums, world)
-    if job.recipe.precision != "portable" or world.device.type == "cpu" or job.options.cuda_graphs is not None:
-        return passes
-    from ..cuda.form import capture_portable
-
-    return capture_portable(state, passes, world.device)
-
-
 def _on_gpu(job: Job, world: Group) -> "tuple[GpuForm | None, MakeSum | None]":
     # The parts of steps as CUDA graphs, and what makes the sums; None: the plain step's.
-    if not job.options.cuda_graphs and world.device.type == "cpu":
+    takes_graphs = CUDA_GRAPHS.is_in(setup_of(job))
+    if not takes_graphs and world.device.type == "cpu":
         return None, None
     from ..cuda.form import GpuForm, plain_sum  # cuda/form is the only way to cuda/
 
     make_sum = plain_sum(job.recipe, world)
-    if not job.options.cuda_graphs:
+    if not takes_graphs:
         return None, make_sum
     if make_sum is None:  # ranks of two forms would send their messages in two orders
         why = f"Triton's kernels don't run on {world.device}"

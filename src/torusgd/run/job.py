@@ -81,14 +81,13 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
 def with_graphs(job: Job, ranks: int, listens: bool) -> Job:
     """The job with `cuda_graphs` decided where a GPU's only rank left it open: yes, if nothing forbids them.
 
-    Portable arithmetic, of which the passes alone become graphs, leaves it open.
+    In portable arithmetic, where the passes alone become graphs, they are left out: nobody has measured them.
     """
     setup = setup_of(job, ranks, listens=listens)
-    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1) or PORTABLE.is_in(setup):
+    if job.options.cuda_graphs is not None or (job.device, ranks) != ("cuda", 1):
         return job
     may_change = RANGE.is_in(setup) or LISTENS.is_in(setup)
-    # Graphs of compiled blocks have not run yet.
-    graphs = runs_kernels() and not (job.recipe.compile or may_change or obstacle(CUDA_GRAPHS, setup))
+    graphs = runs_kernels() and not (PORTABLE.is_in(setup) or may_change or obstacle(CUDA_GRAPHS, setup))
     return replace(job, options=job.options.model_copy(update={"cuda_graphs": graphs}))
 
 

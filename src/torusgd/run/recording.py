@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..comm.groups import Group
+from ..recipe.compatibility import CUDA_GRAPHS
 from ..rundir.checkpoint import MODEL, LightWriter, light_bytes
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
@@ -18,7 +19,7 @@ from ..step.evaluate import Evaluation
 from ..step.model_state import StepState
 from ..step.stats import StepStats
 from ..text import byte_size, plural
-from .job import Job
+from .job import Job, setup_of
 from .saving import RunState
 
 FRACTION = 0.001
@@ -37,7 +38,7 @@ class Recorder:
         # Whether the last state is not what was expected, and a checkpoint is to be compared with it.
         self.is_refuted = self.wants_checkpoint = False
         # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
-        is_paced = not self._every and job.expected is None and not job.options.cuda_graphs
+        is_paced = not self._every and job.expected is None and not CUDA_GRAPHS.is_in(setup_of(job))
         self.watch = records.RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
     def begin(self, state: RunState, tensors: StepState) -> str:
