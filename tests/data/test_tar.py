@@ -178,14 +178,18 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
     header[148:156] = b"%06o\0 " % sum(header)
     (tmp_path / "train-0001.tar").write_bytes(bytes(header) * 4)
     refuses("a tar file that leads back", make_index, tmp_path, TMP=tmp_path)
-    with tarfile.open(tmp_path / "train-0001.tar", "w") as archive:
-        for name, kind in (("link", tarfile.LNKTYPE), ("soft", tarfile.SYMTYPE), ("fifo", tarfile.FIFOTYPE)):
-            info = tarfile.TarInfo(f"cat/{name}.jpg")
-            info.type, info.linkname = kind, "/etc/passwd"
-            archive.addfile(info)
-        info = tarfile.TarInfo("0/one.jpg")
-        info.size = len(picture(1))
-        archive.addfile(info, io.BytesIO(picture(1)))
+    links = ("link.JPG", tarfile.LNKTYPE), ("soft.jpg", tarfile.SYMTYPE)
+    for others in (*([each] for each in links), [("latest", tarfile.SYMTYPE), ("fifo.jpg", tarfile.FIFOTYPE)]):
+        with tarfile.open(tmp_path / "train-0001.tar", "w") as archive:
+            for name, kind in others:
+                info = tarfile.TarInfo(f"cat/{name}")
+                info.type, info.linkname = kind, "/etc/passwd"
+                archive.addfile(info)
+            info = tarfile.TarInfo("0/one.jpg")
+            info.size = len(picture(1))
+            archive.addfile(info, io.BytesIO(picture(1)))
+        if others[0] in links:
+            refuses(f"a tar file with a picture that is a link ({others[0][0]})", make_index, tmp_path, TMP=tmp_path)
     train, _ = indexed(tmp_path)
     assert list(train.names)[6:] == ["0/one.jpg"]
 

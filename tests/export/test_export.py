@@ -161,8 +161,21 @@ def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, exp
     # What did not happen is not claimed: caches are as they were, and setting up took its time.
     assert [line["value"] for line in lines if line["key"] == "cache_clear"] == [False]
     assert times[keys.index("init_stop")] > times[keys.index("init_start")]
-    assert keys.count("eval_accuracy") == keys.count("block_start") == keys.count("block_stop") == 2
+    assert keys.count("block_start") == keys.count("block_stop") == 2
+    assert keys.count("eval_accuracy") == 3, "the polished weights are evaluated too"
     assert keys.index("init_stop") < keys.index("run_start") < keys.index("block_start") < keys.index("eval_start")
+
+
+@pytest.mark.parametrize(("target", "status"), [(0.5, "success"), (0.7, "aborted")])
+def test_an_mlperf_log_counts_a_target_that_the_polish_reaches(
+    run: Path, tmp_path: Path, target: float, status: str
+) -> None:
+    record = read_run(run)
+    top1 = {"evaluation": 0.4, "polished": 0.6}
+    evaluations = tuple({**event, "top1": top1[event["event"]]} for event in record.evaluations)
+    recipe = record.recipe.model_copy(update={"target_top1": target})
+    write_mlperf_log(replace(record, recipe=recipe, evaluations=evaluations), tmp_path / "log", "open")
+    assert f'"status": "{status}"' in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

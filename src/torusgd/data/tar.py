@@ -160,10 +160,9 @@ class RangeCache:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "checksums").touch()
             with open(folder / "checksums", "r+b") as file:
+                # Zeros, and no hole: on a full disk a write into one, through the map, would end the process.
+                file.write(bytes(max(0, 4 * len(sizes) - file.seek(0, os.SEEK_END))))
                 file.truncate(4 * len(sizes))
-                # On a full disk a write into a hole, through the map, would end the process by a signal.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, 4 * len(sizes))
             self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:

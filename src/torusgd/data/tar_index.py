@@ -56,6 +56,7 @@ class _Member(NamedTuple):
     name: str
     offset: int
     size: int
+    is_link: bool
 
 
 def make_index(
@@ -150,6 +151,11 @@ class _Walk:
             # Hidden ones, as in folders: macOS packs a ._1.jpg beside each 1.jpg, which is no picture.
             if any(part.startswith(".") and part.strip(".") for part in member.name.split("/")):
                 continue
+            if member.is_link:
+                if name.rpartition(".")[2].lower() in PICTURES:
+                    remedy = "pack the picture itself (tar --dereference --hard-dereference)"
+                    raise UserError(f"{self._file}: {member.name} is a link, which nobody follows; {remedy}")
+                continue
             # A sample ends when a member has another name up to its first dot.
             if is_tar or (key := f"{folder_of}/{stem}") != last:
                 yield from self._sample(last, sample)
@@ -232,7 +238,7 @@ def _is_about_the_file(key: str) -> bool:
 
 
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:
-    """The plain files between two offsets of a tar file; tarfile.TarError or ValueError if no whole one is there."""
+    """The plain files and links between two offsets of a tar file; tarfile.TarError or ValueError if none is whole."""
     stream.seek(begin)
     at = begin
     with tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r:", errors="surrogateescape") as archive:
@@ -244,9 +250,10 @@ def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_
             at = member.offset_data + (member.size if member.isreg() else 0)
             if at > end:
                 raise ValueError(f"cut short in {member.name}")
-            if not member.isreg() or member.issparse() or "\0" in member.name:
+            is_link = member.issym() or member.islnk()
+            if not (member.isreg() or is_link) or member.issparse() or "\0" in member.name:
                 continue
-            yield _Member(folder + member.name, member.offset_data, member.size)
+            yield _Member(folder + member.name, member.offset_data, member.size, is_link)
         # To tarfile a damaged header is the end; at the true end there are zeros, or nothing.
         stream.seek(archive.offset)
         rest = stream.read(min(BLOCK, max(0, end - archive.offset)))

@@ -61,14 +61,15 @@ def _lines(run: RunRecord, division: str, begin: float, setup: float) -> Iterato
     before, reached = 0.0, 0.0
     seconds_at = {step["step"]: float(step["seconds"]) for step in run.steps}
     target = run.recipe.target_top1
-    status = "success" if target is None or run.summary.get("seconds_to_target") is not None else "aborted"
+    has_reached = target is None or any(event["top1"] >= target for event in run.evaluations)
+    status = "success" if has_reached else "aborted"
     for event in run.evaluations:
-        if event["event"] == "polished":
-            continue
         epoch = round(run.epochs.get(event["step"], 0.0), 3)
-        trained = seconds_at[event["step"]]
-        yield interval("START", "block", before, first_epoch_num=reached, epoch_count=max(epoch - reached, 1e-3))
-        yield interval("END", "block", trained, first_epoch_num=reached)
+        trained = before
+        if event["event"] != "polished":  # which is evaluated once more, behind no other block
+            trained = seconds_at[event["step"]]
+            yield interval("START", "block", before, first_epoch_num=reached, epoch_count=max(epoch - reached, 1e-3))
+            yield interval("END", "block", trained, first_epoch_num=reached)
         yield interval("START", "eval", trained, epoch_num=epoch)
         yield point("eval_accuracy", event["top1"], event["seconds"], epoch_num=epoch)
         yield interval("END", "eval", event["seconds"], epoch_num=epoch)
