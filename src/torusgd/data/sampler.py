@@ -95,7 +95,8 @@ class StreamSampler(Sampler[list[int]]):
         batch_size: Samples of a step over all ranks, or a function that gives it from the number of samples consumed
             before that step (`BatchSizeSchedule`): it must be the same on all ranks.
         seed: Decides the order.
-        rank, world_size: None: those of torch.distributed if it runs when they are needed, else 0 and 1.
+        rank: None: that of torch.distributed if it runs when it is needed, else 0.
+        world_size: None: as many ranks as torch.distributed has then, else 1.
         micro_batches: Lists that a step's batch is cut into, over all ranks, as evenly as can be: each rank yields
             several a step, and which samples share a list is the same on any number of ranks. None: one a rank.
         repeats: Copies of each sample in a row.
