@@ -4,7 +4,7 @@ clock of its stream, and as a graph once more. Whoever uses memory that another 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from torusgd.cuda import form, graphs
@@ -27,6 +27,54 @@ Memory = tuple[int, int]
 def again(work: Callable[[], None], *memory: Any) -> Any:
     """A graph of work that is not done while it is captured."""
     return SimpleNamespace(replay=work)
+
+
+class Recording(TorchDispatchMode):
+    """Notes the operators that are called, with what they were given, and what those that write found there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[tuple[Any, Any, Any, Any]]()
+        self.before = list[tuple[Tensor, Tensor]]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        known, keywords = function._schema.arguments, keywords or {}
+        given = {each.name: value for each, value in zip(known, arguments, strict=False)} | keywords
+        for each in known:
+            if each.alias_info is not None and each.alias_info.is_write:
+                self.before += [(x, x.clone()) for x in _tensors(given.get(each.name))]
+        result = function(*arguments, **keywords)
+        memory = [{x.untyped_storage().data_ptr() for x in _tensors(value)} for value in (given, result)]
+        if not (function.is_view and memory[0] >= memory[1]):  # a conversion counts as a view, and may be none
+            self.calls.append((function, arguments, keywords, result))
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def recorded(work: Callable[[], None], *memory: Any) -> Any:
+    """A graph as CUDA has it: the operators that the work calls now, in memory that stays, and nothing of Python. The
+    capture itself changes nothing."""
+    with ExitStack() as stack:
+        modes = stack.enter_context(_disable_current_modes())
+        recording = stack.enter_context(Recording())
+        for mode in modes:  # above it, so that it sees what their rules call
+            stack.enter_context(mode)
+        work()
+    for tensor, value in reversed(recording.before):
+        tensor.detach().copy_(value)
+
+    def replay() -> None:
+        with _disable_current_modes(), torch.no_grad():
+            for function, arguments, keywords, result in recording.calls:
+                found = function(*arguments, **keywords)
+                for there, new in zip(_tensors(result), _tensors(found), strict=True):
+                    if there.data_ptr() != new.data_ptr():
+                        there.copy_(new)
+
+    return SimpleNamespace(replay=replay)
 
 
 class FakeStream:
