@@ -6,7 +6,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
-class ProjectUrls(MetadataHookInterface):  # type: ignore[misc]  # hatchling is there only while a package is built
+class ProjectUrls(MetadataHookInterface):  # type: ignore[misc, unused-ignore]  # hatchling may be missing
     """Adds `urls` if TORUSGD_URL has the address: `make dist URL=https://...`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
