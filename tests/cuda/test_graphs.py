@@ -69,6 +69,28 @@ def test_a_portable_network_that_cannot_be_captured_goes_on_without() -> None:
     assert len(gpu.captured) == 2, "one attempt a stage"
 
 
+@on_ranks(2)
+def test_a_graph_begins_once_the_weights_of_a_sharded_update_are_there() -> None:
+    """Modules' hooks wait for them, and a graph calls none; one that was captured would copy them in each replay."""
+    under_way = list[int]()
+
+    def capture(work: Callable[[], None]) -> Any:
+        def replay() -> None:
+            under_way.append(len(update._gather._works))
+            work()
+
+        under_way.append(len(update._gather._works))
+        return SimpleNamespace(replay=replay)
+
+    with FakeGpu(graph=capture).streams(), portable():
+        options = RuntimeOptions(update="sharded", buckets=0.002)
+        trainer = make_trainer(True, "precision=portable", SGD, world=group_of(), options=options)
+        update: Any = trainer.step.update
+        all_steps(trainer)
+    assert len(under_way) > 2
+    assert not any(under_way)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [("optimizer.name=lars", "virtual_workers=2"), (SGD, "data.augment={mixup: 0.2}")])
 def test_on_a_gpu_portable_passes_are_captured_and_leave_the_cpus_bits(changes: tuple[str, ...]) -> None:

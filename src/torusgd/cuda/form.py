@@ -78,7 +78,8 @@ def capture_portable(state: StepState, passes: ForwardBackward, device: torch.de
     streams = pass_streams(device, 1)
     if not (streams and isinstance(passes, WholeNetwork)):
         return passes
-    return CapturedPasses(PassParts(passes, state.reducer, state.batch_norm, device), streams[0])
+    parts = PassParts(passes, state.reducer, state.batch_norm, device)
+    return CapturedPasses(parts, streams[0], state.update.wait_weights)
 
 
 def plain_sum(recipe: Recipe, world: Group) -> MakeSum | None:

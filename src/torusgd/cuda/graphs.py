@@ -261,22 +261,24 @@ class CapturedPasses(ForwardBackward):
 
     # Its operators are small and many: a ResNet-50's pass launches some 24,000. The rest of a step launches few, and
     # stays as it is: its rules are those of torch's operators.
-    def __init__(self, parts: PassParts, stream: MainStream) -> None:
+    def __init__(self, parts: PassParts, stream: MainStream, wait_weights: Callable[[], object]) -> None:
         self._parts, self._stream, self._bits = parts, stream, Bits(parts.device)
+        self._wait_weights = wait_weights
         # By shape, after a plain pass: it, and how often it draws; None: it can't be captured.
         self._passes: dict[object, tuple[_Pass, int] | None] = {}
         self._replayed: _Pass | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         network, shape, self._replayed = self._parts.network, _shape(batch), None
-        if is_counting() or batch.plain is not None:  # the host reads what is counted
+        found, is_known = self._passes.get(shape), shape in self._passes
+        if is_counting() or batch.plain is not None or (is_known and found is None):  # the host reads what is counted
             return network.forward(step, worker, batch, membership)
-        if shape not in self._passes:
+        self._wait_weights()  # of a sharded update, for which modules' hooks wait: a graph calls none of them
+        if found is None:
             return self._first(shape, step, worker, batch, membership)
-        found = self._passes[shape]
-        if found is None or not self._is_captured(shape, found[0]):
-            return network.forward(step, worker, batch, membership)
         captured, draws = found
+        if not self._is_captured(shape, captured):
+            return network.forward(step, worker, batch, membership)
         captured.take(batch)
         network.begin(step, worker)
         self._bits.draw(draws)
