@@ -57,7 +57,31 @@ def test_portable_passes_of_a_plain_step_replayed_have_the_bits_of_plain_ones(
         assert isinstance(captured.step.forward_backward, CapturedPasses)
         reports = steps_of_all([captured, plain])
     assert reports[1]["lost_pairs"] is not None
-    assert len(gpu.captured) == (1 if "extra_pass" in changes[-1] else 2), "a graph for each of the stages"
+    assert len(gpu.captured) == 2, "a graph for each of the stages"
+
+
+def test_extra_passes_come_before_replayed_ones_and_leave_nothing_where_there_are_none() -> None:
+    """An audit compares what each pass adds to the statistics, those of no extra pass too."""
+    stages = ", ".join(f"{{until: {n}st, images_per_worker: 3, extra_pass: {extra}}}"
+                       for n, extra in ((2, "false"), (4, "true"), (STEPS, "false")))  # fmt: skip
+    added = list[list[torch.Tensor]]()
+    with FakeGpu().streams() as gpu, portable():
+        for captured in (True, False):
+            trainer, found = (
+                make_trainer(captured, "precision=portable", SGD, f"stages=[{stages}]"),
+                list[torch.Tensor](),
+            )
+            run: Any = trainer.step
+            add = run.control.add
+            run.control.add = lambda passed, loss, add=add, found=found: (
+                found.append(passed.clone()),
+                add(passed, loss),
+            )
+            all_steps(trainer)
+            added.append(found)
+    assert len(gpu.captured) == 1
+    assert all(map(torch.equal, *added))
+    assert {bool(each.chunk(2)[1].any()) for each in added[0]} == {False, True}
 
 
 def test_a_portable_network_that_cannot_be_captured_goes_on_without() -> None:

@@ -271,7 +271,7 @@ class CapturedPasses(ForwardBackward):
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         network, shape, self._replayed = self._parts.network, _shape(batch), None
         found, is_known = self._passes.get(shape), shape in self._passes
-        if is_counting() or batch.plain is not None or (is_known and found is None):  # the host reads what is counted
+        if is_counting() or (is_known and found is None):  # the host reads what is counted
             return network.forward(step, worker, batch, membership)
         self._wait_weights()  # of a sharded update, for which modules' hooks wait: a graph calls none of them
         if found is None:
@@ -279,6 +279,7 @@ class CapturedPasses(ForwardBackward):
         captured, draws = found
         if not self._is_captured(shape, captured):
             return network.forward(step, worker, batch, membership)
+        network.extra_pass(batch)
         captured.take(batch)
         network.begin(step, worker)
         self._bits.draw(draws)

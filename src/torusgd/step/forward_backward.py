@@ -68,13 +68,16 @@ class WholeNetwork(ForwardBackward):
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
         # Batch 6: the batch goes to the device.
-        plain, memory_format = batch.plain, self.precision.memory_format
-        with self.precision.autocast():
-            extra = None if plain is None else place(plain, self._device, memory_format)
-            self._batch_norm.extra_pass(self._model, extra)
+        self.extra_pass(batch)
         self.begin(step, worker, part)
-        self._loss = self.loss_of_images(place(batch, self._device, memory_format), batch)
+        self._loss = self.loss_of_images(place(batch, self._device, self.precision.memory_format), batch)
         return self._loss
+
+    def extra_pass(self, batch: Batch) -> None:
+        """The extra pass of a batch that has one, see `BatchNormStatistics`."""
+        with self.precision.autocast():
+            extra = None if batch.plain is None else place(batch.plain, self._device, self.precision.memory_format)
+            self._batch_norm.extra_pass(self._model, extra)
 
     def begin(self, step: Step, worker: int, part: int = 0) -> None:
         # Dropout's draws belong to the virtual worker, whichever rank computes it.
