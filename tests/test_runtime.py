@@ -50,16 +50,18 @@ def test_auto_on_the_gpu_at_hand():
     assert runtime.resolve_auto(recipe, "cuda").precision == ("bfloat16" if fast else "float16")
 
 
-@pytest.mark.parametrize("reduction", ["exact", "float32"])
-def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
-    """What CUDA is set to needs no GPU."""
+@pytest.mark.parametrize(("recipe", "reduction", "is_asked"), [
+    ("digits", "exact", True), ("digits", "float32", False), ("digits-portable", "exact", False),
+])  # fmt: skip
+def test_no_algorithm_is_chosen_by_timing(monkeypatch, recipe, reduction, is_asked):
+    """What CUDA is set to needs no GPU; deterministic algorithms are not asked for where all sums are exact."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        runtime.prepare_process(load_recipe("digits", [f"reduction={reduction}"]).recipe, torch.device("cuda"))
+        runtime.prepare_process(load_recipe(recipe, [f"reduction={reduction}"]).recipe, torch.device("cuda"))
         assert not torch.backends.cudnn.benchmark
-        assert torch.are_deterministic_algorithms_enabled() == (reduction == "exact")
+        assert torch.are_deterministic_algorithms_enabled() == is_asked
     finally:
         torch.use_deterministic_algorithms(False)

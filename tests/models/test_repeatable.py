@@ -44,6 +44,8 @@ def test_the_layer_is_named_in_one_line_be_it_refused_on_a_gpu_or_on_the_cpu() -
     made = ready(nn.AdaptiveAvgPool2d(2), nn.Tanh())
     with refused("a layer that CUDA refuses", "model.name: digits-net, layer 3 "), RefusesAsCuda():
         check_repeatable(made, RECIPE)
+    with RefusesAsCuda():
+        check_repeatable(made, load_recipe("digits-portable", []).recipe)  # whose rules take the operation's place
 
     class Scatter(torch.autograd.Function):
         @staticmethod
