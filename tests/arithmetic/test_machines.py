@@ -18,6 +18,7 @@ from torusgd.arithmetic import (
     Bits,
     convolution,
     counting,
+    draws,
     functions,
     passes,
     portable,
@@ -83,6 +84,17 @@ def test_draws_on_a_device_are_those_of_the_host() -> None:
         assert bits.count == len(shares)
         assert all(map(torch.equal, expected, found))
     assert 0 < expected[0].mean() < expected[-1].mean() < 1
+
+
+def test_a_pass_with_more_draws_than_there_is_room_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_MOST_CALLS", 2)
+    bits = Bits(torch.device("cpu"))
+    with bits.given():
+        for _ in range(2):
+            bernoulli_(torch.empty(1))
+        with pytest.raises(RuntimeError, match="draws more than 2 times"):
+            bernoulli_(torch.empty(1))
+    bits.draw(bits.count)  # as a plain pass goes on
 
 
 @pytest.mark.slow

@@ -75,16 +75,18 @@ class Bits:
             _given.reset(token)
 
     def next(self) -> Tensor:
-        self.count += 1
-        if self.count > _MOST_CALLS:
+        if self.count == _MOST_CALLS:
             raise RuntimeError(f"a pass draws more than {_MOST_CALLS} times")
+        self.count += 1
         return self._there[self.count - 1]
 
     def draw(self, count: int) -> None:
         """So many calls' bits, from torch's generator of the CPU."""
-        drawn = [_bits(None) for _ in range(count)]
-        if drawn:
-            self._there[:count].copy_(torch.tensor(drawn, dtype=torch.int64))
+        if not count:
+            return
+        drawn = torch.tensor([_bits(None) for _ in range(count)], dtype=torch.int64, device="cpu")
+        # From other memory the host would wait for all that the GPU was given before.
+        self._there[:count].copy_(drawn.pin_memory() if self._there.is_cuda else drawn, non_blocking=True)
 
 
 _given: ContextVar[Bits | None] = ContextVar("_given", default=None)
