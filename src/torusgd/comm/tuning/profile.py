@@ -1,5 +1,6 @@
 """A measured network, and what follows from it: which algorithm runs at which size, and how large buckets should be."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,6 +18,8 @@ from ..connection import Elapsed
 from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Bytes = Annotated[int, Field(ge=1, le=1 << 50)]
+Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Backend = Literal["nccl", "gloo"]
 # fraction of the time of the backend's own, which an algorithm replaces if it takes at most that
 _MARGIN = 0.97
@@ -47,10 +50,10 @@ class Link(_Part):
 class Timing(_Part):
     """One algorithm at one size: median seconds of an all-reduce."""
 
-    size: Annotated[int, Field(ge=1)]
+    size: Bytes
     algorithm: str
-    grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
-    chunks: Annotated[int, Field(ge=1)]
+    grid: tuple[Count, Count] | None
+    chunks: Count
     median: Annotated[Seconds, Field(gt=0)]
     skew: Seconds = 0.0  # median of the seconds by which the first rank began before the last one
     bound: Seconds = 0.0  # seconds by which clocks of several machines may have changed a time
@@ -79,7 +82,7 @@ class Crowd(_Part):
 class InStep(_Part):
     """What an all-reduce of `size` bytes adds to the computation of a step."""
 
-    size: Annotated[int, Field(ge=1)]
+    size: Bytes
     hidden: Seconds  # seconds by which it slows the computation, if it travels meanwhile
     waited: Seconds  # seconds if it leaves when the computation ends
 
@@ -89,8 +92,8 @@ class Profile(_Part):
 
     version: Literal[2] = 2  # 1 had times from a barrier on, whose skew was counted into them
     backend: Backend
-    hosts: Annotated[tuple[int, ...], Field(min_length=1)]
-    streams: Annotated[int, Field(ge=1)] = 1
+    hosts: Annotated[tuple[int, ...], Field(min_length=1, max_length=1 << 16)]
+    streams: Count = 1
     message: Seconds  # seconds of work that each message costs a rank, beyond its round
     inside: Link | None
     between: Link | None
@@ -105,7 +108,7 @@ class Profile(_Part):
         inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
         each = ranks_a_host(self.hosts)
         if each == 1:
-            between = between._replace(beta=max(map(self.hosts.count, self.hosts)) * between.beta)
+            between = between._replace(beta=max(Counter(self.hosts).values()) * between.beta)
         return Topology(each, inside, between, self.message, (between if len(set(self.hosts)) > 1 else inside).alpha)
 
     def dump(self) -> str:
@@ -130,7 +133,7 @@ class Profile(_Part):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "no profile"
             raise UserError(f"{key}: {first['msg']}; make it anew with torusgd tune") from None
-        if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
+        if not rivals or rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
             raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
         hosts = len(set(profile.hosts))
         for name, link, is_used in (
