@@ -25,6 +25,7 @@ from torusgd.weights import load_weights
 
 NO_COMMAND_CAN_MEAN = [
     *("train digits --out=", "train digits --out ftp://host/run", "train digits --out s3://", "train --nothing"),
+    "train digits --time-limit inf",
     *("data info s4://bucket/x", "eval run --json=file:///tmp/x"),
 ]
 WRITTEN_HERE_ALONE = [

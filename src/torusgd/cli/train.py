@@ -45,7 +45,9 @@ def train(
         "Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).", RUNTIME, "MODEL"
     ),
     plan: Path | None = flag("Compare the steps with this plan of the run (torusgd plan --json).", OUTPUT),
-    time_limit: float | None = flag("Write a checkpoint and exit with code 75 then.", OUTPUT, "MINUTES", min=0.0),
+    time_limit: float | None = flag(
+        "Write a checkpoint and exit with code 75 then.", OUTPUT, "MINUTES", min=0.0, max=1e6
+    ),
     requeue: bool = flag("Then have Slurm queue the job again.", OUTPUT, default=False),
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
