@@ -111,6 +111,15 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks(tmp_path):
 def test_mistakes_are_told():
     with pytest.raises(UserError, match=r"^sizes 3:"):
         bench_allreduce(sizes=[3])
+    for size in (1 << 60, 4 * 10**30):
+        with pytest.raises(UserError, match=r"^sizes: .* do not fit into memory; give smaller ones$"):
+            bench_allreduce(sizes=[4, size], algorithms=["native"])
+
+
+@on_ranks(2)
+def test_what_is_given_twice_is_timed_once() -> None:
+    found = bench_allreduce(sizes=[4, 4], algorithms=["native", "ring", "native"], repetitions=1)
+    assert [record.algorithm for record in found] == ["native", "ring"]
 
 
 @on_ranks(2)

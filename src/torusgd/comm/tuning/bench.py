@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...errors import RunError, UserError
-from ...text import listed
+from ...text import byte_size, listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import NativeAllReduce, over
 from ..base import Work
@@ -74,6 +74,7 @@ def bench_allreduce(
         raise UserError("bench allreduce: one rank has nothing to sum; start it on several, such as with --workers 4")
     if any(size < 4 or size % 4 for size in sizes):
         raise UserError(f"sizes {listed(sizes)}: give multiples of 4 bytes")
+    sizes, algorithms = list(dict.fromkeys(sizes)), list(dict.fromkeys(algorithms))  # one twice would be its own rival
     grids = {name: grid if name.partition(":")[0] in GRIDS else None for name in algorithms}
     for name in algorithms:
         if name not in ("auto", "native"):
@@ -81,6 +82,10 @@ def bench_allreduce(
     records = []
     with closing(connect(caller, streams=streams)) as connection:
         named = {name: over(connection, name, grids[name], profile) for name in algorithms if name != "native"}
+        try:
+            torch.empty(max(sizes) // 4, dtype=torch.int32, device=connection.engine.device)
+        except (RuntimeError, TypeError, OverflowError):  # beyond the memory, or beyond what a tensor can have
+            raise UserError(f"sizes: {byte_size(max(sizes))} do not fit into memory; give smaller ones") from None
         starts = [(name, named.get(name, NativeAllReduce(caller)).start) for name in algorithms]
         for size in sizes:
             rows, busy = [], defaultdict[str, list[float]](list)
