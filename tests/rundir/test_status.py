@@ -90,6 +90,16 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     assert read_status(tmp_path).state == "running"  # where locks don't bind it
     os.utime(status, (0, time.time() - 3600))
     assert read_status(tmp_path).state == "gone"
+    # Where a run says things that no run says, or such as steer a terminal.
+    about = {"host": "another", "recipe": "mine\x1b[2J", "phase": "train", "step": 7, "steps": 9, "epoch": 0.5}
+    about |= {"images_per_second": 3.0, "seconds_left": 4, "shares": {"0": 2}, "virtual_workers": 2, "process": 1}
+    status.write_text(json.dumps(about | {"loss": None}))  # as after a step whose loss is not finite
+    assert "mine\\x1b[2J: train, step 7 of 9, epoch 0.50, loss not finite\n" in run_cli("status", tmp_path)[1]
+    for news in ({"images_per_second": 10**400}, {"shares": []}, {"step": None, "virtual_workers": "two"}):
+        status.write_text(json.dumps(about | {"loss": 1.0} | news))
+        words = ("scale", tmp_path, "--workers", 2) if "virtual_workers" in news else ("status", tmp_path)
+        code, _, said = run_cli(*words)
+        assert (code, "its status can't be read" in said, said.count("\n")) == (2, True, 1), news
     status.write_text("[")
     assert "its status can't be read" in run_cli("status", tmp_path)[2]
     status.unlink()

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, as_user_error, printable
 from ..rundir.run_view import STOP, WORKERS, RunView, gone
-from ..text import json_text, percent, plural
+from ..text import is_number, json_text, percent, plural
 from .options import flag, option
 from .output import console
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or URL, that of --out.")]
 _MOST_SHOWN = 16  # ranks whose virtual workers stand in a line
+# What a status that lacks values, or has others than a run writes, ends in.
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name="--json", default=False)) -> None:
@@ -30,9 +32,9 @@ def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name
     else:
         try:
             lines = _lines(found.state, found.reported, found.age)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _DAMAGED as error:
             raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
-        console().print("\n".join(lines))
+        console().print("\n".join(map(printable, lines)))
 
 
 def stop(
@@ -61,10 +63,11 @@ def resize(
     view = RunView(run)
     found = view.running("resize")
     # What a run would refuse at its next step is refused here, where its user looks.
-    most = found.reported.get("virtual_workers", workers)
+    with as_user_error(f"{view.name}: its status can't be read", of=_DAMAGED):
+        most = int(found.reported.get("virtual_workers", workers))
+        fewest, greatest = map(int, (found.reported.get("runtime") or {}).get("workers_range") or (1, most))
     if workers > most:
         raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; give at most {most}")
-    fewest, greatest = (found.reported.get("runtime") or {}).get("workers_range") or (1, most)
     if not fewest <= workers <= greatest:
         raise UserError(f"--workers {workers}: the run takes {fewest} to {greatest} ranks, as its --workers said")
     if why := found.reported.get("fixed_ranks"):
@@ -83,9 +86,9 @@ def _lines(state: str, run: dict[str, Any], age: float) -> list[str]:
     shares, slow = run["shares"], run.get("slow_ranks", {})
     few = len(shares) <= _MOST_SHOWN
     counts = "/".join(map(str, shares.values())) if few else f"{min(shares.values())} to {max(shares.values())}"
+    loss = f"{run['loss']:.4f}" if is_number(run["loss"]) else "not finite"  # null, after a step that was skipped
     lines = [
-        f"{run['recipe']}: {run['phase']}, step {run['step']} of {run['steps']}, epoch {run['epoch']:.2f}, "
-        f"loss {run['loss']:.4f}",
+        f"{run['recipe']}: {run['phase']}, step {run['step']} of {run['steps']}, epoch {run['epoch']:.2f}, loss {loss}",
         f"{run['images_per_second']:,.0f} images/s, {run['seconds_left']} s left, reported {age:.0f} s ago by "
         f"process {run['process']} on {run['host']}",
         f"{plural(len(shares), 'rank')}, virtual workers {counts} of {run['virtual_workers']}",

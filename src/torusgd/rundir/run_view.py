@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, as_user_error
+from ..errors import UserError, as_user_error, printable
 from ..locks import is_locked
 from ..storage import CACHE, Store, cache_folder, url_of
 from ..text import json_text
@@ -117,7 +117,7 @@ def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
 
 def gone(status: RunStatus) -> str:
     """Why a run that is not finished does not run."""
-    at = f" after step {status.reported['step']}" if "step" in status.reported else ""
+    at = printable(f" after step {status.reported['step']}") if "step" in status.reported else ""
     why = "was stopped" if status.state == "stopped" else "is not running, its process is gone"
     return f"the run {why}{at}; the same `torusgd train` goes on with it"
 
