@@ -232,6 +232,10 @@ def test_the_command_compares_a_replay_with_its_run(
     (run / "journal.txt").write_text("".join(lines[:-1]))
     for wrong in (words, ("replay", tmp_path / "none"), ("replay", run, "--out", run)):
         mistake(*wrong, FOLDER=tmp_path)
+    for text in ("{", '{"steps": "4"}', '{"journal": 1}'):  # else it would seem a run that is not finished
+        (run / "summary.json").write_text(text)
+        code, _, errors = run_cli(*words)
+        assert (code, "summary.json: can't be read" in errors) == (2, True)
 
 
 @pytest.mark.parametrize(

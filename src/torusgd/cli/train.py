@@ -170,7 +170,7 @@ def replay(
     original = RunDir(run)
     if not original.recipe.is_file():
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
-    recipe, status = read_run_recipe(original.recipe), original.read_summary() or {}
+    recipe, status = read_run_recipe(original.recipe), original.known_summary()
     named = run.resolve() if run.name in ("", "..") else run
     folder = out or named.with_name(f"{named.name}-replay")
     if folder.resolve() == run.resolve():

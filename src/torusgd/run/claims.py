@@ -129,16 +129,14 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
         raise UserError("--set: changes the recipe; a run is checked by its own")
     check_names(folder.recipe, recipe, {item.partition("=")[0] for item in overrides})
     # The summary first: whatever is in the records then, a finished run adds nothing.
-    summary = folder.read_summary()
-    if summary is None and folder.summary.exists():
-        raise UserError(f"{folder.summary}: can't be read; without it nobody can say that the run is finished")
+    summary = folder.known_summary()
     if not folder.records.exists():
         raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
         lines, head, problem = records.parse_records(read_text(folder.records, records.MOST_BYTES))
     if not lines:
         raise UserError(f"{folder.records}: {problem or 'holds no record yet'}")
-    journal, text, summary = None, "", summary or {}
+    journal, text = None, ""
     if recipe.synchrony.keeps_journal:
         with as_user_error(f"{folder.journal}: the journal can't be read", of=(OSError, ValueError)):
             text = read_text(folder.journal, records.MOST_BYTES)

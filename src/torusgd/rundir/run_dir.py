@@ -35,6 +35,8 @@ PARTS = {
 }
 OWN = ("recipe.yaml", *FILES, *PARTS)
 _AGENTS = ".agents"
+# Types of what a summary is asked for, which a stranger may have written.
+_TYPES = (("steps", int), ("records", dict), ("journal", dict))
 # By file system, options of its mount that keep locks on one host.
 _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
 
@@ -117,8 +119,16 @@ class RunDir:
     def read_summary(self) -> dict[str, Any] | None:
         with suppress(OSError, ValueError):
             summary = parse_json(read_text(self.summary))
-            return summary if isinstance(summary, dict) else None
+            if isinstance(summary, dict) and all(isinstance(summary.get(key), kind | None) for key, kind in _TYPES):
+                return summary
         return None
+
+    def known_summary(self) -> dict[str, Any]:
+        """The summary, empty while the run is not finished; UserError if it is there and can't be read."""
+        summary = self.read_summary()
+        if summary is None and self.summary.exists():
+            raise UserError(f"{self.summary}: can't be read; without it nobody can say that the run is finished")
+        return summary or {}
 
     def data_revision(self) -> str:
         """The commit of the hub's data set that the run here reads; empty if it reads none, or has just begun."""

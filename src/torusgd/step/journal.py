@@ -163,7 +163,7 @@ def parse_journal(
         size += len(last)
         is_whole = is_whole or (reached is not None and (size, digest) == (reached["size"], reached["sha256"]))
     how = "before the run did" if lines[-1] or not is_whole else ""
-    if not how and expected is not None and (len(text), digest) != (expected["bytes"], expected["sha256"]):
+    if not how and expected is not None and (len(text), digest) != (expected.get("bytes"), expected.get("sha256")):
         how = "otherwise than the run left it"
     if how:
         what = f"ends after {len(updates)} updates, {how}; the journal was cut or edited"
