@@ -221,12 +221,16 @@ def forge_begin(line: dict[str, Any]) -> None:
         line["tensors"][sorted(line["tensors"])[-1]] = "0" * 64
 
 
-def repeat_a_record(folder: Path) -> None:
-    """With other rates, before that of the fourth step."""
+def end_later(folder: Path, step: int) -> None:
+    forge_lines(folder, "result", step=step)
+    change_summary(folder, steps=step)
+
+
+def put_in(folder: Path, place: int, record: str, step: int, **news: object) -> None:
+    """One record more at a place among the lines: the last of its kind but for the news."""
     lines = (folder / "records.jsonl").read_text().splitlines()
-    state = next(number for number, line in enumerate(lines) if json.loads(line)["step"] == 4)
-    wrong = {**json.loads(lines[state]), "rates": [1.0, 1.0, 1.0]}
-    write_lines(folder / "records.jsonl", [*lines[:state], json.dumps(wrong), *lines[state:]])
+    last = next(line for each in reversed(lines) if (line := json.loads(each))["record"] == record)
+    write_lines(folder / "records.jsonl", [*lines[:place], json.dumps({**last, "step": step, **news}), *lines[place:]])
     forge(folder, lambda line: None)
 
 
@@ -247,7 +251,12 @@ CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a summary's images": (lambda folder: change_summary(folder, train_images=9), ["--final"]),
     "a line that is left out": (lambda folder: leave_out_lines(folder, 4, 5), ["--all"]),
     "the last line": (lambda folder: leave_out_lines(folder, -1, None), ["--all"]),
-    "two records of a step": (repeat_a_record, ["--all"]),
+    "two records of a step": (lambda folder: put_in(folder, 5, "state", 4), ["--all"]),
+    "a state behind the result": (lambda folder: put_in(folder, 99, "state", 7), ["--all"]),
+    "an evaluation behind it": (lambda folder: put_in(folder, 99, "evaluation", 7), ["--final"]),
+    "another result behind it": (lambda folder: put_in(folder, 99, "result", 7, weights_sha256="0" * 64), ["--all"]),
+    "an evaluation of no step": (lambda folder: put_in(folder, 3, "evaluation", 0), ["--all"]),
+    "steps after the last": (lambda folder: end_later(folder, 1000), ["--final"]),
     "a checkpoint without end": (lambda folder: put_a_pipe(light(folder, 4)), ["--steps", "4:6"]),
     "a summary's figures": (lambda folder: change_summary(folder, top1=0.99), ["--steps", "0:2"]),
 }
@@ -278,11 +287,15 @@ def test_a_changed_result_is_found(copy: Path, verify: Any) -> None:
     change_summary(copy, weights_sha256=digest)
     forge_lines(copy, "result", weights_sha256=digest)
     assert "1 of" in verify(copy, "--final", code=1)["result"]
+    (copy / "model.safetensors").rename(copy / "aside")
+    assert verify(copy, "--final", code=1) == {"result": "differs weights_sha256"}
+    (copy / "aside").rename(copy / "model.safetensors")
 
     # A folder that seems unfinished hides nothing: with a result in the records its weights are compared.
     forge_lines(copy, "result", weights_sha256=json.loads(whole)["weights_sha256"])
-    (copy / "summary.json").write_text("{")
-    verify(copy, "--final", code=2)
+    for text in ("{", '{"records": [1]}', '{"journal": "x"}'):
+        (copy / "summary.json").write_text(text)
+        verify(copy, "--final", code=2)
     (copy / "summary.json").unlink()
     assert list(verify(copy, "--final", code=1)) == ["model.safetensors"]
 
@@ -382,16 +395,17 @@ def test_checkpoints_that_vanish_are_done_without(copy: Path, verify: Any, monke
 
 def test_a_run_that_goes_on_is_checked_as_far_as_it_has_come(copy: Path, verify: Any) -> None:
     (copy / "summary.json").unlink()
-    (copy / "model.safetensors").unlink()
     shutil.rmtree(copy / "checkpoints")
     text = (copy / "records.jsonl").read_text()
     (copy / "records.jsonl").write_text(text[: text.rindex('{"step":6')] + '{"step":6,"bef')
+    assert "model.safetensors" in verify(copy, "--all", code=2), "what it holds no record says"
+    (copy / "model.safetensors").unlink()
     assert "result" not in verify(copy, "--all")
     verify(copy, "--final", code=2)
 
 
 def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(tmp_path: Path) -> None:
-    run = of_two(tmp_path / "run", DIGITS_NET, "precision=portable")
+    run = of_two(tmp_path / "run", DIGITS_NET, "precision=portable", 'name="mine\\e[2J"')
     words, environment = command("verify", run, "--all", "--workers", "1"), {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     until(lambda: list(tmp_path.glob("torusgd-verify-*/run/recipe.yaml")), "steps are computed")
@@ -400,6 +414,7 @@ def test_ranks_of_their_own_compute_it_and_a_stop_leaves_nothing(tmp_path: Path)
     assert not list(tmp_path.glob("torusgd-verify-*"))
     done = ran(command("verify", run, "--all", "--workers", "2"))
     assert (done.stderr, "steps 2:4  equal" in done.stdout) == ("", True)
+    assert "mine\\x1b[2J, 6 steps" in done.stdout, "a name that steers a terminal is text"
 
 
 def test_a_full_disk_says_which(run: Path, verify: Any, run_cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
 
     terminal, steps = console(), max(claims.states, default=0)
     head = f"{plural(steps, 'step')}, {plural(len(claims.states), 'record')}, the last line's hash is {claims.head}"
-    terminal.print(f"{claims.run}: {claims.recipe.name}, {head}")
+    terminal.print(printable(f"{claims.run}: {claims.recipe.name}, {head}"))
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):
         line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"

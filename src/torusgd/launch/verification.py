@@ -128,6 +128,9 @@ class Verifier:
 
     def check(self, wanted: Sequence[Range]) -> list[Checked]:
         """Computes the ranges, in their order; what was found."""
+        # Without the record of its result, and the summary, a run seems unfinished; its weights may be anybody's.
+        if self.claims.result is None and RunDir(self.claims.folder).model.exists():
+            self.found.append(Checked("model.safetensors", UNKNOWN, "the records have no result to compare it with"))
         left = [each for each in wanted if not self._is_refused(each)]
         self._check_checkpoints(left)
         self._total, barrier = sum(each.stop - each.start for each in self._segments(left, 0)), 0
@@ -308,10 +311,14 @@ class Verifier:
             assert recorded is not None, "its range is there"
             if computed is None:
                 return "the result was not computed"
+            if recorded.step != computed.step:
+                return f"the result is of step {recorded.step} in the records, the run ends after step {computed.step}"
             if recorded.weights_sha256 != computed.weights_sha256:
-                theirs, mine = (load_weights(RunDir(path).model)[0] for path in (self.claims.folder, folder))
+                # A run without its weights still says what they are.
+                files = [RunDir(path).model for path in (self.claims.folder, folder)]
+                theirs, mine = (load_weights(file)[0] if file.exists() else {} for file in files)
                 altered = [name for name in theirs if not torch.equal(theirs[name], mine.get(name, torch.empty(0)))]
-                return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}"
+                return f"{named(altered) or 'weights_sha256'} {_amounts(theirs, mine, altered)}".rstrip()
             return _wrong("the result", recorded.figures, computed.figures)
         return wrong
 

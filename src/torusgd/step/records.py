@@ -116,7 +116,10 @@ def parse_records(text: str) -> tuple[list[Line], str, str]:
         if line.before != head:
             what = f"line {number} does not hold the hash of the line before it"
             return found, head, f"{what}: a line was changed, added, left out or moved"
-        if (number == 1) != isinstance(line, BeginLine) or line.step < reached:
+        # A run writes nothing behind its result, and evaluates nothing before its first step: nobody would compute it.
+        is_misplaced = bool(found) and isinstance(found[-1], ResultLine)
+        is_misplaced |= isinstance(line, EvaluationLine) and line.step == 0
+        if is_misplaced or (number == 1) != isinstance(line, BeginLine) or line.step < reached:
             return found, head, f"line {number} is not where a run writes it"
         found.append(line)
         head, reached = line_sha256(each), line.step
