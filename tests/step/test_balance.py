@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torusgd.recipe.schedule import best_counts
 from torusgd.rng import keyed_uniform
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
-from torusgd.step.rank_times import SpeedWatch, balance
+from torusgd.step.rank_times import Balance, Move, SpeedWatch, balance
+from torusgd.step.watch import StepView
 
 STAGES = "stages=[{until: 42st, images_per_worker: 2}]"
 LONG = (STAGES, "virtual_workers=6", "evaluate.every=42st", "memory_format=contiguous")
@@ -67,6 +69,40 @@ def test_noise_of_a_few_percent_moves_little_and_costs_nothing() -> None:
             moves, membership = moves + 1, move.membership
         assert max(membership.counts) <= 33
     assert moves <= 4
+
+
+def compared(watch: SpeedWatch, membership: Membership, seconds: list[float], stage: int = 0) -> Move | None:
+    """The move after ten steps in which a virtual worker took each rank so long."""
+    step = SimpleNamespace(index=10, stage=stage)
+    words = torch.tensor([[int(1e6 * each)] * 2 for each in seconds]).reshape(-1)
+    control = SimpleNamespace(section=lambda name: words)
+    found: Balance = watch.after(StepView(step, membership, lambda worker: None), control)["balance"]  # type: ignore[arg-type]
+    return found.move
+
+
+def test_where_images_come_slowly_work_does_not_go_to_and_fro() -> None:
+    """A rank waits for its images as long as they take, and finds them there if it has fewer than the other."""
+    watch, membership, moves = SpeedWatch(0, 2, lambda: lambda: 0.0), even_shares(range(2), 0, 4), list[str]()
+    for _ in range(200):
+        most = max(membership.counts)
+        seconds = [1.0 * count / most if count == most else 0.01 for count in membership.counts]
+        if most == 2:  # alike; chance makes one of them seem slow
+            seconds = [1.0, 0.3]
+        if (move := compared(watch, membership, seconds)) is not None:
+            membership = move.membership
+            moves.append(str(move))
+    assert len(moves) == 10  # five times there and back, after 8, 16, 32 ... comparisons of rest
+    assert moves[1] == "shares go back to 2/2 virtual workers: the others made no step shorter"
+    assert membership.counts == (2, 2)
+
+
+def test_a_move_that_made_steps_shorter_stays_and_another_stage_judges_none() -> None:
+    for stage, seconds, counts in ((0, [1.0, 1.0, 2.0], (5, 5, 2)), (1, [2.0, 2.0, 4.0], (5, 5, 2))):
+        watch, membership = SpeedWatch(0, 3, lambda: lambda: 0.0), even_shares(range(3), 0, 12)
+        move = compared(watch, membership, [1.0, 1.0, 2.0])
+        assert move is not None
+        assert compared(watch, move.membership, seconds, stage) is None
+        assert move.membership.counts == counts
 
 
 def test_where_sums_depend_on_who_computes_the_shares_are_even() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -36,6 +36,8 @@ _PATIENCE = 600.0
 _CLEAR = 1.5
 # Fraction of the time that the slowest rank computes; for less nothing is moved.
 LEAST_GAIN = 0.05
+# Comparisons without a move after one that made no step shorter; twice as many after each further one.
+REST = 8
 # Ranks whose shares stand in a line.
 _MOST_SHOWN = 16
 # Steps since the last comparison, of which a rank's speed can be measured in two halves.
@@ -203,10 +205,13 @@ class Move:
     membership: Membership
     moved: int
     gain: float  # fraction of the time that the slowest rank computed, which should be saved
+    is_back: bool = False  # to the shares before a move that saved nothing
 
     def __str__(self) -> str:
         counts = self.membership.counts
         shown = "/".join(map(str, counts)) if len(counts) <= _MOST_SHOWN else f"{min(counts)} to {max(counts)}"
+        if self.is_back:
+            return f"shares go back to {shown} virtual workers: the others made no step shorter"
         return f"shares follow the ranks' speed: now {shown} virtual workers, compute {self.gain:.0%} shorter"
 
 
@@ -237,6 +242,9 @@ class SpeedWatch(_Notes):
         super().__init__(index, size, fields=2)
         self._speed = speed
         self._seconds: list[Callable[[], float]] = []
+        # Of the last move, until it is judged: its stage, the shares before it, and how long the slowest rank computed.
+        self._tried: tuple[int, tuple[int, ...], float] | None = None
+        self._rest, self._next_rest = 0, REST
 
     def after_passes(self, view: StepView) -> None:
         if self._size > 1:
@@ -260,7 +268,24 @@ class SpeedWatch(_Notes):
         if not section.numel() or int(section.min()) == 0:  # a rank has not been measured
             return {}
         earlier, later = (section.view(-1, 2).double() * _UNIT).T.tolist()
-        return {"balance": balance(view.membership, earlier, later, self._every)}
+        found = balance(view.membership, earlier, later, self._every)
+        move = self._worth(found.move, view, slowest_rank(view.membership.counts, later))
+        return {"balance": replace(found, move=move)}
+
+    def _worth(self, move: Move | None, view: StepView, seconds: float) -> Move | None:
+        """A move, unless the last one has made no step shorter: then back, and none for a while."""
+        # Where images come slower than they are needed, a rank with fewer virtual workers finds them there and seems
+        # quick, and one with more seems slow. Work that followed that would go to and fro, and every step be longer.
+        tried, self._tried, self._rest = self._tried, None, max(0, self._rest - 1)
+        stage, counts, before = tried or (-1, (), 0.0)
+        if stage == view.step.stage and seconds > (1 - LEAST_GAIN) * before:
+            self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+            return move_to(view.membership, counts, 1 - before / seconds, is_back=True)
+        if self._rest:
+            return None
+        if move is not None:
+            self._tried = view.step.stage, view.membership.counts, seconds
+        return move
 
 
 def balance(membership: Membership, earlier: Sequence[float], later: Sequence[float], steps: int) -> Balance:
@@ -275,7 +300,11 @@ def balance(membership: Membership, earlier: Sequence[float], later: Sequence[fl
     even, best, move = even_counts(workers, len(now)), best_counts(workers, later), None
     # Work moves only if the new sizes would have made the steps of both halves shorter, and clearly so.
     if all(slowest_rank(best, each) <= (1 - LEAST_GAIN) * slowest_rank(now, each) for each in (earlier, later)):
-        moved = sum(max(0, new - old) for old, new in zip(now, best, strict=True))
-        move = Move(with_counts(membership, best), moved, 1 - slowest_rank(best, later) / slowest_rank(now, later))
+        move = move_to(membership, best, 1 - slowest_rank(best, later) / slowest_rank(now, later))
     seconds = dict(zip(membership.ranks, later, strict=True))
     return Balance(seconds, steps * (slowest_rank(even, later) - slowest_rank(now, later)), move)
+
+
+def move_to(membership: Membership, counts: Sequence[int], gain: float, is_back: bool = False) -> Move:
+    moved = sum(max(0, new - old) for old, new in zip(membership.counts, counts, strict=True))
+    return Move(with_counts(membership, counts), moved, gain, is_back)
