@@ -1,9 +1,11 @@
 """Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts."""
 
+import errno
 import itertools
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.commands import ran
+from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.step.trainers import job_of, take, trainer_of
@@ -29,7 +32,7 @@ from torusgd.ranks.failures import Failure, FailureKind
 from torusgd.ranks.forkserver import forkserver_has_ended, forkserver_process, start_forkserver
 from torusgd.ranks.generations import Generations
 from torusgd.ranks.liveness import Heartbeat, Limits
-from torusgd.ranks.rank import LastingFunction
+from torusgd.ranks.rank import LastingFunction, serve_store
 from torusgd.ranks.supervisor import Quorum, RankEntry, RankFailed, Supervisor
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
@@ -108,6 +111,17 @@ def work_for_long(liveness: Liveness) -> None:
     for unit in range(60):  # twice as long as without a beat, half as long again as without progress
         time.sleep(2 * BEAT / 60)
         liveness.progress("train", 3, unit)
+
+
+def test_a_machine_without_loopback_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a network namespace of one's own, whose interface is down until somebody sets it up."""
+
+    def connect(probe: socket.socket, address: tuple[str, int]) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with refused("no loopback", "127.0.0.1"):
+        serve_store()
 
 
 def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(attempts: Attempts) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..comm import store_keys as keys
 from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
-from ..errors import retry
+from ..errors import as_user_error, retry
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import Generations, Released
@@ -72,7 +72,12 @@ def start_rank(spec: RankSpec) -> BaseProcess:
 
 
 def serve_store() -> TCPStore:
-    """A store for processes of this machine, on loopback."""
+    """A store for processes of this machine, on loopback; UserError if the machine doesn't reach itself there."""
+    # Where the interface is down, as in a network namespace of one's own, a port is given all the same, and the store
+    # would try to reach itself for five minutes, deaf to signals. To connect by UDP sends nothing; it asks for the way.
+    why = f"{LOOPBACK}: this machine doesn't reach itself there, and its ranks meet there"
+    with as_user_error(why, "ip link set lo up"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((LOOPBACK, 9))
     # The store takes over a socket that is bound already: a port that was only looked up could be taken meanwhile.
     listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
