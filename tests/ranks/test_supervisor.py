@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -220,6 +221,16 @@ def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() 
     """Each would take seconds for it otherwise."""
     done = ran([sys.executable, "-c", FORK])
     assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the temporary folder, where the socket of the fork server is."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # as before the first start
+    with refused("a current folder that is gone", "the current folder"):
+        start_forkserver()
 
 
 ELSEWHERE = 1

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..signals import held_back
 
 # By name, since this folder knows nothing of training: all that a run's ranks need, and what begins once it is there.
@@ -18,6 +18,8 @@ _END_SECONDS = 2.0
 
 def start_forkserver() -> None:
     """Starts it, unless it runs, before torch is imported here; UserError if the temporary folder holds no socket."""
+    with as_user_error("the current folder can't be used", "cd to one that is there"):
+        os.getcwd()  # as the fork server does
     multiprocessing.set_forkserver_preload([*PRELOAD])
     # Stop signals are held back in it, and in each rank until it takes them, so that a Ctrl-C, which reaches all
     # processes of a terminal, ends none of them half-way.
