@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.report.read_run import read_run
 from torusgd.rundir import lease
-from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
+from torusgd.rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint, write_checkpoint
 from torusgd.rundir.mirror import NAME, Mirror
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STATUS, STOP, WORKERS, RunView, local_run
@@ -145,6 +146,11 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
         mirror.put_result()
     with pytest.raises(OSError, match="503"):
         advance(mirror, 2)
+    writer = CheckpointWriter(mirror.folder / "checkpoints", 2, {}, partial(mirror.put_checkpoint, keep=2))
+    writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 3}))
+    with refused("a bucket that takes no checkpoint", URL, RunError, FOLDER=mirror.folder):
+        writer.wait()
+    writer.close()
     monkeypatch.setattr(MemoryFileSystem, "find", fails)
     with refused("a bucket that can't be used", f"--out {URL}"):
         machines("a")

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import DiskError, RunError, UserError, as_run_error, in_one_line, is_transient, retry, warn
+from ..storage import url_of
 from ..text import json_text
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, save_weights, write_text
@@ -253,7 +254,11 @@ class CheckpointWriter:
             reason = getattr(error, "strerror", None) or str(error)
             kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError
             remedy = "free space or mend the folder, then give the same command again"
-            raise kind(f"{self.folder}: can't write a checkpoint: {reason}; {self._last_good()}; {remedy}") from None
+            what, on = f"{self.folder}: can't write a checkpoint", ""
+            if (url := url_of(Path(str(getattr(error, "filename", ""))))) is not None:  # of the copy; the folder has it
+                remedy = "mend what keeps the bucket from taking it, then give the same command again"
+                what, on = f"{url}: can't be written", " on this machine"
+            raise kind(f"{what}: {reason}; {self._last_good()}{on}; {remedy}") from None
 
     def close(self) -> None:
         self._pool.shutdown()
