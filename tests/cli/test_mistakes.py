@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.commands import command, ran
 from tests.data.tars import write_shards
-from tests.messages import refused, refuses
+from tests.messages import assert_sentence, refused, refuses
 
 from torusgd import cli
 from torusgd.cli.output import check_writable, console, write_file, write_json
@@ -130,6 +130,24 @@ def test_a_run_whose_standard_files_are_closed_trains_and_one_whose_output_is_fu
     ran(["sh", "-c", f"exec {words} <&- >&- 2>&-"])
     done = ran(["sh", "-c", f"exec {words} --fresh > /dev/full"], code=1)
     assert done.stderr == "torusgd: standard output can't be written: No space left on device\n"
+
+
+def test_a_library_that_a_limit_on_memory_keeps_out_is_one_line(run_cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's under `ulimit -v 2500000`; a module that is missing where none may be is a defect, with traceback."""
+
+    def failing(text: str) -> None:
+        def load(words: object) -> None:
+            raise ImportError(text)
+
+        monkeypatch.setattr(cli, "app", load)
+
+    failing("libtorch_cpu.so: failed to map segment from shared object")
+    code, out, error = run_cli("recipes")
+    assert (code, out) == (1, "")
+    assert_sentence("a library under a limit on memory", "torusgd: a library", error[:-1])
+    failing("cannot import name 'nothing'")
+    with pytest.raises(ImportError):
+        cli.main()
 
 
 def test_names_in_letters_that_the_terminal_lacks_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

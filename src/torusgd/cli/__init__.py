@@ -106,6 +106,10 @@ def main() -> None:
         end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
     except (UserError, RunError) as error:
         end(2 if isinstance(error, UserError) else 1, str(error))
+    except ImportError as error:
+        if "shared object" not in str(error):  # a module that is missing is named where it is needed
+            raise
+        end(1, f"a library can't be loaded: {error}; if memory is limited (ulimit -v), raise the limit, else reinstall")
     except BrokenPipeError:  # the reader, such as head, has seen enough: no word about it
         _drop_output()
         sys.exit(1)
