@@ -111,7 +111,7 @@ def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_an_address_has_a_host_and_a_port() -> None:
-    for text in ("7000", "host:", ":7000", "host:port", "host:70000"):
+    for text in ("7000", "host:", ":7000", "host:port", "host:70000", "[fd00::1]:7000"):
         refuses(f"no address: {text}", join.parse_address, text, "--listen", about=f"--listen {text}")
     for host in ("a..b", "127..1", "x" * 64):
         refuses("no name of a host", join.parse_address, f"{host}:7000", "--listen", about="--listen", HOST=host)

@@ -229,6 +229,8 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise UserError(f"{flag} {text}: write an address and a port, such as 10.0.0.1:7000")
+    if ":" in host:
+        raise UserError(f"{flag} {text}: IPv6 is not taken; write an IPv4 address and a port, such as 10.0.0.1:7000")
     try:
         host.encode("idna")  # as the socket will, which raises what is no OSError
     except UnicodeError:
@@ -479,8 +481,8 @@ def interface_of(address: str) -> str:
     names = [name for name, found in interface_addresses() if found == address]
     names += ["lo"] if address.startswith("127.") else []  # which answers to all of them
     if not names:
-        remedy = "give one of this machine's IPv4 addresses, through which the others reach it"
-        raise UserError(f"{address}: no network interface of this machine has it; {remedy}")
+        remedy = "give the one through which the others reach it"
+        raise UserError(f"{address}: is no IPv4 address of a network interface of this machine; {remedy}")
     return names[0]
 
 
