@@ -289,6 +289,20 @@ class Handing(Lasting):
         return [*world.ranks]
 
 
+class Dying(Lasting):
+    """Rank 0 works until the file `cue` is there; one that would join is killed before it takes part."""
+
+    def __init__(self, cue: Path) -> None:
+        self._cue = cue
+
+    def prepare(self, heartbeat: Heartbeat) -> None:
+        be_killed()
+
+    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
+        until(self._cue.exists, "the cue")
+        return [*world.ranks]
+
+
 def refuse() -> None:
     raise UserError("--data nowhere: there is nothing")
 
@@ -319,6 +333,20 @@ def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left() ->
         assert supervisor.run(Handing(), quorum=Quorum(fewest=1, most=2), requested=lambda: 2) == [[1]]
     assert lines[-1].startswith("rank 0 was ended by SIGKILL; ")
     assert lines[-1].endswith("rank 1 goes on")
+
+
+def test_a_line_names_the_rank_that_was_lost_before_it_took_part(tmp_path: Path) -> None:
+    lines, requests = list[str](), iter([2])
+
+    def report(line: str) -> None:
+        lines.append(line)
+        (tmp_path / "cue").touch()
+
+    with Supervisor(1, "cpu", Limits(beat=60, start=60, stuck=60), report=report) as supervisor:
+        quorum = Quorum(fewest=1, most=2)
+        results = supervisor.run(Dying(tmp_path / "cue"), quorum=quorum, requested=lambda: next(requests, None))
+    assert results == [[0]]
+    assert lines == ["rank 1 does not join: rank 1 was ended by SIGKILL; rank 0 goes on"]
 
 
 @pytest.mark.parametrize(("prepares", "kind", "text"), [

@@ -272,7 +272,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _why(error: OSError) -> str:
-    return "nothing gets through to it" if isinstance(error, TimeoutError) else f"its connection failed: {error}"
+    return "nothing gets through to it" if isinstance(error, TimeoutError) else f"its connection failed: {error.strerror or error}"
 
 
 class RemoteRank:

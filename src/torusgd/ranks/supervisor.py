@@ -279,9 +279,10 @@ class Supervisor:
             gone = [rank for rank in self._in(Part.JOINS) if self._table[rank].node is node]
             if failure is not None:
                 node.end(failure.kind.exit_code, failure.text)
+        why = failure.text if failure else f"rank {exit.rank} {exit.how}"
         self._turn(gone, Part.GONE)
         self._end(gone)
-        self._report(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
+        self._report(f"{ranks_do(gone, 'do')} not join: {why}; {self._next()}")
 
     def _go_on(self, failure: Failure, failed: list[Exit], late: list[LateRank], function: RankFunction) -> str | None:
         """Ends the ranks that are lost for good, and has the others go on; a line, or None if they are too few."""
