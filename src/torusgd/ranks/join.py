@@ -272,7 +272,9 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _why(error: OSError) -> str:
-    return "nothing gets through to it" if isinstance(error, TimeoutError) else f"its connection failed: {error.strerror or error}"
+    if isinstance(error, TimeoutError):
+        return "nothing gets through to it"
+    return f"its connection failed: {error.strerror or error}"
 
 
 class RemoteRank:
