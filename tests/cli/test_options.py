@@ -103,18 +103,13 @@ def test_help_begins_with_an_example_that_the_command_takes_and_fits_80_columns(
         assert set(re.findall(r"--[a-z-]+", options)) <= {"--help", "--seconds", "--mistakes", "--verified", "--json"}
 
 
-def test_every_command_is_listed_in_a_group_and_the_earlier_name_of_resize_hidden(run_cli: Run, tmp_path: Path) -> None:
+def test_every_command_is_listed_in_a_group(run_cli: Run) -> None:
     code, out, error = run_cli()
     assert (code, out, error) == (2, run_cli("--help")[1], "")
     names = [name for group in GROUPS.values() for name in group]
-    assert sorted(names) == sorted(COMMANDS.keys() - {"scale"})
+    assert sorted(names) == sorted(COMMANDS)
     assert [line.strip(":") for line in out.splitlines() if line.endswith(":")] == [*GROUPS, "Options"]
     assert re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE) == names
-    assert "scale" not in run_cli("--help")[1]
-    assert "--workers" in help_of(run_cli, "scale")
-    lines = [run_cli(name, tmp_path, "--workers", 2)[2] for name in ("resize", "scale")]
-    assert lines[0] == lines[1]
-    assert "holds no run" in lines[0]
 
 
 def test_doctor_says_what_works_here_what_to_install_and_that_ranks_have_no_shared_memory(run_cli: Run, monkeypatch):

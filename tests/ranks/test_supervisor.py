@@ -298,6 +298,9 @@ class Dying(Lasting):
     def prepare(self, heartbeat: Heartbeat) -> None:
         be_killed()
 
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        raise AssertionError("nobody sends the state")
+
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         until(self._cue.exists, "the cue")
         return [*world.ranks]

@@ -281,9 +281,9 @@ def test_a_run_at_work_is_seen_scaled_and_stopped_from_another_machine(on: Any, 
 
         until(lambda: ", step " in status(), "a step", first, pause=3)
         assert "2 ranks, virtual workers " in status()
-        assert on("machine 2", "scale", out, "--workers", "3").stderr == ""
+        assert on("machine 2", "resize", out, "--workers", "3").stderr == ""
         until(lambda: "3 ranks, virtual workers " in status(), "a third rank", first, pause=3)
-        on("machine 2", "scale", out, "--workers", "9", code=2)
+        on("machine 2", "resize", out, "--workers", "9", code=2)
         done = on("machine 2", "stop", out)
         assert (done.stderr, f"{out}: the run was stopped after step " in done.stdout) == ("", True)
         assert first.end() == 128 + signal.SIGINT

@@ -49,9 +49,9 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
     def look_and_stop(step: int) -> None:
         seen.append(json.loads(run_cli("status", tmp_path, "--json")[1]))
         if step == 1:
-            mistake("scale", tmp_path, "--workers", 5, TMP=tmp_path)
+            mistake("resize", tmp_path, "--workers", 5, TMP=tmp_path)
             (tmp_path / run_view.STATUS).write_text(json.dumps(seen[-1] | {"fixed_ranks": "so it is"}))
-            mistake("scale", tmp_path, "--workers", 3, TMP=tmp_path)
+            mistake("resize", tmp_path, "--workers", 3, TMP=tmp_path)
         if step == 2:
             assert "step 2 of 4" in run_cli("status", tmp_path)[1]
             assert run_cli("stop", tmp_path, "--seconds", "0")[0] == 0
@@ -71,13 +71,13 @@ def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(tmp_path: Path, monkey
     assert liveness.phases[-2:] == ["close", "the disk, or the servers of --track"]
     assert run_cli("status", tmp_path)[1].startswith("finished: 4 steps, top-1 ")
     mistake("stop", tmp_path, TMP=tmp_path)
-    mistake("scale", tmp_path, "--workers", 2, TMP=tmp_path)
+    mistake("resize", tmp_path, "--workers", 2, TMP=tmp_path)
 
 
 def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path: Path, run_cli, mistake) -> None:
     (tmp_path / "no run").mkdir()
     (tmp_path / "no run" / "recipe.yaml").write_text("name: mine\n")
-    for command, *words in (("status",), ("stop",), ("scale", "--workers", 2)):
+    for command, *words in (("status",), ("stop",), ("resize", "--workers", 2)):
         for folder in ("no run", "none"):
             mistake(command, tmp_path / folder, *words, TMP=tmp_path)
     (tmp_path / "recipe.yaml").write_text(run_view.HEAD + "\n")
@@ -95,10 +95,15 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     about |= {"images_per_second": 3.0, "seconds_left": 4, "shares": {"0": 2}, "virtual_workers": 2, "process": 1}
     status.write_text(json.dumps(about | {"loss": None}))  # as after a step whose loss is not finite
     assert "mine\\x1b[2J: train, step 7 of 9, epoch 0.50, loss not finite\n" in run_cli("status", tmp_path)[1]
-    for news in ({"images_per_second": 10**400}, {"shares": []}, {"step": None, "virtual_workers": "two"}):
+    odd: list[dict[str, Any]] = [
+        {"images_per_second": 10**400},
+        {"shares": []},
+        {"step": None, "virtual_workers": "two"},
+    ]
+    for news in odd:
         status.write_text(json.dumps(about | {"loss": 1.0} | news))
-        words = ("scale", tmp_path, "--workers", 2) if "virtual_workers" in news else ("status", tmp_path)
-        code, _, said = run_cli(*words)
+        command, *words = ("resize", "--workers", 2) if "virtual_workers" in news else ("status",)
+        code, _, said = run_cli(command, tmp_path, *words)
         assert (code, "its status can't be read" in said, said.count("\n")) == (2, True, 1), news
     status.write_text("[")
     assert "its status can't be read" in run_cli("status", tmp_path)[2]

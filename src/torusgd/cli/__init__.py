@@ -29,7 +29,7 @@ OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 Commands = Mapping[str, "Callable[..., object] | Commands"]
 COMMANDS: Commands = {
     "train": train.train, "join": train.join, "replay": train.replay, "verify": verify.verify,
-    "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
+    "status": control.status, "stop": control.stop, "resize": control.resize,
     "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
     "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": rehearse.simulate, "recipes": data.recipes,
     "tune": bench.tune, "bench": {"allreduce": bench.allreduce, "scaling": bench.scaling},
@@ -37,7 +37,6 @@ COMMANDS: Commands = {
     "doctor": doctor.doctor,
 }  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
-HIDDEN = {"scale"}  # earlier names
 
 
 def app(words: Container[str] = COMMANDS) -> typer.Typer:
@@ -48,9 +47,9 @@ def app(words: Container[str] = COMMANDS) -> typer.Typer:
     for name, command in COMMANDS.items():
         if name not in words:
             text = command.__doc__ if callable(command) else HELP[name]
-            found.command(name, cls=Command, help=text, hidden=name in HIDDEN)(lambda: None)
+            found.command(name, cls=Command, help=text)(lambda: None)
         elif callable(command):
-            found.command(name, cls=Command, hidden=name in HIDDEN)(expand(command, name))
+            found.command(name, cls=Command)(expand(command, name))
         else:
             group = typer.Typer(cls=Group, help=HELP[name])
             for inner, each in command.items():

@@ -133,7 +133,7 @@ class Profile(_Part):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "no profile"
             raise UserError(f"{key}: {first['msg']}; make it anew with torusgd tune") from None
-        if not rivals or rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
+        if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
             raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
         hosts = len(set(profile.hosts))
         for name, link, is_used in (
