@@ -7,13 +7,23 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeGuard
 
 from .errors import UserError
 
 NONE = "-"
+NOT_INSTALLED = "from a tree of sources"
 _MOST_FIGURE = 1e15  # no figure of a run is larger; sums of so many stay finite
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def version_of(package: str = "torusgd") -> str:
+    """As its installation says; empty: it is not installed, as torusgd in a tree of sources on PYTHONPATH."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -1,9 +1,11 @@
 """The options of all commands: what their help says, and that the runtime's mean the same to all."""
 
+import importlib.metadata
 import os
 import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,6 +112,15 @@ def test_every_command_is_listed_in_a_group(run_cli: Run) -> None:
     assert sorted(names) == sorted(COMMANDS)
     assert [line.strip(":") for line in out.splitlines() if line.endswith(":")] == [*GROUPS, "Options"]
     assert re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE) == names
+
+
+def test_a_tree_of_sources_that_is_not_installed_has_no_version(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    assert run_cli("--version")[:2] == (0, "torusgd from a tree of sources\n")
+    assert run_cli("doctor")[1].startswith("torusgd   from a tree of sources on Python ")
 
 
 def test_doctor_says_what_works_here_what_to_install_and_that_ranks_have_no_shared_memory(run_cli: Run, monkeypatch):

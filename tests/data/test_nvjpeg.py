@@ -115,7 +115,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_the_decoder_is_in_the_recipe_and_in_its_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions_module, "_version", lambda package: "1.2")
+    monkeypatch.setattr(conditions_module, "version_of", lambda package="torusgd": "1.2")
     recipes = [load_recipe("resnet50", ["data.source=tar", *more]).recipe for more in ([], ["data.decoder=nvjpeg"])]
     usual, ours = (str(conditions(recipe, torch.device("cpu"))["decoders"]) for recipe in recipes)
     assert ours == f"{usual} torchvision-1.2 nvidia-nvjpeg-1.2 nvidia-nvjpeg-cu12-1.2"

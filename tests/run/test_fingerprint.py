@@ -117,7 +117,9 @@ def test_what_may_change_a_kernel_is_a_condition_and_on_a_gpu_triton(monkeypatch
     # Its kernels have norms of their own, which decide the bits of LARS.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torusgd.run.fingerprint._version", {"triton": "3.9.0"}.get)
+    monkeypatch.setattr(
+        "torusgd.run.fingerprint.version_of", lambda package="torusgd": {"triton": "3.9.0"}.get(package)
+    )
     found = conditions(load_recipe("digits").recipe, torch.device("cuda"))
     assert (found["gpu"], found["gpu_capability"], found["triton"]) == ("H200", "9.0", "3.9.0")
 

@@ -7,7 +7,6 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Container, Mapping
-from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from ..errors import RunError, UserError, end, output_failure, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
+from ..text import NOT_INSTALLED, version_of
 from . import bench, control, data, doctor, eval, export, plan, rehearse, train, verify
 from .help import Command, Group
 from .options import expand
@@ -61,7 +61,7 @@ def app(words: Container[str] = COMMANDS) -> typer.Typer:
 
 def show_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"torusgd {version('torusgd')}")
+        print(f"torusgd {version_of() or NOT_INSTALLED}")
         raise typer.Exit
 
 

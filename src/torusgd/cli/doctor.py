@@ -6,13 +6,13 @@ import re
 import shutil
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 
 import typer
 
 from ..errors import RunError, UserError, in_one_line
 from ..ranks.forkserver import start_forkserver
-from ..text import byte_size, listed, plural
+from ..text import NOT_INSTALLED, byte_size, listed, plural, version_of
 from .output import console
 
 _SHARED = "/dev/shm"
@@ -46,7 +46,8 @@ def _versions() -> str:
     import torch
 
     return (
-        f"{version('torusgd')} on Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
+        f"{version_of() or NOT_INSTALLED} on Python {platform.python_version()}, torch {torch.__version__}, "
+        f"NumPy {np.__version__}"
     )
 
 
@@ -129,14 +130,10 @@ def _pictures() -> str:
 def _extras() -> dict[str, list[str]]:
     """The packages of each extra that aren't installed."""
     found: dict[str, list[str]] = {}
-    for line in requires("torusgd") or []:
+    for line in (version_of() and requires("torusgd")) or []:
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
         if match and match[2] != "all":  # of all the others
-            lacking = found.setdefault(match[2], [])
-            try:
-                version(match[1])
-            except PackageNotFoundError:
-                lacking.append(match[1])
+            found.setdefault(match[2], []).extend([] if version_of(match[1]) else [match[1]])
     return dict(sorted(found.items()))
 
 

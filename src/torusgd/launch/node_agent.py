@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..run.job import Job
 from ..run.open_data import LauncherArrays
 from ..run.survival import TrainRank
 from ..signals import held_back
-from ..text import plural
+from ..text import plural, version_of
 from .local import limits_of
 
 CONNECT_SECONDS = 10.0
@@ -45,7 +44,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
         channel = Channel(link, CONNECT_SECONDS)
         held.callback(channel.close)
         try:
-            channel.send(workers=workers, host=socket.gethostname(), version=version("torusgd"))
+            channel.send(workers=workers, host=socket.gethostname(), version=version_of())
             welcome = _answer(channel)
             if "end" in welcome:
                 return _ended(where, welcome)

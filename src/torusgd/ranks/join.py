@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
 from signal import SIGKILL
@@ -32,6 +31,7 @@ from typing import Any
 
 from ..errors import UserError, as_user_error, printable
 from ..signals import how_it_ended
+from ..text import version_of
 from ..untrusted import parse_json
 from .liveness import BEAT_SECONDS, Report
 from .rank import LOOPBACK
@@ -466,7 +466,7 @@ class Listener:
     def _greet(self, channel: Channel, address: str, hello: Mapping[str, Any]) -> JoinedNode:
         """A machine says who it is and gets the job; ChannelClosed if it is not wanted."""
         host, workers, its = str(hello["host"])[:64], int(hello["workers"]), str(hello["version"])[:32]
-        if its != (mine := version("torusgd")):
+        if its != (mine := version_of()):
             line = f"the run is trained by torusgd {mine}, this machine has {its}; install the same"
             channel.send(end=line, code=2)
             raise ChannelClosed(line)

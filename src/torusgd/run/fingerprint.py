@@ -18,7 +18,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from ..recipe.schema import Model, Recipe
 from ..recipe.section import sides
 from ..runtime import cpu_flags, cpu_info
 from ..step.forward_backward import loss_of
+from ..text import version_of
 from ..weights import weights_sha256
 from .job import Job
 from .open_data import Data
@@ -73,7 +73,7 @@ def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     found = machine(device)
     if recipe.data.source in PICTURES or ":" in recipe.data.source:  # it reads pictures, or may
         names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
-        found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in names if _version(name))
+        found["decoders"] = " ".join(f"{name}-{version_of(name)}" for name in names if version_of(name))
     return {**found, "threads": recipe.threads}
 
 
@@ -96,7 +96,7 @@ def machine(device: torch.device) -> Conditions:
         "cpu_caches": caches,
         "isa": torch.backends.cpu.get_cpu_capability(),
         **(_gpu(device) if device.type == "cuda" else {}),
-        "torusgd": _version("torusgd"),
+        "torusgd": version_of(),
         "torch": torch.__version__,
         "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
         "numpy": np.__version__,
@@ -115,14 +115,8 @@ def _gpu(device: torch.device) -> Conditions:
         "cuda": str(torch.version.cuda),
         "cudnn": torch.backends.cudnn.version() or 0,
         "driver": number[0] if number else "",
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
     }
-
-
-def _version(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 _WHAT = {
@@ -282,7 +276,7 @@ def code_of(words: tuple[str, ...]) -> str:
 def library_of(name: str) -> str:
     """Name and version of the library that a network is of; empty: torusgd."""
     library, colon, _ = name.partition(":")
-    return f"{library} {found}" if colon and (found := _version(library)) else ""
+    return f"{library} {found}" if colon and (found := version_of(library)) else ""
 
 
 def check_stored(name: str) -> None:
