@@ -151,7 +151,7 @@ class Campaign:
     def _join(self) -> None:
         size = min(len(self._ranks()), MOST - 1)
         if self._draw.random() < 0.6:
-            words = ["scale", str(self.out), "--workers", str(self._draw.randint(size + 1, MOST))]
+            words = ["resize", str(self.out), "--workers", str(self._draw.randint(size + 1, MOST))]
             subprocess.run([sys.executable, "-m", "torusgd", *words], check=True, stdout=subprocess.DEVNULL)
         else:
             self._bring(self._draw.randint(1, MOST - size))

@@ -72,7 +72,7 @@ def main(
 
 def scale(process: Process, out: Path, joins: int) -> None:
     """Asks for one more rank, so that so many have joined, and waits until it takes part."""
-    subprocess.run(command("scale", out, "--workers", str(2 + joins)), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("resize", out, "--workers", str(2 + joins)), check=True, stdout=subprocess.DEVNULL)
     until(lambda: process.err.count(" joins; ") == joins, "the rank joins", process, timeout=300)
 
 

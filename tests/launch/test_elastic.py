@@ -96,13 +96,13 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(tmp_path: Path, r
     wait_for(state="running", shares={"0": 4})
     began = process.ranks()
     (tracked,) = (out / "tensorboard").iterdir()
-    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    assert run_cli("resize", out, "--workers", "3")[0] == 0
     wait_for(shares={"0": 1, "1": 1, "2": 2})
     assert len(process.ranks()) == 3
     kill(process.rank(out, 1))
     # Who is asked to leave before its loss was seen has left, and is not lost.
     until(lambda: len(status().get("shares", {})) == 2, "the loss of a rank", process, pause=0.1)
-    assert run_cli("scale", out, "--workers", "1")[0] == 0
+    assert run_cli("resize", out, "--workers", "1")[0] == 0
     wait_for(shares={"0": 4})
     assert process.ranks() == began
     held.unlink()
@@ -130,7 +130,7 @@ def test_a_run_that_leaves_out_loses_and_gets_a_rank(tmp_path: Path, recipe: Pat
     wait_for_step(out, 8, process)
     kill(process.rank(out, victim))
     wait_for_step(out, 20, process)
-    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    assert run_cli("resize", out, "--workers", "3")[0] == 0
     until(lambda: "rank 3 joins" in process.err, "another rank", process)
     held.unlink()
     told = ended_well(out, None, process)
@@ -156,7 +156,7 @@ def test_a_rank_joins_a_run_on_a_folder_of_pictures(tmp_path: Path, recipe: Path
     out = tmp_path / "out"
     process = torusgd(tmp_path / "1", out, own, "--workers", "1", "--data", pictures)
     wait_for_step(out, 1, process)
-    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    assert run_cli("resize", out, "--workers", "3")[0] == 0
     told = ended_well(out, None, process)
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert (told["world_size"], told["restarts"], told["lost_ranks"]) == (3, 0, [])
@@ -174,7 +174,7 @@ def test_10_seeded_changes(tmp_path: Path, recipe: Path, undisturbed: dict[str, 
     for _ in range(10):
         kind = draw.choice(("loss", "scale", "scale and loss", "scale and loss"))
         if "scale" in kind:
-            assert run_cli("scale", out, "--workers", draw.randrange(1, 5))[0] == 0
+            assert run_cli("resize", out, "--workers", draw.randrange(1, 5))[0] == 0
             time.sleep(draw.uniform(0, 4))
         ranks = process.ranks()
         if "loss" in kind:
