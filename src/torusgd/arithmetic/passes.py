@@ -282,7 +282,7 @@ def _polynomial_in_torch(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def at_a_time(device: torch.device, in_cache: int = BLOCK) -> int:
-    """Elements, or bytes, that operators take at a time on a device: `in_cache` on a CPU."""
+    """Elements that operators take at a time on a device: `in_cache` on a CPU."""
     return in_cache if device.type == "cpu" else _ON_A_GPU
 
 

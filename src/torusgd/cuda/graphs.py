@@ -299,9 +299,9 @@ class CapturedPasses(ForwardBackward):
     def _first(self, shape: object, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         # Plain; and the same pass as it will be captured, since products of each layout are tried at their first use.
         network, device, coming = self._parts.network, self._parts.device, _Pass(self._parts, batch)
-        work, why_not = self._work_of(coming), ""
+        why_not = ""
         try:
-            work()
+            self._run(coming)
         except RuntimeError as error:
             why_not = first_line(error)
         self._passes[shape] = coming, self._bits.count
@@ -316,17 +316,14 @@ class CapturedPasses(ForwardBackward):
     def _is_captured(self, shape: object, coming: "_Pass") -> bool:
         if not coming.graphs[False]:
             try:
-                coming.graphs[False] = (self._stream.capture(self._work_of(coming)),)
+                coming.graphs[False] = (self._stream.capture(partial(self._run, coming)),)
             except RuntimeError as error:
                 self._give_up(shape, first_line(error))
         return bool(coming.graphs[False])
 
-    def _work_of(self, coming: "_Pass") -> Callable[[], None]:
-        def work() -> None:
-            with self._bits.given():
-                coming.run()
-
-        return work
+    def _run(self, coming: "_Pass") -> None:
+        with self._bits.given():
+            coming.run()
 
     def _give_up(self, shape: object, why: str) -> None:
         _warn(why)
@@ -370,10 +367,14 @@ class GraphedNetwork(ForwardBackward):
             return self._replay(captured, ready, step, worker, batch)
         if is_plain or (shape, self._turn) in self._passes:
             return network.forward(step, worker, batch, membership)
+        # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
         coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
-        loss, why_not = coming.first(step, worker, batch, membership)
-        if why_not:
-            self._give_up(shape, why_not)
+        network.begin(step, worker)  # as the forward pass will, so that only its draws are seen
+        before = _host_generators(self._parts.device)
+        with self._parts.batch_norm.aside(coming.statistics):
+            loss = network.forward(step, worker, batch, membership)
+        if _host_generators(self._parts.device) != before:
+            self._give_up(shape, _DRAWS)
         return loss
 
     def backward(self) -> None:
@@ -443,16 +444,6 @@ class _Pass:
         # from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
         # they are captured
         self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
-
-    def first(self, step: Step, worker: int, batch: Batch, membership: Membership) -> tuple[Tensor, str]:
-        """The loss of a plain pass of this shape, which warms up what chooses, compiles and allocates, its sums too;
-        and why no graph may take the next one, or nothing."""
-        network, device = self._parts.network, self._parts.device
-        network.begin(step, worker)  # as the forward pass will, so that only its draws are seen
-        before = _host_generators(device)
-        with self._parts.batch_norm.aside(self.statistics):
-            loss = network.forward(step, worker, batch, membership)
-        return loss, _DRAWS if _host_generators(device) != before else ""
 
     def take(self, batch: Batch) -> None:
         device, precision = self._parts.device, self._parts.network.precision
