@@ -54,7 +54,14 @@ def normal_(x: Tensor, mean: float = 0, std: float = 1, *, generator: torch.Gene
 
 def bernoulli_(x: Tensor, probability: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Fills a tensor with 1 where u < probability, else 0."""
-    return _fill(x, generator, lambda u: (u < probability).double(), on_device=True)
+    given = _given.get() if generator is None else None
+    if x.is_cpu and given is None:
+        return _fill(x, generator, lambda u: (u < probability).double())
+    # Dropout's masks are as large as activations, so elsewhere they are drawn where they are needed.
+    bits = _bits(generator) if given is None else given.next()
+    hashed = keyed_hash_on_device(_DRAW, bits, torch.arange(x.numel(), dtype=torch.int64, device=x.device))
+    u = hashed.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
+    return x.copy_((u < probability).view(x.shape))
 
 
 class Bits:
@@ -93,21 +100,12 @@ _given: ContextVar[Bits | None] = ContextVar("_given", default=None)
 
 
 def _bits(generator: torch.Generator | None) -> int:
+    if generator is not None and generator.device.type != "cpu":
+        raise UserError("portable arithmetic: a generator of a GPU; its draws are its own: give one of the CPU")
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-def _fill(
-    x: Tensor, generator: torch.Generator | None, transform: Callable[[Tensor], Tensor], on_device: bool = False
-) -> Tensor:
-    if generator is not None and generator.device.type != "cpu":
-        raise UserError("portable arithmetic: a generator of a GPU; its draws are its own: give one of the CPU")
-    given = _given.get() if generator is None else None
-    if on_device and (given is not None or not x.is_cpu):
-        bits_there = _bits(generator) if given is None else given.next()
-        index = torch.arange(x.numel(), dtype=torch.int64, device=x.device)
-        hashed = keyed_hash_on_device(_DRAW, bits_there, index)
-        draws = hashed.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
-        return x.copy_(transform(draws).view(x.shape))
+def _fill(x: Tensor, generator: torch.Generator | None, transform: Callable[[Tensor], Tensor]) -> Tensor:
     bits = _bits(generator)
     values = torch.empty(x.numel(), dtype=x.dtype)
     for begin in range(0, x.numel(), _BLOCK):
