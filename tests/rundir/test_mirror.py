@@ -131,7 +131,7 @@ def test_places_that_hold_something_else_are_refused(machines: Any) -> None:
     assert Store(URL).read("recipe.yaml") == b"name: of somebody\n"
 
 
-def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     mirror = machines("a")
@@ -148,6 +148,15 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
         advance(mirror, 2)
     writer = CheckpointWriter(mirror.folder / "checkpoints", 2, {}, partial(mirror.put_checkpoint, keep=2))
     writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 3}))
+    writer.wait()  # the run goes on: its disk has the checkpoint
+    told = f"torusgd: {URL}/.run-name: can't be written: 503 Slow Down; step-00000003 is here alone, the next one"
+    assert capsys.readouterr().err.startswith(told)
+
+    def forbidden(*arguments: Any, **more: Any) -> None:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", forbidden)  # which no time mends
+    writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 4}))
     with refused("a bucket that takes no checkpoint", URL, RunError, FOLDER=mirror.folder):
         writer.wait()
     writer.close()

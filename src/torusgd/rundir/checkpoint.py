@@ -271,8 +271,15 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self.folder, checkpoint, self._metadata)
-        if self._copy is not None:
-            self._copy(written)
+        try:
+            if self._copy is not None:
+                self._copy(written)
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            # Another start of the ranks would not help: nothing is lost while this machine's disk has it.
+            where = url_of(Path(str(error.filename))) or written
+            warn(f"{where}: can't be written: {error.strerror}; {written.name} is here alone, the next one tries again")
         self.seconds = time.monotonic() - self._began
         for old in [path for path in list_checkpoints(self.folder) if path.name <= written.name][self._keep :]:
             os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one

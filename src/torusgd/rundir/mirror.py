@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import RunError, UserError, as_user_error
+from ..errors import RunError, UserError, as_run_error, as_user_error
 from ..storage import Store, url_of
 from ..untrusted import read_text
 from ..weights import Tensors, load_weights, write_text
@@ -80,12 +80,10 @@ class Mirror:
 
     def put_result(self) -> None:
         """Copies the events there, and the weights and the summary of a finished run; RunError if that can't be."""
-        try:
+        with as_run_error(f"{self.url}: can't be written", "the same command tries again"):
             self._lease.check()
             self._exchange()
             self._put_small(but="" if (self.folder / _SUMMARY).exists() else _SUMMARY)
-        except OSError as error:
-            raise RunError(f"{self.url}: can't be written: {error}; the same command tries again") from error
 
     def _exchange(self) -> None:
         """While the run is at work its status goes there, and requests to it come here."""
