@@ -90,6 +90,16 @@ def test_paths_start_from_their_lists_folder(tmp_path: Path) -> None:
         assert Path(each.where(0)).is_relative_to(root)
 
 
+def test_a_listed_file_that_is_missing_is_named(tmp_path: Path, run_cli: Any) -> None:
+    root = write_lists(write_folder(tmp_path / "a set"))
+    lost = root / "train/dog/001.jpg"
+    lost.unlink()
+    code, out, _ = run_cli("data", "info", str(root), "--check")
+    assert code == 0
+    assert f"missing   1 of them, the first {lost}; --check names all\n" in out
+    assert f"undecodable: {lost}: No such file or directory\nundecodable images: 1\n" in out
+
+
 def test_several_folders_at_once(tmp_path: Path) -> None:
     write_folder(tmp_path / "numbered" / "one", train=1, val=1, classes=("1", "01", "7"))
     assert open_folders(tmp_path / "numbered", 3)[0].classes == ("01", "1", "7")

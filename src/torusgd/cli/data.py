@@ -93,7 +93,7 @@ def prepare(
 
 def info(
     path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file, or a recipe's name.")],
-    check: bool = flag("Decode every image, and name those that can't be decoded.", default=False),
+    check: bool = flag("Decode every image, and name those that are missing or can't be decoded.", default=False),
 ) -> None:
     """Describe a data set: its images, classes and sizes."""
     from ..data.registry import describe, undecodable

@@ -3,7 +3,6 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,9 +227,14 @@ def describe(path: Path) -> list[str]:
     few, many = int(counts.min()), int(counts.max())
     sample = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(int).tolist()
     found: Counter[tuple[int, int]] = Counter()
+    missing = []
     for index in sample:
-        with suppress(Undecodable):
+        try:
             found[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
+        except Undecodable:
+            pass
+        except FileNotFoundError as error:
+            missing.append(error.filename)
     sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in found.most_common(5))
     sizes += f", and {len(found) - 5} other sizes" if len(found) > 5 else ""
     # Encoded pictures have 3: the recipe chooses what they are converted to.
@@ -241,17 +245,20 @@ def describe(path: Path) -> list[str]:
         f"classes   {len(train.classes)}: {', '.join(train.classes[:10])}{', ...' * (len(train.classes) > 10)}",
         f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
         f"sizes     {sizes or 'none could be read'} (width x height, of {len(sample)} looked at)",
+        *([f"missing   {len(missing)} of them, the first {missing[0]}; --check names all"] if missing else []),
     ]
 
 
 def undecodable(path: Path) -> Iterator[str]:
-    """Decodes every image of a data set and names those that can't be decoded."""
+    """Decodes every image of a data set and names those that are missing or can't be decoded."""
     for source in open_any(path)[1:]:
         for index in range(len(source)):
             try:
                 source.read(index)
             except CorruptImage as error:
                 yield error.reason
+            except FileNotFoundError as error:
+                yield f"{error.filename}: {error.strerror}"
 
 
 def data_sha256(train: Source, held_out: Source) -> str:
