@@ -90,6 +90,11 @@ def test_paths_start_from_their_lists_folder(tmp_path: Path) -> None:
         assert Path(each.where(0)).is_relative_to(root)
 
 
+def test_another_source_is_named_if_the_layout_is_its(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a.jpg,cat\n")
+    refuses("a folder of lists as class folders", open_sources, folder_data(), tmp_path, 0, TMP=tmp_path)
+
+
 def test_a_listed_file_that_is_missing_is_named(tmp_path: Path, run_cli: Any) -> None:
     root = write_lists(write_folder(tmp_path / "a set"))
     lost = root / "train/dog/001.jpg"

@@ -106,7 +106,16 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
     if name in FILES:
         if path is None:
             raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
-        pair = FILES[name].open(path, data.channels, once, **_options(data, FILES[name].options))
+        options = _options(data, FILES[name].options)
+        try:
+            pair = FILES[name].open(path, data.channels, once, **options)
+        except UserError as error:
+            kind = None if FILES[name].is_at(path) else _kind_at(path)
+            if kind is None:
+                raise
+            raise UserError(
+                f"{error}; the files are laid out for data.source {kind}: give --set data.source={kind}"
+            ) from None
         check_memory(path, [each for each in pair if isinstance(each, TableImages)])
     elif name in MADE:
         if name == "digits" and path is not None:
@@ -198,14 +207,18 @@ def decode_on_gpu(sources: Pair, device: torch.device) -> Pair:
     return train.decoded_by(decoder), held_out.decoded_by(decoder)
 
 
+def _kind_at(path: Path) -> str | None:
+    # A name of the hub or a URL can't be looked into, and only one kind reads from each.
+    kind = "parquet" if hub_name(path) is not None else "tar" if url_of(path) is not None else None
+    return kind or next((name for name, files in FILES.items() if files.is_at(path)), None)
+
+
 def open_any(path: Path) -> tuple[str, Source, Source]:
     """The kind of a data set, by its layout or by a built-in recipe's name, and its training and held-out images."""
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
-    # A name of the hub or a URL can't be looked into, and only one kind reads from each.
-    kind = "parquet" if hub_name(path) is not None else "tar" if url_of(path) is not None else None
-    kind = kind or next((name for name, files in FILES.items() if files.is_at(path)), None)
+    kind = _kind_at(path)
     if kind is None:
         what = "no data set that is known" if path.exists() else "there is no such file or folder"
         raise UserError(
