@@ -106,16 +106,7 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
     if name in FILES:
         if path is None:
             raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
-        options = _options(data, FILES[name].options)
-        try:
-            pair = FILES[name].open(path, data.channels, once, **options)
-        except UserError as error:
-            kind = None if FILES[name].is_at(path) else _kind_at(path)
-            if kind is None:
-                raise
-            raise UserError(
-                f"{error}; the files are laid out for data.source {kind}: give --set data.source={kind}"
-            ) from None
+        pair = _opened(data, path, once)
         check_memory(path, [each for each in pair if isinstance(each, TableImages)])
     elif name in MADE:
         if name == "digits" and path is not None:
@@ -135,6 +126,19 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
     train = _first(pair[0], data.train_images, "train_images")
     held_out = _first(pair[1], data.eval_images, "eval_images")
     return (train, held_out) if data.validation_images is None else _validation(train, data.validation_images)
+
+
+def _opened(data: Data, path: Path, once: Once) -> Pair:
+    files = FILES[data.source]
+    options = _options(data, files.options)
+    try:
+        return files.open(path, data.channels, once, **options)
+    except UserError as error:
+        kind = None if files.is_at(path) else _kind_at(path)
+        if kind is None:
+            raise
+        remedy = f"the files are laid out for data.source {kind}: give --set data.source={kind}"
+        raise UserError(f"{error}; {remedy}") from None
 
 
 def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
