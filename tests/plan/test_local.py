@@ -15,6 +15,7 @@ from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Cluster, Communication, Software, local_cluster
 from torusgd.plan.forecast import Workload, with_communication
+from torusgd.plan.model_cost import Routine
 from torusgd.plan.program import measured_software
 from torusgd.plan.step_script import Send, compose
 from torusgd.plan.timeline import phases, step_work
@@ -53,12 +54,13 @@ def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
 
-def test_a_run_is_measured_by_its_first_stage_and_its_extra_passes_are_counted_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("routine", [Routine(extra_pass=True), Routine(local_steps=4)], ids=str)
+def test_a_run_is_measured_by_its_first_stage_and_its_routine_is_counted_once(tmp_path: Path, routine: Routine) -> None:
     """A later stage of the same batch, as of larger images, takes longer."""
     workload, cluster, run = workload_of(RECIPE), local_cluster(network((0,))), measured_run(tmp_path / "one", 0.2)
     with (run / "events.jsonl").open("a") as lines:
         lines.write(9 * '{"stage": 1, "batch": 96, "step_seconds": 0.9, "update_seconds": 0.02}\n')
-    workload = replace(workload, stages=(replace(workload.stages[0], extra_pass=True),))
+    workload = replace(workload, stages=(replace(workload.stages[0], routine=routine),))
     program = measured_software(RECIPE, workload, cluster, load_software("torusgd"), run)
     assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
 

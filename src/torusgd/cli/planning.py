@@ -277,10 +277,8 @@ def _notes(planned: Planned, workload: Workload, memory: float, program: Softwar
     setup = Setup(planned.recipe, planned.runtime, device, ranks)
     notes += [f"torusgd train refuses this: {line}" for line in refusals(setup)]
     synchrony = planned.recipe.synchrony
-    if synchrony.keeps_journal:
-        how = f"and one update; a run makes {synchrony.local_steps} of each, on as many parts of the images"
-        if synchrony.leaves_out:
-            how = "for which all wait; the images a second count those that a run leaves out"
+    if synchrony.leaves_out:
+        how = "for which all wait; the images a second count those that a run leaves out"
         notes.append(f"synchrony.form = {synchrony.form}: planned as one pass of each virtual worker, {how}")
     if cluster.device.memory is not None and memory > cluster.device.memory:
         notes.append(f"more than the {byte_size(cluster.device.memory)} of a device; fewer images a worker fit")

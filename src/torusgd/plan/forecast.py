@@ -17,7 +17,7 @@ from ..models.registry import construct
 from ..recipe.schedule import Schedule, best_counts, even_counts
 from ..recipe.schema import Model, Recipe
 from .cluster import Cluster, Communication, Software
-from .model_cost import ModelCost, memory_bytes, pass_seconds, read_model
+from .model_cost import ONE_PASS, ModelCost, Routine, memory_bytes, pass_seconds, read_model
 from .timeline import StepTime, phases, step_time
 
 IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
@@ -34,7 +34,7 @@ class PlannedStage:
     workers: int  # number of virtual workers
     spare: int = 0  # number of images that a batch lacks if the workers don't divide it evenly
     cost: ModelCost | None = None  # cost of the network at this stage's image size; None: the workload's
-    extra_pass: bool = False  # whether each virtual worker has a forward pass more
+    routine: Routine = ONE_PASS  # of each virtual worker
 
     @property
     def batch(self) -> int:
@@ -91,8 +91,8 @@ def run_time(workload: Workload, cluster: Cluster, software: Software, devices: 
     # Plan 7: steps, evaluations and the start, of the device for which all others wait.
     def step(stage: PlannedStage) -> StepTime:
         like_last, passes = longest_share(cluster, software, devices, stage.workers)
-        cost, extra = workload.cost_of(stage), stage.extra_pass
-        return step_time(cost, like_last, software, devices, stage.images, passes, quantile, extra)
+        cost = workload.cost_of(stage)
+        return step_time(cost, like_last, software, devices, stage.images, passes, quantile, stage.routine)
 
     steps = tuple(map(step, workload.stages))
     training = sum(stage.steps * step.seconds for stage, step in zip(workload.stages, steps, strict=True))
@@ -178,7 +178,8 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     for span in schedule.spans:
         cost = None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides)
         steps, images = span.stop_step - span.first_step, span.stage.images_per_worker
-        stages.append(PlannedStage(steps, images, recipe.virtual_workers, 0, cost, span.stage.extra_pass))
+        routine = Routine(span.stage.extra_pass, recipe.synchrony.local_steps or 1)
+        stages.append(PlannedStage(steps, images, recipe.virtual_workers, 0, cost, routine))
     # With a mirror image beside each, twice as many images pass through the network.
     sides = 2 if recipe.evaluate.flip else 1
     held_out, chunk = held_out * sides, recipe.evaluate.images_per_chunk * sides
@@ -236,7 +237,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     # Against one device alone with as many passes a step, times the fraction of the devices' speed that has work.
     alone = same = balance = 0.0
     for stage, number in zip(workload.stages, passes, strict=True):
-        on_one = partial(step_time, workload.cost_of(stage), cluster, software, 1, extra_pass=stage.extra_pass)
+        on_one = partial(step_time, workload.cost_of(stage), cluster, software, 1, routine=stage.routine)
         alone += stage.steps * on_one(stage.images, number).seconds
         same += stage.steps * on_one(stage.batch).seconds
         balance += stage.steps * stage.batch / (stage.images * speed * number)
@@ -250,7 +251,14 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 def memory_of(workload: Workload, software: Software) -> float:
     """Bytes that a device needs, about."""
-    return max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages)
+
+    def of(stage: PlannedStage) -> float:
+        cost, steps = workload.cost_of(stage), stage.routine.local_steps
+        # Local steps have weights, gradients and momentum of their own.
+        own = 3 * 4 * cost.parameters if steps > 1 else 0
+        return memory_bytes(cost, software, stage.images / steps) + own
+
+    return max(map(of, workload.stages))
 
 
 def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:

@@ -14,7 +14,7 @@ from ..untrusted import check_regular, parse_json, read_text
 _LONGEST = 1e6  # seconds of a step
 _OF_A_STEP = (
     "model.name", "model.options", "model.freeze", "virtual_workers", "precision", "compile", "memory_format",
-    "reduction", "threads", "optimizer.name", "data.channels",
+    "reduction", "threads", "optimizer.name", "data.channels", "synchrony.local_steps",
 )  # fmt: skip
 
 

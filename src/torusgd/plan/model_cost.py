@@ -9,7 +9,7 @@ kernel is that of its launch, its operations and its memory traffic; three numbe
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ _NO_KERNEL = frozenset(
 )
 # Channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000.
 _INPUTS = {"alexnet-bn": (3, 227, 227, 1000), "cd-dnn": (1, 11, 39, 9304), "overfeat-fast": (3, 231, 231, 1000)}
+_LOCAL_UPDATE_BYTES = 20  # of a weight: SGD with momentum reads three values and writes two
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -318,6 +319,31 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
     return Pass(float(forward[-1]), float(done[-1]), ready, needed)
 
 
+class Routine(NamedTuple):
+    """What a virtual worker computes in a step, beside one pass over its images."""
+
+    extra_pass: bool = False  # a forward pass more before it
+    local_steps: int = 1  # number of parts of its images, each with a pass and an update of its own copy of the network
+
+
+ONE_PASS = Routine()
+
+
+def worker_seconds(
+    cost: ModelCost, device: Device, software: Software, images: float, routine: Routine, linear_share: float = 1.0
+) -> Pass:
+    """Times of a virtual worker's routine, as if it were one pass; arguments as of `pass_seconds`."""
+    steps = routine.local_steps
+    work = pass_seconds(cost, device, software, images / steps, linear_share)
+    forward = work.forward * (1 + routine.extra_pass)
+    if steps == 1:
+        return replace(work, forward=forward)
+    update = cost.parameters * _LOCAL_UPDATE_BYTES / (device.memory_bandwidth * software.memory)
+    backward = steps * (work.backward + update)
+    # The weights are copied before the first part, and their change leaves after the last one.
+    return Pass(steps * forward, backward, np.full_like(work.ready, backward), np.zeros_like(work.needed))
+
+
 def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
     """Seconds of the optimiser's memory traffic, once a step on each device, however few virtual workers it has."""
     # The device updates the weights that it holds (of split layers a part), or its shard of all.
@@ -340,12 +366,12 @@ def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
 
 def matched(
     software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float,
-    passes: int = 1, extra_pass: bool = False,
+    workers: int = 1, routine: Routine = ONE_PASS,
 ) -> Software:  # fmt: skip
-    """The profile scaled so that `passes` passes of `images` images, extra ones too, and an update take so long."""
+    """The profile scaled so that so many virtual workers of `images` images take `seconds`, and the update `update`."""
     # One factor for all three terms: one measured step can't separate them.
-    now = pass_seconds(cost, device, software, images)
-    factor = passes * (now.forward * (1 + extra_pass) + now.backward) / seconds
+    now = worker_seconds(cost, device, software, images, routine)
+    factor = workers * (now.forward + now.backward) / seconds
     memory = software.memory * factor
     update_bytes = update * device.memory_bandwidth * memory / cost.parameters
     scaled = {"math": software.math * factor, "launch": software.launch / factor}

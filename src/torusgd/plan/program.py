@@ -114,7 +114,8 @@ def resolve_model_parallel(
     def seconds(options: RuntimeOptions) -> float:
         program = program_for(recipe, options, cluster, software)
         like_last, passes = longest_share(cluster, program, devices, stage.workers)
-        return step_time(workload.cost_of(stage), like_last, program, devices, stage.images, passes).seconds
+        cost, routine = workload.cost_of(stage), stage.routine
+        return step_time(cost, like_last, program, devices, stage.images, passes, routine=routine).seconds
 
     return min(tried, key=seconds)
 
@@ -172,4 +173,4 @@ def measured_software(
         software = software.model_copy(update={"communication": communication})
     found = {"measured_on": (cluster.device.name,), "quartiles": tuple(quartiles), "error": error}
     software, cost, passes = software.model_copy(update=found), workload.cost_of(first), whole - update
-    return matched(software, cost, cluster.device, first.images, passes, update, first.workers, first.extra_pass)
+    return matched(software, cost, cluster.device, first.images, passes, update, first.workers, first.routine)

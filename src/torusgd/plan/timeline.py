@@ -19,7 +19,7 @@ from ..comm.tuning.cost import AlphaBeta, Axis, Cost, Topology
 from ..comm.tuning.profile import expect, waited
 from ..comm.tuning.profile import hidden as hidden_seconds
 from .cluster import Cluster, Communication, Software
-from .model_cost import ModelCost, Pass, pass_seconds, update_seconds
+from .model_cost import ONE_PASS, ModelCost, Pass, Routine, update_seconds, worker_seconds
 from .step_script import CONTENTS, Action, Compute, Kind, Send, Wait, compose, split_layers
 
 PARTS = {  # names of the parts of a `StepTime` for people
@@ -197,15 +197,15 @@ def step_time(
     images: int,
     passes: int = 1,
     quantile: float = 0.5,
-    extra_pass: bool = False,
+    routine: Routine = ONE_PASS,
 ) -> StepTime:
     """Seconds of one step, in which a device computes `passes` virtual workers of `images` images one after another.
 
-    `quantile` is of the slowest device's speed: 0.5 for the expected step. With `extra_pass` each virtual worker goes
-    forward once more before, with as many images more to prepare.
+    `quantile` is of the slowest device's speed: 0.5 for the expected step. An extra pass of the routine is over as many
+    images more, which are to be prepared too.
     """
     # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
-    work = step_work(cost, cluster, software, devices, images, extra_pass)
+    work = step_work(cost, cluster, software, devices, images, routine)
     forward, backward = work.forward * passes, work.backward * passes
     script = compose(cost, cluster, software, devices, images, passes, work)
     exposed, exchange, hidden, contention = _messages(script, cluster, software, devices)
@@ -216,7 +216,7 @@ def step_time(
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (math.exp(software.jitter * slowest(devices, quantile)) - 1)
     # Images are prepared beside all of this: only the rest of their time is waited for.
-    prepared = passes * (1 + extra_pass)
+    prepared = passes * (1 + routine.extra_pass)
     busy = forward + backward + exposed + contention + exchange + coordination + update + jitter
     waiting = max(0.0, images * prepared / software.input_rate - busy) if software.input_rate else 0.0
     return StepTime(forward, backward, exposed, contention, exchange, coordination, update, waiting, jitter, hidden)
@@ -312,11 +312,11 @@ def _messages(
 
 
 def step_work(
-    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, extra_pass: bool = False
+    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, routine: Routine = ONE_PASS
 ) -> Pass:
     """Times of a pass over one virtual worker's images, with split layers and a crowded node."""
     split = split_layers(cost, software, devices)
     own = (software.communication.linear_groups or 1) / devices if split else 1.0
-    work, factor = pass_seconds(cost, cluster.device, software, images, own), cluster.slowdown(devices)
-    forward = work.forward * factor * (1 + extra_pass)
-    return Pass(forward, work.backward * factor, work.ready * factor, work.needed * factor)
+    work = worker_seconds(cost, cluster.device, software, images, routine, own)
+    factor = cluster.slowdown(devices)
+    return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)

@@ -124,8 +124,8 @@ def rehearse(
     stage = workload.stages[-1]
     cluster, passes = longest_share(cluster, software, devices, stage.workers)
     cost = workload.cost_of(stage)
-    planned = step_time(cost, cluster, software, devices, stage.images, passes, extra_pass=stage.extra_pass)
-    work = step_work(cost, cluster, software, devices, stage.images, stage.extra_pass)
+    planned = step_time(cost, cluster, software, devices, stage.images, passes, routine=stage.routine)
+    work = step_work(cost, cluster, software, devices, stage.images, stage.routine)
     script = compose(cost, cluster, software, devices, stage.images, passes, work)
     how = software.communication
 
