@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -17,3 +18,10 @@ def ran(words: Sequence[object], *, code: int | None = 0, **options: Any) -> sub
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, **options)
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def put_command(file: Path, script: str) -> None:
+    """A command of one's own, for PATH."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)

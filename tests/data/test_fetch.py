@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import put_command
 from tests.faulty_server import file_server
 from tests.messages import refuses
 from torusgd.data.fetch import DATA_SETS, DataSet, fetch, wrong_files
@@ -20,7 +21,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataSet]:
     """A data set that no Debian package ships, on a web server at work."""
     write_files(tmp_path / "site")
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-    put_apt_get(tmp_path, "echo 'E: Unable to locate package' >&2; exit 100")
+    put_command(tmp_path / "bin" / "apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     with file_server(tmp_path / "site") as site:
@@ -33,13 +34,6 @@ def write_files(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
-
-
-def put_apt_get(root: Path, script: str) -> None:
-    """An apt-get that goes to no network."""
-    (root / "bin").mkdir(exist_ok=True)
-    (root / "bin" / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
-    (root / "bin" / "apt-get").chmod(0o755)
 
 
 def test_the_site_is_the_last_way_and_encrypted(toy: DataSet, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,6 +74,6 @@ def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> N
     (tree / "DEBIAN").mkdir()
     about = f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
     (tree / "DEBIAN" / "control").write_text(about)
-    put_apt_get(tmp_path, f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
+    put_command(tmp_path / "bin" / "apt-get", f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
     (tmp_path / "site" / "a.gz").unlink()  # so that no other way leads to it
     assert not wrong_files(fetch("toy", tmp_path / "out"), toy)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.commands import ran
+from tests.commands import put_command, ran
 from tests.launch.driven import kill
 from tests.polling import until
 from tests.run.processes import Process, descendants, open_files, results, summary
@@ -110,9 +110,7 @@ def settings(pause: float) -> list[str]:
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The variables of the environment that lead to a cluster, and to the command."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "torusgd").write_text(f'#!/bin/sh\nexec {sys.executable} -m torusgd "$@"\n')
-    (tmp_path / "bin" / "torusgd").chmod(0o755)
+    put_command(tmp_path / "bin" / "torusgd", f'exec {sys.executable} -m torusgd "$@"')
     with slurm_cluster(tmp_path / "slurm") as environment:
         yield {**environment, "PATH": f"{tmp_path / 'bin'}:{environment['PATH']}"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commands import command, ran
+from tests.commands import command, put_command, ran
 from tests.messages import refuses
 from tests.run.runs import TINY, sets, train
 
@@ -48,8 +48,7 @@ def test_variables_that_make_no_sense_are_refused() -> None:
 
 
 def put_scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "scontrol").chmod(0o755)
+    put_command(folder / "scontrol", script)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
