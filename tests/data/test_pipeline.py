@@ -15,7 +15,6 @@ from tests.data.pictures import folder_data, psnr, write_folder
 from tests.messages import refuses
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
-from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.geometry import render, scaled
 from torusgd.errors import RunError
 from torusgd.recipe.data_schema import Augment, Data
@@ -222,13 +221,3 @@ def test_images_of_another_size_or_kind_are_refused() -> None:
         _, pipeline = stripes(data=own_data(**changes))
         for read, arguments in ((pipeline.validation_batch, ()), (pipeline.training_batch, (EPOCH_0[:1], True))):
             refuses(f"an image of {what}", read, np.array([0]), *arguments, about="data.")
-
-
-def test_the_augmentation_is_pinned() -> None:
-    """A run of an older version must go on with the same images; computed with integers and exact roots alone."""
-    augment = Augment(crop="resized", flip=0.5)
-    drawn: Any = draw_changes(augment, 3, 5, np.array([0, 0, 9]), np.array([0, 1, 1]))
-    boxes = [random_region(375, 500, (224, 224), augment, draws) for draws in drawn.boxes]
-    places = [(box.top, box.left, box.height, box.width) for box in boxes]
-    assert places == [(97, 118, 212, 268), (11, 118, 361, 336), (2, 169, 373, 293)]
-    assert not drawn.mirrored.any()
