@@ -4,6 +4,7 @@ of messages on all ranks, no two streams that use memory at once which either wr
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -84,13 +85,26 @@ def test_extra_passes_come_before_replayed_ones_and_leave_nothing_where_there_ar
     assert {bool(each.chunk(2)[1].any()) for each in added[0]} == {False, True}
 
 
-def test_a_portable_network_that_cannot_be_captured_goes_on_without() -> None:
-    gpu = FakeGpu(graph=refuse)
-    with gpu.streams(), portable():
-        trainers = [make_trainer(each, "precision=portable", SGD) for each in (True, False)]
-        with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
+def draw_on_the_host(trainer: Trainer) -> None:
+    """Its network draws a random number in each pass; the draw would be repeated by a graph."""
+    trainer.network.model.register_forward_pre_hook(lambda model, images: (images[0] * (random.random() < 2),))
+
+
+@pytest.mark.parametrize("arithmetic", [nullcontext, portable])
+@pytest.mark.parametrize(("graph", "why", "attempts"), [
+    (refuse, "without a CUDA graph, more slowly: operation not permitted", 2),  # one a stage
+    (again, "draws random numbers on the host", 0),
+])  # fmt: skip
+def test_a_network_that_cannot_be_captured_goes_on_without(graph: Any, why: str, attempts: int, arithmetic) -> None:
+    gpu, is_portable = FakeGpu(graph), arithmetic is portable
+    changes = (SGD, "precision=portable") if is_portable else (SGD,)
+    with gpu.streams(1 if is_portable else 2), arithmetic():
+        trainers = [make_trainer(each, *changes) for each in (True, False)]
+        if not attempts:
+            draw_on_the_host(trainers[0])
+        with pytest.warns(UserWarning, match=why):
             steps_of_all(trainers)
-    assert len(gpu.captured) == 2, "one attempt a stage"
+    assert len(gpu.captured) == attempts
 
 
 @on_ranks(2)
@@ -132,23 +146,12 @@ def test_on_a_gpu_portable_passes_are_captured_and_leave_the_cpus_bits(changes: 
     assert all(found is not None and found[0].graphs[False] for found in passes._passes.values()), "both stages"
 
 
-def draws_by_itself(trainer: Trainer) -> None:
-    trainer.network.model.register_forward_pre_hook(lambda model, images: (images[0] * (random.random() < 2),))
-    with pytest.warns(UserWarning, match="draws random numbers on the host"):
-        all_steps(trainer)
-
-
-def test_a_portable_network_that_draws_by_itself_is_not_captured() -> None:
-    gpu = FakeGpu()
-    with gpu.streams(), portable():
-        draws_by_itself(make_trainer(True, "precision=portable", SGD))
-    assert not gpu.captured
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_a_portable_network_that_draws_by_itself_is_not_captured() -> None:
     with on_gpu() as gpu, portable():
-        draws_by_itself(make_trainer(True, "precision=portable", SGD, world=gpu))
+        draw_on_the_host(trainer := make_trainer(True, "precision=portable", SGD, world=gpu))
+        with pytest.warns(UserWarning, match="draws random numbers on the host"):
+            all_steps(trainer)
 
 
 def accumulator(leaf: torch.Tensor) -> Any:
@@ -180,27 +183,6 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
         parts.network.forward = noted_forward
         all_steps(trainer)
     assert found == [(True, False)] * 4
-
-
-def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
-    gpu = FakeGpu(graph=refuse)
-    with gpu.streams(2):
-        trainer = make_trainer(True, SGD)
-        with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
-            assert len(all_steps(trainer)) == STEPS
-    assert left(trainer) == plain_bits(SGD)
-    assert len(gpu.captured) == 2, "one attempt a stage"
-
-
-def test_a_network_that_draws_on_the_host_is_not_captured_which_would_repeat_the_draw() -> None:
-    gpu = FakeGpu()
-    with gpu.streams(1):
-        trainer = make_trainer(True, SGD)
-        trainer.network.model.register_forward_pre_hook(lambda model, images: (images[0] * (random.random() < 2),))
-        with pytest.warns(UserWarning, match="draws random numbers on the host"):
-            all_steps(trainer)
-    assert not gpu.captured
-    assert left(trainer) == plain_bits(SGD)
 
 
 def races(*changes: str, ignores: Callable[[FakeGpu, FakeStream, FakeEvent], bool] | None = None) -> tuple[Races, str]:
