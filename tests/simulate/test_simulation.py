@@ -44,11 +44,7 @@ def test_limits_and_what_a_recipe_says_have_the_same_hash(form: str, same: str) 
 
 
 def test_a_form_that_is_given_takes_nothing_of_the_recipes() -> None:
-    local = (
-        "stages=[{until: 2ep, images_per_worker: 4}]",
-        "virtual_workers=4",
-        "synchrony={form: local, local_steps: 4}",
-    )
+    local = ("virtual_workers=4", "synchrony={form: local, local_steps: 4}")
     assert small("bsp", more=local).weights_sha256 == small("bsp").weights_sha256
 
 
