@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.comm.gloo_world import start_forkserver
 from tests.messages import assert_sentence
 from tests.run.processes import RECIPE, results, run_alone
+from tests.run.runs import DIGITS_NET, run_here
 from torusgd import cli, storage
 from torusgd.runtime import ask_for_repeatable_products
 from torusgd.signals import STOP_SIGNALS
@@ -104,6 +105,14 @@ def memory_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     yield
     fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that is done, of a network that is built in; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_here(folder, DIGITS_NET)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import yaml
 from tests.commands import ran
 from tests.report.test_page import copied
 from tests.run.processes import summary as summary_of
-from tests.run.runs import DIGITS_NET, run_here, sets, train
+from tests.run.runs import run_here, sets, train
 
 from torusgd.errors import RunError
 from torusgd.export import formats
@@ -26,13 +26,6 @@ from torusgd.recipe.section import Duration
 from torusgd.report.read_run import read_run
 from torusgd.run.trained_weights import open_model
 from torusgd.weights import load_weights
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    run_here(folder, DIGITS_NET)
-    return folder
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.messages import refuses
 from tests.run.processes import summary as summary_of
-from tests.run.runs import DIGITS_NET, run_here
 
 from torusgd.errors import UserError
 from torusgd.report import page as pages
@@ -72,13 +71,6 @@ def test_logs_of_other_trainers_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("[1, {}]")
     with pytest.raises(UserError, match="no log with a step"):
         read_log(tmp_path / "no.json")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    run_here(folder, DIGITS_NET)
-    return folder
 
 
 def lines_of(run: Path) -> list[str]:
