@@ -12,6 +12,7 @@ from pathlib import Path
 from runpy import run_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -239,16 +240,10 @@ def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypat
     script["in_turn"](args, programs)
     assert list(seen.values()) == [(True, False), (True, False), (False, True)]
     assert not torch.backends.cudnn.benchmark
-    compiled: list[dict[str, Any]] = []
-
-    def noted(model: Any, **keywords: Any) -> Any:
-        compiled.append(keywords)
-        return model
-
-    monkeypatch.setattr(torch, "compile", noted)
+    monkeypatch.setattr(torch, "compile", compiled := Mock(side_effect=lambda model, **options: model))
     script["peer_step"](args, 2, compiled=True)
     options = {"deterministic": False, "triton.cudagraphs": False}
-    assert compiled == [{"options": options}], "Inductor may time its kernels"
+    assert [call.kwargs for call in compiled.call_args_list] == [{"options": options}], "Inductor may time its kernels"
 
 
 def test_the_gpu_benchmark_first_asks_for_repeatable_products_and_keeps_parts(monkeypatch: pytest.MonkeyPatch) -> None:
