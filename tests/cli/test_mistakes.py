@@ -75,10 +75,10 @@ def test_a_wrong_profile_is_reported_before_ranks_are_started_and_a_file_is_no_f
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """Files can't grow beyond 1,000 bytes."""
+def full_disk(most: int = 1000) -> Iterator[None]:
+    """Files can't grow beyond so many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         yield
     finally:

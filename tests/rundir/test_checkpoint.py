@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import resource
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import refused
+from tests.cli.test_mistakes import full_disk
+from tests.messages import refused, refuses
 from tests.run.runs import flip_a_byte
 
 from torusgd.errors import RunError
@@ -175,16 +174,9 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
     writer.save(checkpoint(4))
     writer.wait()
     large = Checkpoint({"fc.weight": torch.zeros(100_000)}, {}, {"step": 8})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
+    with full_disk(most=50_000):
         writer.save(large)
-        with refused("a checkpoint on a full disk", str(tmp_path), RunError, TMP=tmp_path):
-            writer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+        refuses("a checkpoint on a full disk", writer.wait, about=str(tmp_path), kind=RunError, TMP=tmp_path)
     assert os.listdir(tmp_path) == ["step-00000004"]
     writer.save(large)
     writer.close()

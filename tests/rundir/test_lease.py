@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 
 from torusgd.errors import RunError, UserError
@@ -116,8 +116,7 @@ def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any
     other.write(".lease-00000001.json", b'{"newer": 0}')
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
-    with refused("a lock of another version", f"--out {URL}"):
-        machine("a", lines)
+    refuses("a lock of another version", machine, "a", lines, about=f"--out {URL}")
     is_done.set()
     thread.join()
     assert len(lines) == 1

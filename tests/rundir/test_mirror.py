@@ -17,7 +17,7 @@ pytest.importorskip("fsspec")
 
 import torch
 from tests.data.buckets import KINDS, bucket
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from tests.run.processes import Process
 from tests.run.runs import DIGITS_NET, TINY, run_here, sets
@@ -105,8 +105,7 @@ def test_what_is_not_whole_is_not_taken(machines: Any, capsys: pytest.CaptureFix
     assert newest(machines("b")) == 1
     assert re.fullmatch(".*step-00000002.*is damaged.*\n", capsys.readouterr().out)
     Store(URL).delete("checkpoints/step-00000001/state.json")
-    with refused("a bucket without a good checkpoint", URL, RunError):
-        machines("c")
+    refuses("a bucket without a good checkpoint", machines, "c", about=URL, kind=RunError)
 
 
 def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
@@ -122,12 +121,10 @@ def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
 
 def test_places_that_hold_something_else_are_refused(machines: Any) -> None:
     Store(URL).write("photo.jpg", b"x")
-    with refused("a stranger's bucket", f"--out {URL}"):
-        machines("a")
+    refuses("a stranger's bucket", machines, "a", about=f"--out {URL}")
     machines("a", fresh=True)
     Store(URL).write("recipe.yaml", b"name: of somebody\n")
-    with refused("a stranger's bucket with a recipe", f"--out {URL}"):
-        machines("a", fresh=True)
+    refuses("a stranger's bucket with a recipe", machines, "a", fresh=True, about=f"--out {URL}")
     assert Store(URL).read("recipe.yaml") == b"name: of somebody\n"
 
 
@@ -142,8 +139,7 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("503 Slow Down")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", fails)
-    with refused("a bucket that takes no result", URL, RunError):
-        mirror.put_result()
+    refuses("a bucket that takes no result", mirror.put_result, about=URL, kind=RunError)
     with pytest.raises(OSError, match="503"):
         advance(mirror, 2)
     writer = CheckpointWriter(mirror.folder / "checkpoints", 2, {}, partial(mirror.put_checkpoint, keep=2))
@@ -157,12 +153,10 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", forbidden)  # which no time mends
     writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 4}))
-    with refused("a bucket that takes no checkpoint", URL, RunError, FOLDER=mirror.folder):
-        writer.wait()
+    refuses("a bucket that takes no checkpoint", writer.wait, about=URL, kind=RunError, FOLDER=mirror.folder)
     writer.close()
     monkeypatch.setattr(MemoryFileSystem, "find", fails)
-    with refused("a bucket that can't be used", f"--out {URL}"):
-        machines("a")
+    refuses("a bucket that can't be used", machines, "a", about=f"--out {URL}")
     assert (mirror.folder / NAME).exists()
 
 
@@ -224,8 +218,7 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(move: Any, monkeypatch: pytes
         assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
     with Mirror(URL).held(fresh=False):
         pass  # another machine takes over a run that has no checkpoint yet
-    with refused("a request to a run that is gone", view.name):
-        view.running("scale")
+    refuses("a request to a run that is gone", view.running, "scale", about=view.name)
 
 
 def slowly(pause: float) -> list[str]:

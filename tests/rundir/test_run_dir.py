@@ -23,15 +23,9 @@ def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
     folder = RunDir(path)
     with folder.lock():
         folder.claim(recipe, fresh=False)
-    names = (
-        "events.jsonl",
-        "model.safetensors",
-        "notes.txt",
-        "tensorboard/events.out.tfevents.1",
-        ".summary.json.0123abcd",
-    )
-    parts = ("checkpoints/notes.txt", "checkpoints/step-00000004/a", "checkpoints/.step-00000008.partial/a")
-    for name in (*names, *parts):
+    files = "events.jsonl model.safetensors notes.txt tensorboard/events.out.tfevents.1 .summary.json.0123abcd"
+    parts = "checkpoints/notes.txt checkpoints/step-00000004/a checkpoints/.step-00000008.partial/a"
+    for name in (*files.split(), *parts.split()):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("x")
     folder.summary.write_text(json.dumps({"steps": 30, "top1": 0.5}))
@@ -81,8 +75,7 @@ def test_a_run_that_ended_before_its_first_step_makes_room_for_its_mended_recipe
 def test_a_strangers_folder_is_refused_and_with_fresh_only_added_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     folder = RunDir(tmp_path)
-    with refused("a stranger's folder", f"--out {tmp_path}", TMP=tmp_path):
-        folder.claim(RECIPE, fresh=False)
+    refuses("a stranger's folder", folder.claim, RECIPE, fresh=False, about=f"--out {tmp_path}", TMP=tmp_path)
     folder.claim(RECIPE, fresh=True)
     assert files(tmp_path) == ["recipe.yaml", "thesis.tex"]
 
@@ -165,8 +158,7 @@ def test_a_file_in_place_of_the_folder_is_one_line_and_a_full_disk_is_no_mistake
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
         with refused(f"to lock a file's {path.name}", f"--out {path}: ", PATH=path), RunDir(path).lock():
             pass
-        with refused("to read a file as a run's folder", f"--out {path}: ", PATH=path):
-            RunDir(path).data_revision()
+        refuses("to read a file as a run's folder", RunDir(path).data_revision, about=f"--out {path}: ", PATH=path)
     (tmp_path / ".holder").symlink_to("/dev/full")
     with refused("a folder on a full disk", f"--out {tmp_path}", RunError, TMP=tmp_path), RunDir(tmp_path).lock():
         pass

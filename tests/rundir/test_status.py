@@ -32,6 +32,8 @@ def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None, **more: 
 
 
 class Phases(Liveness):
+    """Notes what a rank does."""
+
     def __init__(self) -> None:
         self.phases: list[str] = []
 
@@ -95,11 +97,7 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     about |= {"images_per_second": 3.0, "seconds_left": 4, "shares": {"0": 2}, "virtual_workers": 2, "process": 1}
     status.write_text(json.dumps(about | {"loss": None}))  # as after a step whose loss is not finite
     assert "mine\\x1b[2J: train, step 7 of 9, epoch 0.50, loss not finite\n" in run_cli("status", tmp_path)[1]
-    odd: list[dict[str, Any]] = [
-        {"images_per_second": 10**400},
-        {"shares": []},
-        {"step": None, "virtual_workers": "two"},
-    ]
+    odd: Any = ({"images_per_second": 10**400}, {"shares": []}, {"step": None, "virtual_workers": "two"})
     for news in odd:
         status.write_text(json.dumps(about | {"loss": 1.0} | news))
         command, *words = ("resize", "--workers", 2) if "virtual_workers" in news else ("status",)
