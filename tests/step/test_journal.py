@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refused, refuses
 
 from torusgd.errors import UserError
 from torusgd.step.journal import Journal, JournalHead, entry_of, read_journal, synchronous
@@ -64,8 +64,7 @@ def test_damage_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "j"
     head = written(path)
     path.write_text(DAMAGE[damage](path.read_text()))
-    with refused(f"a journal: {damage}", "PATH", PATH=path):
-        read_journal(path, SHA, 6, head.as_summary(len(TAKEN)))
+    refuses(f"a journal: {damage}", read_journal, path, SHA, 6, head.as_summary(len(TAKEN)), about="PATH", PATH=path)
     if damage != "cut between lines":  # the last line's, which a rank that goes on completes
         with pytest.raises(UserError) as error:
             Journal(SHA, 6, head).open(path)
@@ -79,8 +78,7 @@ def test_a_cut_before_the_checkpoint_of_a_run_that_is_not_done_is_refused(tmp_pa
     assert len(read_journal(path, SHA, 6, reached=reached).left_out) == len(TAKEN)
     path.write_text(lines_of(path.read_text(), 0, 1, 2))
     assert len(read_journal(path, SHA, 6).left_out) == 2
-    with refused("a journal cut before its checkpoint", "PATH", PATH=path):
-        read_journal(path, SHA, 6, reached=reached)
+    refuses("a journal cut before its checkpoint", read_journal, path, SHA, 6, reached=reached, about="PATH", PATH=path)
     with refused("a replay without its journal", "FOLDER/none", FOLDER=tmp_path):
         read_journal(tmp_path / "none", SHA, 6)
     with refused("a run without its journal", "FOLDER/none", FOLDER=tmp_path):
