@@ -18,7 +18,6 @@ from torusgd.data.pipeline import Batch
 from torusgd.errors import RunError
 from torusgd.models import build_model
 from torusgd.rng import DROPOUT, seed_torch
-from torusgd.weights import load_weights, weights_sha256
 
 PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
 
@@ -170,11 +169,3 @@ class Vanishing(Half):
         if self.reads > 30:
             raise FileNotFoundError(2, "No such file or directory", f"image-{index}.png")
         return super().read(index)
-
-
-def test_same_recipe_same_hash_as_the_saved_file_and_another_seed_another(tmp_path: Path) -> None:
-    first, again, other = (run_here(tmp_path / str(i), *o)[0] for i, o in enumerate(((), (), ("seed=1",))))
-    assert first["weights_sha256"] == again["weights_sha256"] != other["weights_sha256"]
-    tensors, metadata = load_weights(tmp_path / "0" / "model.safetensors")
-    assert weights_sha256(tensors) == first["weights_sha256"]
-    assert metadata["recipe_sha256"] == first["recipe_sha256"]
