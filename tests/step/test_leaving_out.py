@@ -10,14 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.polling import until
 from tests.run.processes import last_step, summary
 from tests.run.runs import SMALL, events
+from tests.rundir.test_status import Phases
 from tests.step.trainers import job_of, run_of, trainer_of
 from torch import Tensor
 
-from torusgd.comm.base import Liveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.step.deadlines import PassThread, deadlines_of
@@ -134,18 +134,9 @@ def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_pat
 
 def test_a_look_at_a_pass_that_hangs_is_no_progress() -> None:
     """Or nobody would ever learn what its rank waits for."""
-    noted: list[str] = []
-
-    class Noted(Liveness):
-        def progress(self, phase: str, step: int, unit: int) -> None:
-            noted.append(phase)
-
-        def outside(self, what: str, where: str) -> None:
-            noted.append(what)
-
     recipe = load_recipe("digits", [*BASE, f"synchrony={IDLE['all']}"]).recipe
     job = job_of(recipe=recipe.resolve(precision="float32", memory_format="channels_last"))
-    trainer = trainer_of(job, liveness=Noted())
+    trainer = trainer_of(job, liveness=(noted := Phases()))
     real = trainer.step.images.take
 
     def slow(step: Any, worker: int, membership: Any) -> Any:
@@ -155,13 +146,13 @@ def test_a_look_at_a_pass_that_hangs_is_no_progress() -> None:
     deadlines = deadlines_of(recipe, None, trainer.membership.shares, 0)
     with patch.object(trainer.step.images, "take", slow):
         for step in range(3):
-            noted.clear()
+            noted.phases.clear()
             stats = trainer.step.run(trainer.membership, deadlines.next(step))
             assert stats is not None
             deadlines.observe(stats.finished, stats.times.seconds)
     trainer.close()
-    assert "images" in noted
-    assert noted.count("train") <= 3 * 8
+    assert "images" in noted.phases
+    assert noted.phases.count("train") <= 3 * 8
 
 
 def test_a_rank_asleep_in_a_pass_holds_up_nobody(tmp_path: Path) -> None:
@@ -246,8 +237,7 @@ def test_the_command_compares_a_replay_with_its_run(
      "{form: local, local_steps: 3, outer: {momentum: 0.0}}"],
 )  # fmt: skip
 def test_a_block_that_makes_no_sense_is_refused_in_one_line(words: str) -> None:
-    with refused(f"synchrony={words}"):
-        load_recipe("digits", [*BASE, f"synchrony={words}"])
+    refuses(f"synchrony={words}", load_recipe, "digits", [*BASE, f"synchrony={words}"])
 
 
 @pytest.mark.parametrize(("name", "synchrony", "job"), [
