@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from tests.commands import command, ran
-from tests.messages import refused
+from tests.messages import refuses
 from tests.run.processes import Process, held_port
 from tests.run.runs import DIGITS_NET, TINY, run_here, sets
 from torusgd.arithmetic import METHODS, portable
@@ -47,8 +47,7 @@ WHOLE = (*DATA, "clip_grad_norm=0.5", "average={half_life: 2st}", "label_smoothi
 
 def test_a_pass_outside_of_portable_arithmetic_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.run.runs.arithmetic_of", lambda recipe: nullcontext())
-    with refused("a pass outside of portable arithmetic", kind=RunError):
-        run_here(tmp_path, *DATA)
+    refuses("a pass outside of portable arithmetic", run_here, tmp_path, *DATA, kind=RunError)
 
 
 _NAMES = """
@@ -283,9 +282,3 @@ def test_column_blocks_have_one_hash_on_one_rank_and_on_two(tmp_path: Path) -> N
     alone = trained(tmp_path / "one", "--workers", "1", *blocks)
     pair = trained(tmp_path / "two", "--workers", "2", "--model-parallel", "2", *blocks, **FAR)
     assert alone == pair != GOLDEN
-
-
-@pytest.mark.slow
-def test_float32_has_several_hashes_on_these_machines(tmp_path: Path) -> None:
-    found = {trained(tmp_path / str(n), recipe="digits", **each) for n, each in enumerate(({}, *MACHINES[:6], FAR))}
-    assert len(found) > 1, "one hash of portable arithmetic would prove nothing"
