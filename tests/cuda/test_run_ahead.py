@@ -17,7 +17,7 @@ from tests.comm.gloo_world import on_ranks
 from tests.cuda.fake_cuda import FakeGpu, Races
 from tests.cuda.test_host_reads import counted
 from tests.cuda.trainers import SGD, STEPS, all_steps, left, make_trainer, on_gpu, plain_bits, steps_of_all, take
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.runs import events, run_here
 from tests.step.test_watch import OddSteps
 from tests.step.trainers import Sent, job_of
@@ -104,8 +104,7 @@ def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
 def test_an_error_leaves_what_the_last_good_step_left() -> None:
     trainers = in_both_forms(SGD, by=float("nan"))
     for trainer in trainers:
-        with refused("gradients that are not finite", "step 4", kind=RunError):
-            all_steps(trainer)
+        refuses("gradients that are not finite", all_steps, trainer, about="step 4", kind=RunError)
     assert len(set(map(left, trainers))) == 1
 
 

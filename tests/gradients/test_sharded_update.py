@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import on_ranks, run_ranks, write_profile
-from tests.messages import refused, refuses
+from tests.messages import refuses
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -182,7 +182,6 @@ def test_mistakes_are_refused_before_anything_runs():
         (half, torch.optim.SGD(half.parameters(), lr=0.1), None, "weight: must be float32"),
     ]
     for network, optimizer, wire, about in wrong:
-        with refused(f"a sharded update, {about}", about):
-            ShardedUpdate(network, optimizer, wire=wire)
+        refuses(f"a sharded update, {about}", ShardedUpdate, network, optimizer, wire=wire, about=about)
     ShardedUpdate(other, optimizer := torch.optim.SGD(other.parameters(), lr=0.1))
     refuses("a sharded update, optimizer.step()", optimizer.step, about="optimizer.step()")

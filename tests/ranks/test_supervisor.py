@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.commands import ran
-from tests.messages import refused
+from tests.messages import refuses
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.step.trainers import job_of, take, trainer_of
@@ -121,8 +121,7 @@ def test_a_machine_without_loopback_is_refused_at_once(monkeypatch: pytest.Monke
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    with refused("no loopback", "127.0.0.1"):
-        serve_store()
+    refuses("no loopback", serve_store, about="127.0.0.1")
 
 
 def test_every_rank_runs_the_function_also_anew_and_a_slow_one_is_waited_for(attempts: Attempts) -> None:
@@ -229,8 +228,7 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     monkeypatch.setattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # as before the first start
-    with refused("a current folder that is gone", "the current folder"):
-        start_forkserver()
+    refuses("a current folder that is gone", start_forkserver, about="the current folder")
 
 
 ELSEWHERE = 1

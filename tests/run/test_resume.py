@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.processes import ended_well, results, run_alone
 from tests.run.runs import events, flip_a_byte, run_here
 from torusgd.errors import RunError, UserError
@@ -55,8 +55,7 @@ def test_more_steps_go_on_from_the_newest_good_checkpoint(recipe, out: Path, und
 def test_a_run_without_a_good_checkpoint_needs_fresh(recipe: Path, out: Path, undisturbed: dict[str, Any]) -> None:
     for path in list_checkpoints(out / "checkpoints"):
         flip_a_byte(path / FILES[0])
-    with refused("damaged checkpoints alone", kind=RunError, TMP=out / "checkpoints"):
-        run_alone(out, recipe)
+    refuses("damaged checkpoints alone", run_alone, out, recipe, kind=RunError, TMP=out / "checkpoints")
     told = run_alone(out, recipe, fresh=True)
     assert (results(told), told["resumed_from"]) == (undisturbed, 0)
     assert not list((out / "checkpoints").glob("*.damaged"))
@@ -69,15 +68,13 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
 
 
 def test_a_checkpoint_of_other_data_weights_or_more_steps_is_refused(recipe: Path, out: Path, tmp_path: Path) -> None:
-    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
-        run_alone(out, recipe, max_steps=10)
+    refuses("fewer steps than done", run_alone, out, recipe, max_steps=10, about="--max-steps 10", TMP=tmp_path)
     with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(out / "model.safetensors"))
     assert (out / "summary.json").exists(), "a refused command removes no result"
     fingerprint = json.loads((out / "checkpoints" / "step-00000015" / FILES[2]).read_text())["fingerprint"]
     change_progress(out, fingerprint=fingerprint | {"train_images": 97})
-    with refused("a checkpoint of more images", "the checkpoint of step 15"):
-        run_alone(out, recipe)
+    refuses("a checkpoint of more images", run_alone, out, recipe, about="the checkpoint of step 15")
 
 
 def change_progress(out: Path, **changes: Any) -> None:
@@ -107,8 +104,7 @@ def test_a_state_without_a_tensor_is_refused(recipe: Path, out: Path, name: str)
 )
 def test_a_strangers_checkpoint_is_refused_in_one_line(recipe: Path, out: Path, changes: dict[str, Any]) -> None:
     change_progress(out, **changes)
-    with refused(f"a checkpoint with {changes}", "the checkpoint of step 15"):
-        run_alone(out, recipe)
+    refuses(f"a checkpoint with {changes}", run_alone, out, recipe, about="the checkpoint of step 15")
 
 
 def test_a_strangers_checkpoint_folder_leads_nowhere(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.runs import DIGITS_NET, TINY, run_here
 from tests.step.trainers import job_of, run_of
 from torusgd.errors import UserError
@@ -143,8 +143,7 @@ def test_a_frozen_layer_keeps_its_weights_and_its_statistics(tmp_path: Path, ten
 
 @pytest.mark.parametrize("freeze", ["[conf1]", "['*']"])
 def test_freezing_what_is_not_there_is_refused(tmp_path: Path, freeze: str) -> None:
-    with refused(f"model.freeze={freeze}", "model.freeze"):
-        run_here(tmp_path, f"model.freeze={freeze}")
+    refuses(f"model.freeze={freeze}", run_here, tmp_path, f"model.freeze={freeze}", about="model.freeze")
 
 
 def test_a_new_head_is_drawn_and_listed(tmp_path: Path, ten_classes: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,13 +191,9 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, case: str, change:
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe("digits").recipe
-    with refused("initial weights that are not there", "--init nowhere"):
-        check_initial("nowhere", recipe)
-    with refused("weights of timm for another network", "--init timm"):
-        check_initial("timm", recipe)
+    refuses("initial weights that are not there", check_initial, "nowhere", recipe, about="--init nowhere")
+    refuses("weights of timm for another network", check_initial, "timm", recipe, about="--init timm")
     for name in ("hf:", "hf:me/net/file", "hf:me/net@"):
-        with refused(f"no name of the hub: {name}", f"--init {name}"):
-            check_initial(name, recipe)
+        refuses(f"no name of the hub: {name}", check_initial, name, recipe, about=f"--init {name}")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with refused("the hub without its package", "--init hf:me/net"):
-        read_initial("hf:me/net", recipe)
+    refuses("the hub without its package", read_initial, "hf:me/net", recipe, about="--init hf:me/net")

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tests.comm.gloo_world import on_ranks
-from tests.messages import refused
+from tests.messages import refused, refuses
 from tests.run.faults import Fault, in_gradient, in_images, in_weights
 from tests.run.runs import before_steps
 from tests.step.trainers import Sent, end_of, job_of, recipe_of, run_of, take, take_all, trainer_of, weights_of
@@ -398,8 +398,7 @@ def test_every_bit_of_every_element_counts_and_so_does_the_order_of_elements() -
                 check(ranks, 0)
             whole.copy_(before)
     whole[[7, 40_000]] = whole[[40_000, 7]]
-    with refused("drift of a rank", "step 10: rank 2 on host2 holds", CorruptionError):
-        check(ranks, 0)
+    refuses("drift of a rank", check, ranks, 0, about="step 10: rank 2 on host2 holds", kind=CorruptionError)
 
 
 def test_a_rank_alone_and_a_watch_that_is_off_send_nothing() -> None:

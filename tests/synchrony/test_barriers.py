@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.errors import UserError
 from torusgd.synchrony.barriers import Barrier, barrier, lag_bounds, passages, steps_begun
@@ -77,8 +77,7 @@ def test_lags_of_a_simulated_run_lie_below_the_bound() -> None:
 
 @pytest.mark.parametrize("text", ["", "ssp", "ssp:-1", "pbsp", "pssp:4", "bsp:1"])
 def test_a_wrong_barrier_is_one_line(text: str) -> None:
-    with refused("a barrier that is none", "barrier", TEXT=repr(text)):
-        barrier(text)
+    refuses("a barrier that is none", barrier, text, about="barrier", TEXT=repr(text))
 
 
 def test_bounds_of_the_lag() -> None:

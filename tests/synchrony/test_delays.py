@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.messages import refused
+from tests.messages import refuses
 
 from torusgd.synchrony.delays import delay_model
 
@@ -53,5 +53,4 @@ def test_the_log_normal_is_drop_computes_and_times_add_without_rounding() -> Non
      "shifted-exponential:2", "exponential++pause", "lognormal@inf", "pause:nan"],
 )  # fmt: skip
 def test_a_wrong_text_is_one_line(text: str) -> None:
-    with refused(f"delays {text}", "delays: "):
-        delay_model(text, seed=0)
+    refuses(f"delays {text}", delay_model, text, seed=0, about="delays: ")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.messages import refused
+from tests.messages import refuses
 from torch import nn
 from torch.nn.functional import linear
 
@@ -65,8 +65,7 @@ def test_blocks_share_the_memory_of_the_parameters() -> None:
     ("more blocks than outputs", nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4),
 ])  # fmt: skip
 def test_a_network_without_a_tail_is_refused(name: str, network: nn.Module, blocks: int) -> None:
-    with refused(name, f"column_blocks = {blocks}"):
-        column_tail(network, blocks)
+    refuses(name, column_tail, network, blocks, about=f"column_blocks = {blocks}")
 
 
 @settings(deadline=None, max_examples=100)
