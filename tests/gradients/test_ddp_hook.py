@@ -60,6 +60,12 @@ def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: boo
     return found
 
 
+def hooked(network: nn.Module, wire: Any = "exact", **options: Any) -> Any:
+    model = DistributedDataParallel(network, **options)
+    ddp_hook(model, "ring", wire)
+    return model
+
+
 CASES = [
     ({}, True, False), ({"gradient_as_bucket_view": True}, True, False), ({"static_graph": True}, True, False),
     ({"find_unused_parameters": True}, False, False),
@@ -166,9 +172,7 @@ def test_overflow_is_summed_anew_and_what_is_not_finite_is_nan_everywhere(wire):
 
     The sum of the last ones is beyond float16 (65,504); the mean is not.
     """
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
-    ddp_hook(model, "ring", wire)
-    seen = []
+    model, seen = hooked(nn.Linear(3, 2, bias=False), wire), []
     for size in (1.0, 1.0, 2000.0, float("inf"), 1.0, 60000.0, 60000.0):
         model.zero_grad()
         (model(torch.ones(1, 3)).sum() * (size if dist.get_rank() == 1 or size < 1e30 else 1.0)).backward()
@@ -198,8 +202,7 @@ def test_ranks_with_other_arguments_say_so(first, other):
 @on_ranks(2)
 def test_a_step_of_zeros_says_nothing_of_the_next(wire):
     """Neither in the first steps nor later: what follows is tiny, and arrives."""
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
-    ddp_hook(model, "ring", wire)
+    model = hooked(nn.Linear(3, 2, bias=False), wire)
     for size in (0.0, 0.0, 3e-12, 3e-12, 0.0, 3e-12, float("inf"), 3e-12):
         model.zero_grad()
         (model(torch.ones(1, 3)).sum() * size).backward()
@@ -210,8 +213,7 @@ def test_a_step_of_zeros_says_nothing_of_the_next(wire):
 @on_ranks(2, timeout=60)
 def test_a_sum_that_ends_before_its_pass_does_is_measured_once():
     """Zeros have the next step measured anew; the pass whose bucket has come back already must not join in that."""
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
-    ddp_hook(model, "ring", "exact")
+    model = hooked(nn.Linear(3, 2, bias=False))
     for size in (0.0, 0.0, 1.0):
         model.zero_grad()
         images = torch.ones(1, 3, requires_grad=True)
@@ -225,8 +227,7 @@ def test_a_sum_that_ends_before_its_pass_does_is_measured_once():
 @on_ranks(2, timeout=60)
 def test_a_step_without_a_scale_is_measured_where_a_rank_has_no_more_input(first):
     """Under join() that rank takes part in the passes that send, and in no other."""
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
-    ddp_hook(model, "ring", "exact")
+    model = hooked(nn.Linear(3, 2, bias=False))
     with model.join():
         for size in (first, 1.0)[: 2 - dist.get_rank()]:
             model.zero_grad()
@@ -239,8 +240,7 @@ def test_a_step_without_a_scale_is_measured_where_a_rank_has_no_more_input(first
 
 @on_ranks(2, timeout=60)
 def test_a_step_given_up_under_join_leaves_no_scale_to_the_next():
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    ddp_hook(model, "ring", "exact")
+    model = hooked(nn.Linear(3, 2))
     with model.join():
         for size in (1e15, 1e-9):
             model.zero_grad()
@@ -253,8 +253,7 @@ def test_a_step_given_up_under_join_leaves_no_scale_to_the_next():
 @pytest.mark.parametrize("before", [0, 1])
 @on_ranks(2)
 def test_nothing_is_left_of_a_pass_that_failed(before):
-    model = DistributedDataParallel(Net())
-    ddp_hook(model, "ring", "exact")
+    model = hooked(Net())
     images, fails = torch.ones(2, 3, 5, 5), [False]
     model.module.conv.weight.register_hook(lambda _: next(iter(())) if fails[0] else None)
     gradients = []
@@ -313,12 +312,6 @@ def test_a_gradient_scaler_finds_its_scale_and_the_bits_stay():
     found = [run_ranks(size, _scaled_down_to_what_is_finite) for size in (1, 2, 4)]
     assert [each == found[0][0] for some in found for each in some] == [True] * 7
     assert found[0][0][0] == [111, 95, 79, 79]
-
-
-def hooked(network: nn.Module, **options: Any) -> Any:
-    model = DistributedDataParallel(network, **options)
-    ddp_hook(model, "ring", "exact")
-    return model
 
 
 def backward(model: Any, factor: float = 1.0) -> None:
