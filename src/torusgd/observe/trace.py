@@ -11,9 +11,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,8 +26,7 @@ from ..weights import write_text
 _DEVICES = 1_000_000
 
 
-@dataclass(frozen=True)
-class TracedSteps:
+class TracedSteps(NamedTuple):
     """Which steps are traced, counted from 1 as in events.jsonl."""
 
     first: int
@@ -85,7 +83,7 @@ class StepTrace:
             "base": own.get("baseTimeNanoseconds", 0) - time.time_ns() + round(1e9 * Clock(world).now()),
             "events": own["traceEvents"],
         }
-        parts = [json.loads(world.broadcast_text(json.dumps(part), index)) for index in range(world.size)]
+        parts = [world.broadcast_json(part, index) for index in range(world.size)]
         if world.rank == 0:
             write_text(self._path, json.dumps(merged(dict(zip(world.ranks, parts, strict=True)))) + "\n")
 

@@ -22,12 +22,12 @@ from ..synchrony.delays import delay_model
 
 class _JobTree(BaseModel):
     recipe: Recipe
-    runtime: RuntimeOptions
+    options: RuntimeOptions
     device: Literal["cpu", "cuda"]
-    out: str
+    out: Path
     max_steps: PositiveInt | None
     delays: str
-    trace: tuple[int, int] | None
+    trace: TracedSteps | None
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,14 @@ class Job:
     def as_dict(self) -> dict[str, Any]:
         """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""
         # Ranks that join get weights and write nothing, so neither `init` nor `bucket` is in it.
-        plain = {"device": self.device, "out": str(self.out), "max_steps": self.max_steps, "delays": self.delays}
         options = self.options.model_dump(mode="json", exclude_unset=True)
-        trace = None if self.trace is None else [self.trace.first, self.trace.last]
-        return {"recipe": self.recipe.as_dict(), "runtime": options, **plain, "trace": trace}
+        plain = {name: getattr(self, name) for name in ("device", "max_steps", "delays", "trace")}
+        return {"recipe": self.recipe.as_dict(), "options": options, "out": str(self.out), **plain}
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
         """From what `as_dict` gave, with the data set of this machine; UserError if it is something else."""
-        found = validate(_JobTree, tree, "the run's job")
-        trace = None if found.trace is None else TracedSteps(*found.trace)
-        rest: dict[str, Any] = {"max_steps": found.max_steps, "delays": found.delays, "trace": trace}
-        return cls(found.recipe, found.runtime, found.device, Path(found.out), data, **rest)
+        return cls(**dict(validate(_JobTree, tree, "the run's job")), data=data)
 
     def command(self) -> dict[str, Any]:
         """What the user gave beside the recipe, and `with_graphs` decided, as plain JSON, to be given again."""
