@@ -149,10 +149,12 @@ class Named(nn.Module):
         return self.norm(input=images)
 
 
-def test_a_layer_may_be_called_by_its_inputs_name() -> None:
+def test_a_layer_and_a_model_may_be_called_by_their_inputs_names() -> None:
     model, images = Named(), torch.randn(8, 2, 3, 3)
-    polish(model, [images])
-    torch.testing.assert_close(model.norm.running_mean, images.mean((0, 2, 3)))
+    for batches in ([images], [{"images": images[:0]}, {}, {"images": images}]):
+        model.norm.reset_running_stats()
+        assert polish(model, batches) == 8
+        torch.testing.assert_close(model.norm.running_mean, images.mean((0, 2, 3)))
 
 
 @on_ranks(2)

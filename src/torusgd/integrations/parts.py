@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..data.sampler import BatchSizeSchedule, StreamSampler
 from ..errors import UserError
 from ..gradients.ddp_hook import Wire, ddp_hook
-from ..step.polish import own_module, polish
+from ..step.polish import polish
 from .replicas import Replicas
 
 
@@ -50,34 +50,15 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str,
         UserError: A batch is neither, such as a pair of images and labels.
     """
     device = next(model.parameters()).device
-    return polish(_ByName(model), (_sent(batch, device) for batch in batches))
+    return polish(model, (_sent(batch, device) for batch in batches))
 
 
-def _sent(batch: Any, device: torch.device) -> Any:
+def _sent(batch: Any, device: torch.device) -> Tensor | dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return _Batch(batch, device)
+        return {name: tensor.to(device) for name, tensor in batch.items()}
     raise UserError(
         f"precise_batch_norm: takes tensors or mappings of inputs by name, not {type(batch).__name__}; of "
         "pairs give the images alone: (images for images, labels in loader)"
     )
-
-
-class _Batch:
-    """Inputs by name with the number of samples as their length, on the model's device."""
-
-    def __init__(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self.inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-
-    def __len__(self) -> int:
-        return len(next(iter(self.inputs.values())))
-
-
-class _ByName(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = own_module(model)
-
-    def forward(self, batch: Tensor | _Batch) -> Any:
-        return self.model(**batch.inputs) if isinstance(batch, _Batch) else self.model(batch)

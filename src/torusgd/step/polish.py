@@ -5,7 +5,7 @@ its population mean and variance, equal for any number of ranks. (Fujitsu's name
 first form is a last stage with `augment: false`.) Or the averages go on for some forward passes alone, `refresh`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, islice, pairwise
@@ -35,7 +35,9 @@ _USUAL_MOMENTUM = 0.1
 
 
 @torch.no_grad()
-def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | None = None) -> int:
+def polish(
+    model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]], allreduce: AllReduce | None = None
+) -> int:
     """Sets the running statistics of every batch-norm layer that isn't frozen to those of the given images.
 
     Each layer normalises with the statistics of its batch, and gets mean = E[x] and variance = E[var] + Var[mean]
@@ -44,8 +46,9 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
 
     Args:
         model: Any model, in DistributedDataParallel or not; its mode stays.
-        batches: This rank's batches (n, c, h, w), on the model's device, of at least 2 images. Cut the images into
-            the same batches on any number of ranks, and share these out in any way: the result is the same.
+        batches: This rank's batches (n, c, h, w), on the model's device, of at least 2 images; or mappings of the
+            model's inputs by name. Cut the images into the same batches on any number of ranks, and share these out in
+            any way: the result is the same.
         allreduce: Sums over ranks; by default over all ranks of torch.distributed, if it is initialised.
 
     Returns:
@@ -58,7 +61,8 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
-    model = own_module(model)
+    # DistributedDataParallel's own forward is a collective, and ranks have other numbers of batches.
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
@@ -72,9 +76,12 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
         counts[index] += number
 
     with _watched(model, layers, add):
-        for batch in filter(len, batches):  # nothing is left of one that can't be decoded, and its mean would be nan
-            model(batch)
-            counts[-1] += len(batch)
+        for batch in batches:
+            named = batch if isinstance(batch, Mapping) else None
+            number = len(batch if named is None else next(iter(named.values()), ()))
+            if number:  # nothing is left of one that can't be decoded, and its mean would be nan
+                model(batch) if named is None else model(**named)
+                counts[-1] += number
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
     (*of_layers, images), *parts = message.split([len(counts), *(s.numel() for s in sums)])
@@ -86,11 +93,6 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
             layer.get_buffer("running_mean").copy_(mean)
             layer.get_buffer("running_var").copy_(variance + (square - mean.square()).clamp(min=0))
     return int(images)
-
-
-def own_module(model: nn.Module) -> nn.Module:
-    """Without DistributedDataParallel, whose forward is a collective: ranks have other numbers of batches to polish."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @torch.no_grad()
