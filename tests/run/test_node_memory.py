@@ -116,7 +116,7 @@ def test_a_copy_is_read_by_the_agents_next_worker_and_removed_at_the_end(shared:
     assert again is not None
     found = again.read()
     assert found is not None
-    assert (found.step, found.model["w"].tolist()) == (5, [5.0, 5.0, 5.0])
+    assert (found.step, found.tensors["model/w"].tolist()) == (5, [5.0, 5.0, 5.0])
     for each in (memory, again):
         each.forget()
     assert (memory.is_due(), [*shared.iterdir()]) == (False, [])

@@ -65,7 +65,9 @@ def test_metadata_that_names_code_is_refused(tmp_path: Path, run_cli, trap: Path
         given = tmp_path / "model.safetensors"
         save_weights(given, weights(), described)
     else:
-        given = write_checkpoint(tmp_path, Checkpoint(weights(), {}, {"step": 1}), described)
+        given = write_checkpoint(
+            tmp_path, Checkpoint({f"model/{name}": each for name, each in weights().items()}, {"step": 1}), described
+        )
     path = list(sys.path)
     code, _, err = run_cli(command, given)
     assert (code, err.count("\n")) == (2, 1), err

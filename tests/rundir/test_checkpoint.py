@@ -42,9 +42,9 @@ def newest(folder: Path, warn: Callable[[str], None] = pytest.fail) -> Checkpoin
 
 
 def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
-    weights = {"fc.weight": torch.full((4, 3), value), "bn.num_batches_tracked": torch.tensor(step)}
+    weights = {"model/fc.weight": torch.full((4, 3), value), "model/bn.num_batches_tracked": torch.tensor(step)}
     state = {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)}
-    return Checkpoint(weights, state, {"step": step, "samples": 10 * step})
+    return Checkpoint(weights | state, {"step": step, "samples": 10 * step})
 
 
 def write(folder: Path, *steps: int) -> None:
@@ -57,9 +57,11 @@ def test_what_is_written_is_read_also_a_tensor_with_two_names(tmp_path: Path) ->
     assert path.name == "step-00000007"
     found = read_checkpoint(path)
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
-    assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
-    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
-    assert (load_weights(path / FILES[0])[1], os.listdir(tmp_path)) == ({"classes": '["a"]'}, ["step-00000007"])
+    assert torch.equal(found.tensors["model/fc.weight"], torch.full((4, 3), 0.1))
+    assert torch.equal(found.tensors["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
+    model, metadata = load_weights(path / FILES[0])  # by the model's own names
+    assert (sorted(model), metadata) == (["bn.num_batches_tracked", "fc.weight"], {"classes": '["a"]'})
+    assert os.listdir(tmp_path) == ["step-00000007"]
     shared = torch.nn.Linear(2, 2)
     save_weights(tmp_path / "w.safetensors", torch.nn.Sequential(shared, torch.nn.ReLU(), shared).state_dict(), {})
     tensors, _ = load_weights(tmp_path / "w.safetensors")
@@ -161,19 +163,19 @@ def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatc
 def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
     writer, given = CheckpointWriter(tmp_path, 2, {}), checkpoint(4)
     writer.save(given)
-    for tensor in (*given.model.values(), *given.state.values()):
+    for tensor in given.tensors.values():
         tensor.zero_()  # the next step
     writer.close()
     found = newest(tmp_path)
-    assert torch.equal(found.model["fc.weight"], torch.ones(4, 3))
-    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
+    assert torch.equal(found.tensors["model/fc.weight"], torch.ones(4, 3))
+    assert torch.equal(found.tensors["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
 
 
 def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, 2, {})
     writer.save(checkpoint(4))
     writer.wait()
-    large = Checkpoint({"fc.weight": torch.zeros(100_000)}, {}, {"step": 8})
+    large = Checkpoint({"model/fc.weight": torch.zeros(100_000)}, {"step": 8})
     with full_disk(most=50_000):
         writer.save(large)
         refuses("a checkpoint on a full disk", writer.wait, about=str(tmp_path), kind=RunError, TMP=tmp_path)
@@ -187,7 +189,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
 def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        folder = write_checkpoint(tmp_path, Checkpoint({"w": torch.zeros(2)}, {}, {"step": 1}), {})
+        folder = write_checkpoint(tmp_path, Checkpoint({"model/w": torch.zeros(2)}, {"step": 1}), {})
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}

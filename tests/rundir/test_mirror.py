@@ -63,7 +63,7 @@ def advance(mirror: Mirror, step: int, keep: int = 2) -> None:
     RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
     with (mirror.folder / "events.jsonl").open("a") as file:
         file.write(f"{step}\n")
-    checkpoint = Checkpoint({"w": torch.full((3,), 1.0)}, {"momentum": torch.ones(3)}, {"step": step})
+    checkpoint = Checkpoint({"model/w": torch.full((3,), 1.0), "momentum": torch.ones(3)}, {"step": step})
     mirror.put_checkpoint(write_checkpoint(mirror.folder / "checkpoints", checkpoint, {}), keep)
 
 
@@ -143,7 +143,7 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="503"):
         advance(mirror, 2)
     writer = CheckpointWriter(mirror.folder / "checkpoints", 2, {}, partial(mirror.put_checkpoint, keep=2))
-    writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 3}))
+    writer.save(Checkpoint({"model/w": torch.ones(3)}, {"step": 3}))
     writer.wait()  # the run goes on: its disk has the checkpoint
     told = f"torusgd: {URL}/.run-name: can't be written: 503 Slow Down; step-00000003 is here alone, the next one"
     assert capsys.readouterr().err.startswith(told)
@@ -152,7 +152,7 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", forbidden)  # which no time mends
-    writer.save(Checkpoint({"w": torch.ones(3)}, {}, {"step": 4}))
+    writer.save(Checkpoint({"model/w": torch.ones(3)}, {"step": 4}))
     refuses("a bucket that takes no checkpoint", writer.wait, about=URL, kind=RunError, FOLDER=mirror.folder)
     writer.close()
     monkeypatch.setattr(MemoryFileSystem, "find", fails)

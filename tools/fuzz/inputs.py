@@ -270,9 +270,10 @@ class Fuzz:
         """Checkpoints with one file damaged, half of them with a manifest that says that all is well."""
         recipe = load_recipe("digits").recipe
         model = build_model(Model(name="digits-net"), classes=10, channels=1, image_size=8, seed=0).state_dict()
+        tensors = {f"model/{name}": each for name, each in model.items()}
         metadata = {"recipe": json.dumps(recipe.as_dict()), "classes": json.dumps([str(digit) for digit in range(10)])}
         progress = RunState(FINGERPRINT, step=3).as_dict()
-        good = write_checkpoint(self.folder / "good", Checkpoint(model, {}, progress), metadata)
+        good = write_checkpoint(self.folder / "good", Checkpoint(tensors, progress), metadata)
         contents = {name: (good / name).read_bytes() for name in (*FILES, MANIFEST)}
         for number in range(count):
             torn = rng.choice(list(contents))

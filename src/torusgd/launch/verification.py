@@ -22,8 +22,8 @@ from ..errors import RunError, UserError
 from ..run.claims import Claims
 from ..run.fingerprint import changes, conditions, fingerprint_of
 from ..run.job import Job
-from ..run.saving import RunState, as_checkpoint
-from ..rundir.checkpoint import read_checkpoint, write_checkpoint
+from ..run.saving import RunState
+from ..rundir.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from ..rundir.mirror import RunCheckpoints
 from ..rundir.run_dir import RunDir, dump_recipe
 from ..rundir.run_view import STATUS
@@ -267,7 +267,7 @@ class Verifier:
         fingerprint = replace(self._fingerprint, replayed_sha256="" if job.replay is None else job.replay.head.sha256)
         totals = StepTotals(skipped=0 if any(name.startswith("optimizer/") for name in tensors) else step)
         state = RunState(fingerprint, step=step, evaluated=step, journal=journal, totals=totals)
-        write_checkpoint(folder.checkpoints, as_checkpoint(state, tensors), {})
+        write_checkpoint(folder.checkpoints, Checkpoint(tensors, state.as_dict()), {})
 
     def _compare(self, segment: Segment, folder: Path, lines: Sequence[records.Line], diverged: str) -> int | None:
         states, (start, stop) = records.states_of(lines), (segment.start, segment.stop)

@@ -20,7 +20,7 @@ from ..observe.events import Telemetry, plan_table
 from ..observe.trackers import Trackers
 from ..recipe.compatibility import fixed_ranks
 from ..recipe.schedule import Schedule
-from ..rundir.checkpoint import Checkpoint, newest_checkpoint, step_on_disk
+from ..rundir.checkpoint import Checkpoint, newest_checkpoint, split, step_on_disk
 from ..rundir.run_dir import RunDir
 from ..rundir.run_view import RunRequests
 from ..runtime import ranks_are_given
@@ -191,12 +191,12 @@ class Beginning:
     def _fitting(self, checkpoint: Checkpoint) -> Found:
         """What a checkpoint holds; UserError if it is not of this run."""
         state, step = resumed(checkpoint.progress, self._trainer.fingerprint), self._trainer.step
-        where = f"checkpoint of step {checkpoint.step}"
-        match_weights(checkpoint.model, step.state.model.state_dict(), where)
+        where, (model, rest) = f"checkpoint of step {checkpoint.step}", split(checkpoint.tensors)
+        match_weights(model, step.state.model.state_dict(), where)
         expected = step.state.expected_state(state.totals.skipped < state.step)
         if self._job.expected is not None:  # it is computed anew from a light checkpoint
             expected = recorded_tensors(expected)
-        match_weights(checkpoint.state, expected, where)
+        match_weights(rest, expected, where)
         return state, checkpoint.tensors
 
     def _initial(self) -> Found:

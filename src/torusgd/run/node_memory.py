@@ -20,7 +20,7 @@ from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, 
 from ..step.model_state import StepState
 from ..text import byte_size
 from .job import Job, setup_of
-from .saving import RunState, as_checkpoint
+from .saving import RunState
 
 SHARED_MEMORY = Path("/dev/shm")
 # Seconds from one copy to the next.
@@ -55,7 +55,7 @@ class NodeMemory:
             # The last copy stays until the new one is whole.
             if shutil.disk_usage(self._folder).free < 2 * size:
                 raise RunError(f"{SHARED_MEMORY} has no room for {byte_size(2 * size)}")
-            self.writer.save(as_checkpoint(state, tensors))
+            self.writer.save(Checkpoint(tensors, state.as_dict()))
         except (OSError, RunError) as error:
             warn(f"the state is no longer saved in this node's memory: {error}")
             self.forget()

@@ -96,12 +96,6 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
     return state
 
 
-def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
-    """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
-    model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    return Checkpoint(model, {name: t for name, t in tensors.items() if not name.startswith(MODEL)}, state.as_dict())
-
-
 def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the rank of index `source` on every rank, one after the other; every rank calls it."""
     # One at a time, and taken at once, so that no rank holds more than it needs.
@@ -157,7 +151,7 @@ class Saver:
                 what = f"{lost[0].removeprefix(MODEL)} is not finite ({len(lost)} tensors)"
                 raise DivergedError(f"step {state.step}: {what}, and no checkpoint is made of it")
             if self._is_first:
-                self._writer.save(as_checkpoint(state, tensors), partial(self._writing, state.step))
+                self._writer.save(Checkpoint(tensors, state.as_dict()), partial(self._writing, state.step))
         self.saved = state.step
         self._times.taken()
 

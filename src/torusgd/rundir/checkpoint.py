@@ -58,18 +58,18 @@ Copy = Callable[[Path], object]  # takes what was written, such as to a bucket
 class Checkpoint:
     """Everything that the next step needs."""
 
-    model: Tensors  # parameters and buffers by name
-    state: Tensors  # `optimizer/KEY/NAME` of a parameter, `gradient_bounds`, the loss scale
+    tensors: Tensors  # by the names of `StepState.state_dict`: MODEL and one of the model's, `optimizer/KEY/NAME`, ...
     progress: dict[str, Any]  # plain JSON: format, step, totals, times, fingerprint
 
     @property
     def step(self) -> int:
         return int(self.progress["step"])
 
-    @property
-    def tensors(self) -> Tensors:
-        """What `StepState.load_state_dict` takes, all tensors by name."""
-        return {f"{MODEL}{name}": tensor for name, tensor in self.model.items()} | self.state
+
+def split(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """The model's parameters and buffers, by its own names, and the rest of a checkpoint's tensors."""
+    model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    return model, {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, str]) -> Path:
@@ -82,8 +82,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
     folder.mkdir(exist_ok=True)
     temporary.mkdir()
     try:
-        save_weights(temporary / FILES[0], checkpoint.model, metadata)
-        save_weights(temporary / FILES[1], checkpoint.state, {})
+        model, rest = split(checkpoint.tensors)
+        save_weights(temporary / FILES[0], model, metadata)
+        save_weights(temporary / FILES[1], rest, {})
         write_text(temporary / FILES[2], json_text(checkpoint.progress, indent=1))
         sums = {}
         for name in FILES:
@@ -109,8 +110,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for name in FILES:
             if sums[name] != hashlib.sha256(files[name]).hexdigest():
                 raise UserError(f"{folder}: {name} is damaged (its SHA-256 is not the manifest's)")
-        model, state = (safetensors.torch.load(files[name]) for name in FILES[:2])
-        checkpoint = Checkpoint(model, state, parse_json(files[FILES[2]].decode()))
+        model, rest = (safetensors.torch.load(files[name]) for name in FILES[:2])
+        tensors = {f"{MODEL}{name}": tensor for name, tensor in model.items()} | rest
+        checkpoint = Checkpoint(tensors, parse_json(files[FILES[2]].decode()))
         assert checkpoint.step >= 0
         return checkpoint
     except UserError:
@@ -225,7 +227,7 @@ class CheckpointWriter:
     def save(self, checkpoint: Checkpoint, progress: Callable[[float], object] = lambda seconds: None) -> None:
         """Takes a snapshot now and writes it later; first it waits for the one before, as `wait` does."""
         self.wait(progress)
-        snapshot = Checkpoint(_copies(checkpoint.model), _copies(checkpoint.state), checkpoint.progress)
+        snapshot = Checkpoint(_copies(checkpoint.tensors), checkpoint.progress)
         self._began = time.monotonic()
         self._pending = self._pool.submit(self._write, snapshot)
 
