@@ -41,7 +41,7 @@ from torusgd.run.run import Run
 from torusgd.run.saving import RunResult
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.step.journal import Journal, entry_of, parse_journal
+from torusgd.step.journal import Journal, JournalEntry, parse_journal
 from torusgd.step.model_state import StepState
 from torusgd.step.records import StateLine, line_sha256, parse_records, tensor_digests
 from torusgd.storage import CACHE, Store
@@ -573,7 +573,7 @@ def test_a_journal_that_was_edited_is_found(tmp_path: Path, verify: Any) -> None
     whole, journal = parse_journal(text, "", recipe_sha256, 4), Journal(recipe_sha256, 4)
     journal.open(path)
     for step in range(6):
-        journal.add(entry_of(step, whole.entry(step).workers if step != 3 else {0}))
+        journal.add(JournalEntry(step, whole.entry(step).workers if step != 3 else {0}))
     journal.close()
     change_summary(folder, journal=journal.head.as_summary(6))
     assert "journal" in verify(folder, "--all", code=1)["steps 2:4"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.messages import refused, refuses
 
 from torusgd.errors import UserError
-from torusgd.step.journal import Journal, JournalHead, entry_of, read_journal, synchronous
+from torusgd.step.journal import Journal, JournalEntry, JournalHead, read_journal, synchronous
 
 SHA = "ab" * 32
 TAKEN = [[0, 1, 2, 3, 4, 5], [0, 5], [1, 2, 3], [0], [0, 1, 2, 3, 4, 5]]
@@ -20,7 +20,7 @@ def written(path: Path, taken: list[list[int]] = TAKEN, workers: int = 6) -> Jou
     journal = Journal(SHA, workers)
     journal.open(path)
     for step, each in enumerate(taken):
-        journal.add(entry_of(step, each))
+        journal.add(JournalEntry(step, each))
     journal.close()
     return journal.head
 
@@ -91,7 +91,7 @@ def test_a_journal_goes_on_from_its_head_and_drops_what_came_after(tmp_path: Pat
     written(path, [TAKEN[0], [4]])
     again = Journal(SHA, 6, head)
     again.open(path)
-    again.add(entry_of(1, TAKEN[1]))
+    again.add(JournalEntry(1, TAKEN[1]))
     again.close()
     assert read_journal(path, SHA, 6).entry(1).workers == set(TAKEN[1])
     assert again.head == written(tmp_path / "whole", TAKEN[:2])

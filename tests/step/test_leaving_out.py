@@ -21,7 +21,7 @@ from torch import Tensor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.step.deadlines import PassThread, deadlines_of
-from torusgd.step.journal import JournalEntry, entry_of, read_journal, synchronous
+from torusgd.step.journal import JournalEntry, read_journal, synchronous
 
 BASE = (
     SMALL, "virtual_workers=8", "stages=[{until: 8st, images_per_worker: 3}]", "rate={lr: 4.0, warmup: {length: 2st}}",
@@ -107,7 +107,7 @@ def after_second_step(workers: list[int]) -> dict[str, Tensor]:
     """Weights and batch-norm statistics, float64, after a step that takes all and one that takes these."""
     sgd = ("optimizer={name: sgd, momentum: 0.0}", "rate={lr: 0.2}", "model.batch_norm_momentum=1.0")
     trainer = trainer_of(job_of(*sgd, f"synchrony={VIRTUAL}"))
-    for entry in (synchronous(0, 4), entry_of(1, workers)):
+    for entry in (synchronous(0, 4), JournalEntry(1, workers)):
         trainer.step.run(trainer.membership, entry)
     trainer.step.state.write_to_model(2)
     return {name: tensor.double() for name, tensor in trainer.step.state.model.state_dict().items()}

@@ -26,7 +26,7 @@ from torusgd.run.claims import read_claims
 from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir, dump_recipe
 from torusgd.rundir.run_view import HEAD, STATUS, WORKERS, RunRequests, read_status
-from torusgd.step.journal import Journal, JournalHead, entry_of, read_journal
+from torusgd.step.journal import Journal, JournalEntry, JournalHead, read_journal
 from torusgd.step.records import BeginLine, ConditionsLine, EvaluationLine, RecordFile, ResultLine, StateLine
 
 from .mutations import WORDS, damaged
@@ -58,7 +58,7 @@ def journals(file: File, count: int, rng: random.Random) -> Inputs:
     journal = Journal("ab" * 32, V)
     journal.open(path)
     for step in range(12):
-        journal.add(entry_of(step, rng.sample(range(V), rng.randint(1, V))))
+        journal.add(JournalEntry(step, rng.sample(range(V), rng.randint(1, V))))
     journal.close()
     good, head = path.read_bytes(), journal.head
     for number in range(count):

@@ -23,7 +23,7 @@ from ..signals import StopFlag
 from ..step.deadlines import deadlines_of
 from ..step.evaluate import Evaluation, evaluate
 from ..step.images import ReplacedImages
-from ..step.journal import Journal, journal_of
+from ..step.journal import Journal
 from ..step.polish import polish_by_recipe
 from ..step.records import figures_of
 from ..step.stats import StepStats
@@ -112,8 +112,11 @@ class Run:
                 done = f"has done {self.state.step} steps already; give at least as many, or --fresh"
                 raise UserError(f"--max-steps {self.steps}: the run in {self.job.out} {done}")
             self._is_ready = True
-            state, job, path = self.state, self.job, self.retained.run_dir.journal if self._is_first else None
-            self.journal = journal_of(job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
+            state, job = self.state, self.job
+            if job.recipe.synchrony.keeps_journal:
+                self.journal = Journal(state.fingerprint.recipe_sha256, job.recipe.virtual_workers, state.journal)
+                if self._is_first:
+                    self.journal.open(self.retained.run_dir.journal)
             if self._is_first:
                 self._open_telemetry(agreed)
             self._say(self._recorder.begin(state, self.trainer.step.state))

@@ -34,7 +34,7 @@ from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limit, Limits, VirtualSteps
 from .batchnorm import BatchNormStatistics
 from .forward_backward import WholeNetwork
-from .journal import Journaled, JournalEntry, entry_of, synchronous
+from .journal import Journaled, JournalEntry, synchronous
 from .membership import Membership
 from .model_state import StepState
 from .watch import StepView
@@ -75,7 +75,7 @@ class Deadlines:
 
     def next(self, step: int) -> JournalEntry | StepDeadline:
         if self._virtual is not None:
-            return entry_of(step, self._virtual.at(step).workers)
+            return JournalEntry(step, frozenset(self._virtual.at(step).workers))
         return StepDeadline(step, self._limits.next(step))
 
     def observe(self, microseconds: Sequence[int], seconds: float) -> str:
@@ -117,7 +117,7 @@ def arrived(step: int, microseconds: Sequence[int]) -> JournalEntry:
     # Ranks need not agree beforehand. Each reports in its control vector which virtual workers it has summed; the sum
     # of these reports alone decides what is in the update. If ranks chose differently, or their clocks ran differently,
     # the update and the journal would still be the same on all of them.
-    return entry_of(step, (worker for worker, when in enumerate(microseconds) if when > 0))
+    return JournalEntry(step, frozenset(worker for worker, when in enumerate(microseconds) if when > 0))
 
 
 class StepWindow:

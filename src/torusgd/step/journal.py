@@ -24,7 +24,6 @@ from typing import Any
 
 from ..errors import UserError, as_run_error, as_user_error
 from ..line_file import LineFile
-from ..recipe.schema import Recipe
 from ..untrusted import check_regular, read_text
 
 FORMAT = "torusgd-journal-1"
@@ -47,10 +46,6 @@ class JournalEntry:
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:
     """Every virtual worker once."""
     return JournalEntry(step, range(virtual_workers))
-
-
-def entry_of(step: int, workers: Iterable[int]) -> JournalEntry:
-    return JournalEntry(step, frozenset(workers))
 
 
 @dataclass(frozen=True)
@@ -113,17 +108,7 @@ class Journaled:
     head: JournalHead
 
     def entry(self, step: int) -> JournalEntry:
-        return entry_of(step, set(range(self.virtual_workers)).difference(*self.left_out[step]))
-
-
-def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, path: Path | None) -> Journal | None:
-    """The journal of a run, if its recipe needs one, from its head on; in a file on the rank that has its path."""
-    if not recipe.synchrony.keeps_journal:
-        return None
-    journal = Journal(recipe_sha256, recipe.virtual_workers, head)
-    if path is not None:
-        journal.open(path)
-    return journal
+        return JournalEntry(step, frozenset(range(self.virtual_workers)).difference(*self.left_out[step]))
 
 
 def read_journal(
