@@ -62,15 +62,6 @@ class Entrance:
     address: tuple[str, int]  # of this machine, and a port; 0: any that is free
     token_file: Path | None = None  # what the others need a copy of; None: in the run's folder
 
-    def open(self, job: Job, supervisor: Supervisor) -> Listener:
-        """Lets machines join the ranks of a supervisor; UserError if the address or the token is no good."""
-        path = self.token_file or job.out / TOKEN
-        token, silent = make_token(path), limits_of(job).beat
-        listener = Listener(self.address, token, supervisor.port, job.as_dict(), silent, warn)
-        host, port = listener.address
-        warn(f"other machines join by torusgd join {host}:{port} --token-file FILE, where FILE is a copy of {path}")
-        return listener
-
 
 def limits_of(job: Job) -> Limits:
     return Limits(beat=job.options.timeout, start=job.options.start_timeout)
@@ -108,7 +99,11 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         if entrance is None:
             return _run_attempts(job, folder, supervisor)
-        listener = supervisor.listener = entrance.open(job, supervisor)
+        path = entrance.token_file or folder.path / TOKEN
+        silent = limits_of(job).beat
+        listener = Listener(entrance.address, make_token(path), supervisor.port, job.as_dict(), silent, warn)
+        supervisor.listener, (host, port) = listener, listener.address
+        warn(f"other machines join by torusgd join {host}:{port} --token-file FILE, where FILE is a copy of {path}")
         try:
             result = _run_attempts(job, folder, supervisor)
         except (UserError, RunError) as error:
