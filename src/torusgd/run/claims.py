@@ -67,7 +67,10 @@ class Claims:
         found = [f"records.jsonl: {self.problem}"] if self.problem else []
         if self.recipe.sha256() != self.begin.recipe_sha256:
             found.append(f"recipe.yaml: is {self.recipe.sha256()}, the records are of {self.begin.recipe_sha256}")
-        found += self._repeated() + self._other_model()
+        found += self._repeated()
+        if self.result is not None and self._model is not None and self._model[0] != self.result.weights_sha256:
+            both = f"{self._model[0]}, in the records {self.result.weights_sha256}"
+            found.append(f"model.safetensors: weights_sha256 is {both}")
         if not self.summary:
             return found
         last = (self.summary.get("records") or {}).get("sha256")
@@ -99,11 +102,6 @@ class Claims:
             return None
         tensors, metadata = load_weights(path)
         return weights_sha256(tensors), metadata
-
-    def _other_model(self) -> list[str]:
-        if self._model is None or self.result is None or self._model[0] == self.result.weights_sha256:
-            return []
-        return [f"model.safetensors: weights_sha256 is {self._model[0]}, in the records {self.result.weights_sha256}"]
 
     def other_metadata(self, classes: Sequence[str]) -> list[str]:
         """What the weights' file says of itself that is not so, of a run on images of these classes."""
