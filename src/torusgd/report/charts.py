@@ -16,6 +16,7 @@ WIDTH, HEIGHT = 380, 230  # size of a chart's view box, of which the axes leave 
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
 COLUMNS = 500  # most points of a line
 TICKS = 5  # marks of an axis, about
+_LEAST = 1e-300  # smaller numbers count as 0: of parts of them float64 knows no power of ten
 Point = tuple[float, float]
 
 
@@ -100,15 +101,15 @@ def line_chart(
 
 
 def _is_shown(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
+    return math.isfinite(value) and (value > _LEAST or not log)
 
 
 def _span(low: float, high: float, log: bool) -> tuple[float, float]:
-    if low < high:
+    if high - low > _LEAST:
         return low, high
     if log:
         return low / 2, high * 2
-    return (low - 0.5 * abs(low), high + 0.5 * abs(high)) if low else (0.0, 1.0)
+    return (low - 0.5 * abs(low), high + 0.5 * abs(high)) if abs(low) > _LEAST else (0.0, 1.0)
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -173,6 +173,6 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _number(cell: str | None) -> float | None:
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return float(parse_json(cell or "null"))
     return None
