@@ -68,7 +68,7 @@ def test_a_graph_with_other_logits_is_not_left_and_mistakes_are_one_line(run, tm
     (adamw / "recipe.yaml").write_text(f"{text.splitlines()[0]}\n{yaml.safe_dump(tree)}")
     mistake("export", adamw, "--format", "hub", "--format", "mlperf", TMP=tmp_path)
     assert not (adamw / "export" / "hub").exists()
-    for key, value in (("seconds", None), ("train_images", "x"), ("world_size", {})):
+    for key, value in (("seconds", None), ("train_images", "x"), ("world_size", 0)):
         folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
         mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
 

@@ -27,7 +27,7 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
         # Of a run that was stopped and went on, what lay between counts as its setting up.
         setup = max(0.0, begin - (run.folder / "recipe.yaml").stat().st_mtime)
         text = "".join(_lines(run, division, begin, setup))
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{run.folder}: its summary or events are damaged: {type(error).__name__} {error}") from None
     with as_user_error(f"{path}: can't be written"):
         write_text(path, text)
