@@ -2,6 +2,8 @@ import gzip
 import hashlib
 import logging
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +65,23 @@ def test_mistakes_are_one_line_and_no_wrong_file_is_taken_or_left(toy: DataSet, 
     refuses("data fetch of another set", fetch, "mnist")
     (tmp_path / "file").write_text("")
     refuses("data fetch into a file", fetch, "toy", tmp_path / "file" / "below", TMP=tmp_path)
+
+
+def test_a_site_that_answers_with_something_else_than_http_is_one_line(
+    toy: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"no HTTP\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        site = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setitem(DATA_SETS, "toy", toy._replace(site=site))
+        with pytest.raises(RunError, match=f"not downloaded from {site}: no HTTP"):
+            fetch("toy")
 
 
 def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> None:

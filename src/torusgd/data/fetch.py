@@ -11,6 +11,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
             folder = get(wanted, scratch)
             if wrong := wrong_files(folder, wanted):
                 raise OSError(f"{wrong[0]} is missing or has another SHA-256 than expected")
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, HTTPException, subprocess.SubprocessError) as error:
             failures.append(f"not {way}: {error}")
         else:
             log.info("%s: %s, SHA-256 as expected", name, way)
