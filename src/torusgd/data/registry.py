@@ -135,7 +135,7 @@ def _opened(data: Data, path: Path, once: Once) -> Pair:
         return files.open(path, data.channels, once, **options)
     except UserError as error:
         kind = None if files.is_at(path) else _kind_at(path)
-        if kind is None:
+        if kind in (None, data.source):  # a name of the hub and a URL can't be looked into
             raise
         remedy = f"the files are laid out for data.source {kind}: give --set data.source={kind}"
         raise UserError(f"{error}; {remedy}") from None
