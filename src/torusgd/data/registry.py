@@ -29,6 +29,7 @@ from .types import ArraySource, CorruptImage, Int64, Pixels, RegionSource, Sourc
 
 Pair = tuple[Source, Source]  # training and held-out images
 _SAMPLE = 200  # pictures whose size `describe` reads
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # where a list names one
 _HASHED = 32  # images in the sample of each split
 
 
@@ -250,7 +251,7 @@ def describe(path: Path) -> list[str]:
             found[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
         except Undecodable:
             pass
-        except FileNotFoundError as error:
+        except _NO_FILE as error:
             missing.append(error.filename)
     sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in found.most_common(5))
     sizes += f", and {len(found) - 5} other sizes" if len(found) > 5 else ""
@@ -274,7 +275,7 @@ def undecodable(path: Path) -> Iterator[str]:
                 source.read(index)
             except CorruptImage as error:
                 yield error.reason
-            except FileNotFoundError as error:
+            except _NO_FILE as error:
                 yield f"{error.filename}: {error.strerror}"
 
 
