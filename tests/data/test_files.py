@@ -19,6 +19,7 @@ from tests.data.pictures import encoded, folder_data, photo, write_folder
 from tests.messages import LIBRARY, refused, refuses
 from torusgd.data import ArraySource, CorruptImage, RegionSource, Source, open_sources
 from torusgd.data.arrays import open_mnist, open_numpy, read_idx
+from torusgd.data.decode import picture_size
 from torusgd.data.pictures import open_folder
 from torusgd.data.registry import data_sha256, describe, undecodable
 from torusgd.data.synthetic import SEQUENCE, walk
@@ -182,7 +183,7 @@ def test_a_folder_lists_classes_and_files_by_name_and_classes_as_a_list_orders_t
     assert train.labels.tolist() == [0] * 4 + [1] * 3 + [2] * 3
     assert [Path(train.where(index)).name for index in range(4)] == ["000.jpg", "001.jpg", "002.jpg", "zz.PNG"]
     grey, _ = open_folder(root, channels=1)
-    assert (train.read(3).shape, train.size(3), grey.read(3).shape) == ((9, 9, 3), (9, 9), (9, 9, 1))
+    assert (train.read(3).shape, picture_size(train.encoded(3)), grey.read(3).shape) == ((9, 9, 3), (9, 9), (9, 9, 1))
     (root / "classes.txt").write_text("wolf\ttabby cat\n\nape\n")
     train, val = open_folder(root, 3, classes="classes.txt")
     assert train.classes == val.classes == ("tabby cat", "ape")

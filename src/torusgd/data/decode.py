@@ -169,9 +169,18 @@ def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
 
 
 def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
-    """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `decode`."""
+    """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `decode`.
+
+    UserError if the region is an `exact` one, and the decoder here gives other pixels than the specified ones.
+    """
     header = _read_header(data)
     region = choose(header.height, header.width)
+    if region.exact:
+        require_specified(data)
+    return _decoded_region(data, header, channels, region)
+
+
+def _decoded_region(data: bytes, header: _Header, channels: int, region: Region) -> Pixels:
     if not data.startswith(JPEG):
         return _rendered(decode(data, channels), region)
     # Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
@@ -260,8 +269,8 @@ def pixels_sha256(data: bytes) -> str:
             for shrink in (1, 2, 4, 8):
                 digest.update(decode(data, channels, shrink).tobytes())
             for side in (24, 14, 7, 3):  # of which the last three are cut out of a smaller picture
-                part = decode_region(data, channels, lambda *_, n=side: Region(1, 2, 24, 25, n, n, exact=True))
-                digest.update(part.tobytes())
+                region = Region(1, 2, 24, 25, side, side, exact=True)
+                digest.update(_decoded_region(data, _read_header(data), channels, region).tobytes())
     except Undecodable:
         return ""
     return digest.hexdigest()
@@ -373,7 +382,6 @@ class EncodedImages(ABC):
     def __init__(self, classes: Sequence[str], labels: Int64, channels: int) -> None:
         self.classes, self.labels, self.channels = tuple(classes), labels, channels
         self._decoder: NvJpeg | None = None
-        self._check: Callable[[bytes], object] = len
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -395,12 +403,6 @@ class EncodedImages(ABC):
         part.labels = self.labels[:count]
         return part
 
-    def checked(self, check: Callable[[bytes], object]) -> Self:
-        """A source of the same images, each of which is given to `check` before it is decoded."""
-        other = copy(self)
-        other._check = check
-        return other
-
     def decoded_by(self, decoder: NvJpeg) -> Self:
         other = copy(self)
         other._decoder = decoder
@@ -408,10 +410,6 @@ class EncodedImages(ABC):
 
     def expect(self, indices: Int64) -> None:  # noqa: B027 - of use to some subclasses only
         """Starts to read the images at `indices` [n], which are needed soon; returns at once."""
-
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width from the picture's header; raises Undecodable."""
-        return picture_size(self.encoded(index))
 
     def read(self, index: int) -> Pixels:
         """The whole image, uint8 [height, width, channels]; raises as `Source.read`."""
@@ -436,7 +434,6 @@ class EncodedImages(ABC):
         try:
             if self._decoder is not None:
                 return self._decoder.region(index, partial(self.encoded, index), self.channels, choose)
-            self._check(data := self.encoded(index))
-            return decode_region(data, self.channels, choose)
+            return decode_region(self.encoded(index), self.channels, choose)
         except Undecodable as error:
             raise CorruptImage(index, f"{self.where(index)}: {error}") from error

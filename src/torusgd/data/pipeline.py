@@ -16,7 +16,7 @@ from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from .augment import Changes, apply_policy, draw_changes, erase, mirror, mix, random_region, shift
-from .decode import EncodedImages, require_specified
+from .decode import EncodedImages
 from .geometry import Warps, bend, cut, render, scaled, tone
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
@@ -63,8 +63,6 @@ class Pipeline:
     table: torch.Tensor | None = None  # as of `Batch`
 
     def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
-        if data.pixels == "portable" and isinstance(source, EncodedImages):
-            source = source.checked(require_specified)
         self.source, self.allocate = source, allocate
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None

@@ -19,7 +19,7 @@ from ..rng import DATA_SAMPLE, VALIDATION, keyed_integer, keyed_permutation
 from ..storage import url_of
 from ..text import plural
 from .arrays import open_digits, open_mnist, open_numpy
-from .decode import EncodedImages, Undecodable, nvjpeg
+from .decode import EncodedImages, Undecodable, nvjpeg, picture_size
 from .file_lists import Once, make_here
 from .parquet import SUFFIXES, TableImages, check_memory, open_tables
 from .pictures import open_csv, open_folder, open_folders
@@ -248,7 +248,10 @@ def describe(path: Path) -> list[str]:
     missing = []
     for index in sample:
         try:
-            found[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
+            if isinstance(train, EncodedImages):
+                found[picture_size(train.encoded(index))] += 1
+            else:
+                found[train.read(index).shape[:2]] += 1
         except Undecodable:
             pass
         except _NO_FILE as error:

@@ -26,7 +26,8 @@ class Region:
     width: int
     rows: int
     columns: int
-    # Scaled by single operations in a written order, the same on any machine; else by torch's kernel.
+    # Scaled by single operations in a written order, the same on any machine, and out of specified pixels; else by
+    # torch's kernel, out of what a decoder gives.
     exact: bool = False
 
 
