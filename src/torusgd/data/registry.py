@@ -14,7 +14,7 @@ from ..errors import UserError, as_user_error
 from ..hub import hub_name
 from ..recipe.data_schema import Data
 from ..recipe.load import import_factory, load_recipe, recipe_names
-from ..recipe.section import sides
+from ..recipe.section import Options, sides
 from ..rng import DATA_SAMPLE, VALIDATION, keyed_integer, keyed_permutation
 from ..storage import url_of
 from ..text import plural
@@ -34,8 +34,7 @@ _HASHED = 32  # images in the sample of each split
 
 
 class Files(NamedTuple):
-    open: Callable[..., Pair]  # arguments: path, channels, `Once`, and the options by name
-    options: tuple[str, ...]
+    open: Callable[..., Pair]  # parameters: path, and channels and once if it needs them; all others are options
     is_at: Callable[[Path], bool]  # recognises the layout
     has_pictures: bool = True  # JPEG and PNG bytes
 
@@ -44,28 +43,17 @@ def _holds(*patterns: str) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
 
 
-def _by_every_process(open_: Callable[..., Pair]) -> Callable[..., Pair]:
-    """Without `Once`: every process maps an index or tables for itself."""
-    return lambda path, channels, once, **options: open_(path, channels, **options)
-
-
 _TABLES = tuple(f"{folder}*{suffix}" for folder in ("", "*/") for suffix in SUFFIXES)
 # In the order in which a layout is looked for: a folder of lists or of tables may have a folder `train` as well.
 FILES = {
-    "csv": Files(open_csv, ("train", "eval", "classes"), _holds("train.csv")),
-    "tar": Files(_by_every_process(open_shards), ("index",), _holds("*.tar", "*/*.tar")),
-    "parquet": Files(_by_every_process(open_tables), ("image", "label", "subset"), _holds(*_TABLES)),
-    "folder": Files(open_folder, ("classes",), _holds("train/")),
-    "folders": Files(open_folders, ("classes",), _holds("*/train/")),
-    "numpy": Files(
-        lambda path, channels, once, **options: open_numpy(path, once, **options), ("names",),
-        lambda path: path.suffix == ".npz" or (path / "train_images.npy").is_file(), has_pictures=False,
-    ),
-    "mnist": Files(
-        lambda path, channels, once, **options: open_mnist(path, **options), ("names",),
-        _holds("train-images*idx3-ubyte*"), has_pictures=False,
-    ),
-}  # fmt: skip
+    "csv": Files(open_csv, _holds("train.csv")),
+    "tar": Files(open_shards, _holds("*.tar", "*/*.tar")),
+    "parquet": Files(open_tables, _holds(*_TABLES)),
+    "folder": Files(open_folder, _holds("train/")),
+    "folders": Files(open_folders, _holds("*/train/")),
+    "numpy": Files(open_numpy, lambda path: path.suffix == ".npz" or (path / "train_images.npy").is_file(), False),
+    "mnist": Files(open_mnist, _holds("train-images*idx3-ubyte*"), False),
+}
 PICTURES = tuple(name for name, kind in FILES.items() if kind.has_pictures)
 
 
@@ -83,12 +71,8 @@ def _made(data: Data, seed: int, noise: float = 0.5) -> Pair:
     return kind(data.train_images, *key, 0, amount), kind(data.eval_images, *key, 1, amount)
 
 
-# Sources that need no path, and their options.
-MADE: dict[str, tuple[Callable[..., Pair], tuple[str, ...]]] = {
-    "digits": (lambda data, seed: open_digits(), ()),
-    "synthetic": (_made, ("noise",)),
-    "frames": (_made, ("noise",)),
-}
+# Sources that need no path; parameters other than data and seed are options.
+MADE: dict[str, Callable[..., Pair]] = {"digits": open_digits, "synthetic": _made, "frames": _made}
 SOURCES = (*MADE, *FILES)
 
 
@@ -112,8 +96,8 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
     elif name in MADE:
         if name == "digits" and path is not None:
             raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
-        make, known = MADE[name]
-        pair = make(data, seed, **_options(data, known))
+        make = MADE[name]
+        pair = make(**_arguments(make, name, data.options, data=data, seed=seed))
     elif ":" in name:
         pair = _own(data, path)
     else:
@@ -131,9 +115,9 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
 
 def _opened(data: Data, path: Path, once: Once) -> Pair:
     files = FILES[data.source]
-    options = _options(data, files.options)
+    arguments = _arguments(files.open, data.source, data.options, path=path, channels=data.channels, once=once)
     try:
-        return files.open(path, data.channels, once, **options)
+        return files.open(**arguments)
     except UserError as error:
         kind = None if files.is_at(path) else _kind_at(path)
         if kind in (None, data.source):  # a name of the hub and a URL can't be looked into
@@ -142,14 +126,17 @@ def _opened(data: Data, path: Path, once: Once) -> Pair:
         raise UserError(f"{error}; {remedy}") from None
 
 
-def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
-    for key in data.options:
+def _arguments(open_: Callable[..., Pair], source: str, options: Options, **ours: Any) -> dict[str, Any]:
+    """By name, those of ours that an opener has, and the options, which are its other parameters."""
+    parameters = signature(open_).parameters
+    known = [name for name in parameters if name not in ours]
+    for key in options:
         if key not in known:
             allowed = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UserError(f"data.options.{key}: the source {data.source} has no such option; {allowed}")
-        if data.source in FILES and not isinstance(data.options[key], str | None):
-            raise UserError(f"data.options.{key}: takes a text, got {data.options[key]!r}")
-    return dict(data.options)
+            raise UserError(f"data.options.{key}: the source {source} has no such option; {allowed}")
+        if source in FILES and not isinstance(options[key], str | None):
+            raise UserError(f"data.options.{key}: takes a text, got {options[key]!r}")
+    return {name: value for name, value in ours.items() if name in parameters} | options
 
 
 def _own(data: Data, path: Path | None) -> Pair:
@@ -232,7 +219,8 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
             " Arrow files, with MNIST's files (train-images-idx3-ubyte.gz ...), or with train_images.npy ...; an .npz"
             " file; hf:ORG/NAME on the hub; or a built-in recipe that makes its own images, such as digits"
         )
-    train, held_out = FILES[kind].open(path, 3, make_here)
+    open_ = FILES[kind].open
+    train, held_out = open_(**_arguments(open_, kind, {}, path=path, channels=3, once=make_here))
     for source, word in ((train, "training"), (held_out, "held-out")):
         _check(source, word, str(path))
     return kind, train, held_out
