@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,10 +64,8 @@ def weight_file(name: Name, flag: str) -> Path:
     return Path(_patiently(download, flag, f"{_WEIGHTS} of {name}"))
 
 
-def table_folder(path: Path) -> Path:
-    """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, by its commit."""
-    name = hub_name(path)
-    assert name is not None, "called only for a name of the hub"
+def table_folder(name: Name) -> Path:
+    """The folder with the Parquet files of a data set in the hub's cache; its name is that of the commit."""
     which = {"repo_type": "dataset", "revision": name.revision or None, "allow_patterns": [_TABLES]}
     download = partial(_hub("--data").snapshot_download, name.repository, **which)
     folder = Path(_patiently(download, "--data", f"the data set {name}"))
@@ -85,11 +83,10 @@ def pinned(path: Path | None, commit: str = "") -> Path | None:
     This downloads its files, in the launcher. `commit` is that of a run that continues, for a path without a revision.
     """
     name = hub_name(path)
-    if path is None or name is None:
+    if name is None:
         return path
-    if not name.revision:
-        path = Path(str(Name(name.repository, commit)))
-    return Path(str(Name(name.repository, table_folder(path).name)))
+    folder = table_folder(replace(name, revision=name.revision or commit))
+    return Path(str(replace(name, revision=folder.name)))
 
 
 def commit_of(path: Path | None) -> str:

@@ -128,7 +128,7 @@ def open_tables(
     name and type if they are not given; `subset` is the folder to read if several sets stand side by side.
     """
     load_decoders()
-    root = path if hub_name(path) is None else table_folder(path)
+    root = path if (name := hub_name(path)) is None else table_folder(name)
     by_split = files_by_split(path, _of_subset(path, files_under(root), subset), SUFFIXES)
     files = {split: [_open(root / name) for name in names] for split, names in by_split.items()}
     first = files["train"][0]
