@@ -227,13 +227,11 @@ def class_folders(root: Path) -> list[str]:
 def _pictures_in(folder: Path) -> list[str]:
     """The names of the picture files in a folder, sorted, its sub-folders left out; none if there is no folder."""
     entries = _entries(folder) if folder.is_dir() else []
-    # Sorted: file systems list in any order, and labels and the stream of samples depend on it.
-    return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and _is_listed(entry))
-
-
-def _is_listed(entry: os.DirEntry[str]) -> bool:
+    pictures = [entry for entry in entries if entry.name.lower().endswith(SUFFIXES)]
     # A link to a file that is gone, too: its image can't be read, and a run says so.
-    return _is(entry.is_file) or (entry.is_symlink() and not _is(entry.is_dir))
+    files = [each for each in pictures if _is(each.is_file) or (each.is_symlink() and not _is(each.is_dir))]
+    # Sorted: file systems list in any order, and labels and the stream of samples depend on it.
+    return sorted(entry.name for entry in files)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
