@@ -14,10 +14,9 @@ import numpy.typing as npt
 from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_regular, check_swelling
-from .file_lists import MOST_CLASSES, Arrays, Once, make_here
+from .file_lists import MOST_CLASSES, SPLITS, Arrays, Once, make_here
 from .types import Int64, Pixels
 
-SPLITS = ("train", "eval")
 HELD_OUT_DIGITS = 360
 _DIGITS = "datasets/data/digits.csv.gz"  # in scikit-learn's package: a row an image, 64 pixels and the label
 _MOST_BYTES = 1 << 34

@@ -17,6 +17,7 @@ from ..untrusted import check_regular, read_text
 from .types import Int64, Pixels
 
 MOST_CLASSES = 1_000_000
+SPLITS = ("train", "eval")
 _ERRORS = "surrogateescape"  # Python's way with file names that are not UTF-8
 _TRAIN, _EVAL, _TEST = (
     re.compile(rf"(^|[^a-z])({words})([^a-z]|$)", re.IGNORECASE)

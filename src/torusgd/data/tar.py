@@ -23,8 +23,8 @@ from ..errors import UserError, as_user_error, in_one_line
 from ..storage import CACHE, Store, cache_folder, url_of
 from ..weights import replacing
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
-from .file_lists import Arrays, Names, read_arrays
-from .tar_index import BLOCK, COLUMNS, FILE, FORMAT, KINDS, SPLITS, checksum
+from .file_lists import SPLITS, Arrays, Names, read_arrays
+from .tar_index import BLOCK, COLUMNS, FILE, FORMAT, KINDS, checksum
 from .types import Int64
 
 _ATTEMPTS = 4  # reads of an image, since a bucket, or a cache before it, may answer with an old version

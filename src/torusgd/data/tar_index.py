@@ -19,13 +19,12 @@ import torch
 from ..errors import UserError, as_user_error, in_one_line
 from ..untrusted import check_regular, parse_json
 from ..weights import save_weights
-from .file_lists import Arrays, Names, Progress, files_by_split, files_under, number_labels
+from .file_lists import SPLITS, Arrays, Names, Progress, files_by_split, files_under, number_labels
 
 FILE = "index.safetensors"  # the index's name, beside the tar files
 # WebDataset's own two indices do not serve: wids' JSON has no offsets, and the other one would have to be unpickled.
 FORMAT = 2
 BLOCK = tarfile.BLOCKSIZE  # bytes of a member's header, which stands before its content
-SPLITS = ("train", "eval")
 # The arrays of a split, and their dtypes.
 KINDS = {
     "names text": "uint8", "names ends": "int64", "shards text": "uint8", "shards ends": "int64",
