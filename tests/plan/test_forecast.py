@@ -69,7 +69,7 @@ def test_a_recipe_says_its_precision_and_width_on_the_wire_and_needs_the_size_of
 def test_devices_share_virtual_workers() -> None:
     found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     whole, third = (forecast(found, ABCI, program, devices) for devices in (2048, 683))
-    assert third.steps[0].compute == pytest.approx(3 * whole.steps[0].compute, rel=0.01)
+    assert third.run.steps[0].compute == pytest.approx(3 * whole.run.steps[0].compute, rel=0.01)
     # 683 * 3 places for 2,048 workers: all but one are used.
     assert third.efficiency > whole.efficiency
     refuses("more devices than virtual workers", forecast, found, ABCI, program, 2049, about="devices = 2049:")
@@ -85,7 +85,7 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
     def compute(cluster: Cluster, shares: Literal["speed", "even"]) -> float:
         recipe = load_recipe("resnet50", ["virtual_workers=12"]).recipe
         program = program_for(recipe, RuntimeOptions(workers=3, shares=shares), cluster, load_software("torusgd"))
-        return forecast(planned, cluster, program, 3).steps[0].compute
+        return forecast(planned, cluster, program, 3).run.steps[0].compute
 
     one = compute(equal, "speed") / 4
     assert compute(equal, "even") == pytest.approx(4 * one)
@@ -100,13 +100,13 @@ def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_s
 
 def test_the_parts_add_up_and_the_largest_limits() -> None:
     found = forecast(workload("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
-    for step in found.steps:
+    for step in found.run.steps:
         assert step.seconds == pytest.approx(sum(v for k, v in vars(step).items() if k != "hidden"))
     assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
     assert found.images_per_second == pytest.approx(workload("sony-224s").images / found.run.training)
     planned, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     assert forecast(planned, ABCI, program, 1).efficiency == pytest.approx(1)
-    assert forecast(planned, ABCI, program, 2048).steps[0] == step_time(planned.cost, ABCI, program, 2048, 40)
+    assert forecast(planned, ABCI, program, 2048).run.steps[0] == step_time(planned.cost, ABCI, program, 2048, 40)
     for limit, limited in {
         "communication": with_communication(program, message=1e-3),
         "input": program.model_copy(update={"input_rate": 50.0}),
@@ -143,9 +143,9 @@ def test_start_up_extra_passes_and_held_out_images_are_priced() -> None:
     assert evaluated(10, polish[:-1] + ", steps: 10}", "virtual_workers=10") == pytest.approx(12 * one, rel=0.01)
     works = (workload("fujitsu-74s", *changes) for changes in ([], ["stages.1.extra_pass=true"]))
     usual, extra = (forecast(work, ABCI, load_software("mxnet-fujitsu"), 2048) for work in works)
-    assert extra.steps[0] == usual.steps[0]
-    assert extra.steps[1].forward == pytest.approx(2 * usual.steps[1].forward)
-    assert extra.steps[1].backward == usual.steps[1].backward
+    assert extra.run.steps[0] == usual.run.steps[0]
+    assert extra.run.steps[1].forward == pytest.approx(2 * usual.run.steps[1].forward)
+    assert extra.run.steps[1].backward == usual.run.steps[1].backward
     assert extra.run.seconds > usual.run.seconds
 
 
@@ -198,7 +198,7 @@ def planned(step: StepTime = STEP, ranks: int = 100, share: int = 1) -> tuple[Wo
     workload = Workload(ModelCost.__new__(ModelCost), (PlannedStage(10, 4, ranks * share),), 4000, 100, 0)
     run = RunTime(0.0, 10 * step.seconds, 0.0, (step,))
     rate = workload.images / run.training
-    return workload, Forecast(ranks, (step,), (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
+    return workload, Forecast(ranks, (400,), run, run.seconds, run.seconds, rate, 1.0, 1.0, 0.0, "")
 
 
 def test_relaxed_forms_gain_by_exponential_delays_and_without_any_nothing_but_the_exchange() -> None:

@@ -44,12 +44,12 @@ def test_hosts_become_nodes_and_measured_sums_go_before_formulas_on_the_same_ran
 
 def test_one_worker_is_predicted_as_it_was_measured_and_what_a_step_does_once_is_not_divided(tmp_path: Path) -> None:
     workload, cluster, program = plan_from(tmp_path / "one", network())
-    assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
-    two = forecast(workload, cluster, program, 2).steps[0]
+    assert forecast(workload, cluster, program, 1).run.steps[0].seconds == pytest.approx(0.2)
+    two = forecast(workload, cluster, program, 2).run.steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
     assert two.communication > 0
     workload, cluster, program = plan_from(tmp_path / "one", network(crowding=(Crowd(ranks=2, slowdown=1.5),)))
-    alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
+    alone, two = (forecast(workload, cluster, program, n).run.steps[0] for n in (1, 2))
     assert (alone.update, two.update) == pytest.approx((0.02, 1.5 * 0.02))
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
@@ -62,7 +62,7 @@ def test_a_run_is_measured_by_its_first_stage_and_its_routine_is_counted_once(tm
         lines.write(9 * '{"stage": 1, "batch": 96, "step_seconds": 0.9, "update_seconds": 0.02}\n')
     workload = replace(workload, stages=(replace(workload.stages[0], routine=routine),))
     program = measured_software(RECIPE, workload, cluster, load_software("torusgd"), run)
-    assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
+    assert forecast(workload, cluster, program, 1).run.steps[0].seconds == pytest.approx(0.2)
 
 
 def test_buckets_are_those_that_a_run_rebuilds() -> None:

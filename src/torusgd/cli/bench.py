@@ -270,7 +270,7 @@ def compare(
         program = program_for(recipe, resolved, cluster, software)
         program = measured_software(recipe, workload, cluster, program, runs[1])
         planned = forecast(workload, cluster, program, n)
-        stages = [(batch, step.seconds) for batch, step in zip(planned.batches, planned.steps, strict=True)]
+        stages = [(batch, step.seconds) for batch, step in zip(planned.batches, planned.run.steps, strict=True)]
         beside = PlanComparison(run, recipe.name, n, stages).beside(run / "events.jsonl")
         rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
         # The plan is scaled to the run with one rank, so that its rate is the planned one too.

@@ -296,9 +296,9 @@ def _notes(planned: Planned, workload: Workload, memory: float, program: Softwar
 
 def show_forecast(console: Console, forecast: Forecast, price: float | None) -> None:
     # Of many stages (progressive resizing) the first and the last one.
-    count = len(forecast.steps)
+    count = len(forecast.run.steps)
     shown = range(count) if count <= _MOST_STAGES else (0, count - 1)
-    steps = [forecast.steps[stage] for stage in shown]
+    steps = [forecast.run.steps[stage] for stage in shown]
     which = ["" if len(steps) == count else f"stage {stage + 1}: " for stage in shown]
     batches = [f"{name}batch {forecast.batches[stage]:,}" for name, stage in zip(which, shown, strict=True)]
     parts = [(name, [getattr(step, part) for step in steps]) for part, name in PARTS.items()]
@@ -329,7 +329,7 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
 def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
     rows = []
     for each in sweep.forecasts:
-        sent = max(step.communication / step.seconds for step in each.steps)
+        sent = max(step.communication / step.seconds for step in each.run.steps)
         figures = (f"{each.images_per_second:,.0f}", f"{each.efficiency:.1%}", f"{each.speedup:,.1f}", f"{sent:.1%}")
         cost = [f"{each.cost(price):,.2f}"] if price else []
         rows.append([f"{each.devices:,}", *figures, duration(each.run.seconds), *cost])

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule, best_counts, even_counts
 from ..recipe.schema import Model, Recipe
-from .cluster import Cluster, Communication, Software
+from .cluster import Cluster, Software
 from .model_cost import ONE_PASS, ModelCost, Routine, memory_bytes, pass_seconds, read_model
 from .timeline import StepTime, phases, step_time
 
@@ -85,16 +85,19 @@ def longest_share(cluster: Cluster, software: Software, devices: int, workers: i
     return cluster.model_copy(update={"crowding": {devices: slowdown}, "speeds": ()}), counts[last]
 
 
+def stage_step(
+    workload: Workload, stage: PlannedStage, cluster: Cluster, software: Software, devices: int, quantile: float = 0.5
+) -> StepTime:
+    """A step of a stage, of the device for which all others wait; `quantile` is that of `step_time`."""
+    like_last, passes = longest_share(cluster, software, devices, stage.workers)
+    cost = workload.cost_of(stage)
+    return step_time(cost, like_last, software, devices, stage.images, passes, quantile, stage.routine)
+
+
 def run_time(workload: Workload, cluster: Cluster, software: Software, devices: int, quantile: float = 0.5) -> RunTime:
     """Seconds of a run on `devices` devices; `quantile` is that of `step_time`."""
-
     # Plan 7: steps, evaluations and the start, of the device for which all others wait.
-    def step(stage: PlannedStage) -> StepTime:
-        like_last, passes = longest_share(cluster, software, devices, stage.workers)
-        cost = workload.cost_of(stage)
-        return step_time(cost, like_last, software, devices, stage.images, passes, quantile, stage.routine)
-
-    steps = tuple(map(step, workload.stages))
+    steps = tuple(stage_step(workload, stage, cluster, software, devices, quantile) for stage in workload.stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(workload.stages, steps, strict=True))
     slowdown = cluster.slowdown(devices) / min(cluster.speeds[:devices], default=1.0)
 
@@ -139,8 +142,7 @@ def widened(values: Sequence[float], error: float) -> tuple[float, float]:
 @dataclass(frozen=True)
 class Forecast:
     devices: int
-    steps: tuple[StepTime, ...]  # a step of each stage
-    batches: tuple[int, ...]
+    batches: tuple[int, ...]  # of each stage
     run: RunTime
     low: float
     high: float  # with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error
@@ -156,7 +158,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; all times in seconds."""
-        pairs = zip(self.batches, self.steps, strict=True)
+        pairs = zip(self.batches, self.run.steps, strict=True)
         stages = [{"batch": batch, "seconds": step.seconds, **asdict(step)} for batch, step in pairs]
         run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
         return {
@@ -216,8 +218,7 @@ def _cost(name: str, options: str, classes: int, channels: int, size: tuple[int,
 
 def with_communication(software: Software, **changes: Any) -> Software:
     """The profile with other ways to communicate, such as algorithm="torus"."""
-    how = Communication.model_validate({**software.communication.model_dump(), **changes}, strict=False)
-    return software.model_copy(update={"communication": how})
+    return software.model_copy(update={"communication": software.communication.model_copy(update=changes)})
 
 
 def forecast(workload: Workload, cluster: Cluster, software: Software, devices: int) -> Forecast:
@@ -243,7 +244,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
         balance += stage.steps * stage.batch / (stage.images * speed * number)
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(
-        devices, run.steps, tuple(stage.batch for stage in workload.stages), run, low, high,
+        devices, tuple(stage.batch for stage in workload.stages), run, low, high,
         images_per_second=workload.images / run.training, efficiency=efficiency, speedup=same / run.training,
         memory=memory_of(workload, software), limit=_limit(workload, cluster, software, run, devices),
     )  # fmt: skip

@@ -22,10 +22,9 @@ from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from .cluster import Buckets, Cluster, Precision, Software, load_software
-from .forecast import DEVIATIONS, HIGH, LOW, Workload, longest_share, with_communication
+from .forecast import DEVIATIONS, HIGH, LOW, Workload, stage_step, with_communication
 from .measured_run import measured_steps, no_times
 from .model_cost import held_values, matched
-from .timeline import step_time
 
 # Of a step, over float32's: ResNet-50 takes 1.4 on a CPU with int8 dot products, 2.8 without
 # (notes/portable-arithmetic.md)
@@ -51,7 +50,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     if "streams" in given:
         changes["streams"] = runtime.streams
     if "buckets" in given or software.communication.buckets.option == "auto":
-        changes["buckets"] = Buckets(rule="torusgd", option=rule_on(is_gpu, runtime.buckets)).model_dump()
+        changes["buckets"] = Buckets(rule="torusgd", option=rule_on(is_gpu, runtime.buckets))
     sharded = runtime.update == "sharded" if "update" in given else software.sharded_update
     if "update" in given:
         changes["gather_ahead"] = sharded
@@ -69,17 +68,12 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
         precision, slowdown = "float32", _PORTABLE_SLOWDOWN
         kernels = {"math": software.math / slowdown, "memory": software.memory / slowdown}
         software = software.model_copy(update={**kernels, "launch": software.launch * slowdown})
-    program = with_communication(software, **changes)
     shares = "even" if obstacle(BY_SPEED, Setup(recipe)) else runtime.shares if "shares" in given else software.shares
-    update: dict[str, Any] = {
-        "precision": precision,
-        "sharded_update": sharded,
-        "shares": shares,
-        "weights_first": first,
-    }
     more = held_values(recipe) - 2  # beside weights and momentum; each is read and written
-    update |= {"held_values": software.held_values + more, "update_bytes": software.update_bytes + 8 * more}
-    return program.model_copy(update=update)
+    return with_communication(software, **changes).model_copy(update={
+        "precision": precision, "sharded_update": sharded, "shares": shares, "weights_first": first,
+        "held_values": software.held_values + more, "update_bytes": software.update_bytes + 8 * more,
+    })  # fmt: skip
 
 
 def _fastest(cluster: Cluster) -> Precision:
@@ -112,10 +106,7 @@ def resolve_model_parallel(
     tried = [runtime.model_copy(update={"model_parallel": m}) for m in range(1, common + 1) if common % m == 0]
 
     def seconds(options: RuntimeOptions) -> float:
-        program = program_for(recipe, options, cluster, software)
-        like_last, passes = longest_share(cluster, program, devices, stage.workers)
-        cost, routine = workload.cost_of(stage), stage.routine
-        return step_time(cost, like_last, program, devices, stage.images, passes, routine=routine).seconds
+        return stage_step(workload, stage, cluster, program_for(recipe, options, cluster, software), devices).seconds
 
     return min(tried, key=seconds)
 
@@ -169,8 +160,7 @@ def measured_software(
     low, *quartiles, high = np.quantile(seconds, (LOW, 0.25, 0.75, HIGH)).tolist()
     error = max(software.error, math.log(high / whole) / DEVIATIONS, math.log(whole / low) / DEVIATIONS)
     if cluster.profile is not None:
-        communication = software.communication.model_copy(update={"message": cluster.profile.message})
-        software = software.model_copy(update={"communication": communication})
+        software = with_communication(software, message=cluster.profile.message)
     found = {"measured_on": (cluster.device.name,), "quartiles": tuple(quartiles), "error": error}
     software, cost, passes = software.model_copy(update=found), workload.cost_of(first), whole - update
     return matched(software, cost, cluster.device, first.images, passes, update, first.workers, first.routine)

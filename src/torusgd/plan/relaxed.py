@@ -65,7 +65,7 @@ def relaxed_forecasts(
     found: list[RelaxedForecast] = []
     for form in ["synchronous", *(form for form in forms if form != "synchronous")]:
         seconds = images = computed = 0.0
-        for stage, step in zip(workload.stages, forecast.steps, strict=True):
+        for stage, step in zip(workload.stages, forecast.run.steps, strict=True):
             parts = math.ceil(stage.workers / forecast.devices)
             each, taken = _step(form, step, forecast.devices, parts, delays)
             seconds += stage.steps * each

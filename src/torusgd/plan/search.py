@@ -140,10 +140,10 @@ def _options(
     algorithms = [(str(each), using(algorithm=each.name, grids=(each.grid,))) for each in listed]
     if cluster.in_network_reduction:
         algorithms.append(("in-network", using(algorithm="in-network")))
-    buckets = [("one", using(buckets=Buckets().model_dump()))]
+    buckets = [("one", using(buckets=Buckets()))]
     for mib in (1, 2, 4, 8, 16, 32):
         values = mib * 2**20 * 8 // software.communication.wire_bits
-        buckets.append((f"{mib} MiB", using(buckets=Buckets(rule="values", values=values).model_dump())))
+        buckets.append((f"{mib} MiB", using(buckets=Buckets(rule="values", values=values))))
     options: dict[str, list[tuple[str, Change]]] = {
         "all-reduce": algorithms,
         "buckets": buckets,
