@@ -165,17 +165,18 @@ def _priced(wanted: Wanted, plan: Forecast | AccuracyPlan) -> dict[str, Any]:
     return {**plan.as_dict(), **({} if wanted.cost is None else {"cost": plan.cost(wanted.cost)})}
 
 
+def _show_head(planned: Planned, what: str, program: Software, workload: Workload, memory: float) -> dict[str, Any]:
+    title, notes = planned.title(what, program), _notes(planned, workload, memory, program)
+    console().print("\n".join([title, *(f"note: {note}" for note in notes)]))
+    return {"title": title, "notes": notes}
+
+
 def _show_plan(
     planned: Planned, program: Software, workload: Workload, now: Forecast, wanted: Wanted
 ) -> dict[str, Any]:
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    title = planned.title(planned.recipe.name, program)
-    terminal.print(title)
-    notes = _notes(planned, workload, now.memory, program)
-    for note in notes:
-        terminal.print(f"note: {note}")
+    found = _show_head(planned, planned.recipe.name, program, workload, now.memory) | _priced(wanted, now)
     show_forecast(terminal, now, wanted.cost)
-    found: dict[str, Any] = {"title": title, "notes": notes, **_priced(wanted, now)}
     if wanted.has_sweep:
         ranks = planned.runtime.model_parallel
         counts = device_counts(devices, planned.workload.stages[0].workers)
@@ -185,7 +186,7 @@ def _show_plan(
         show_sweep(terminal, curve, wanted.cost)
         found |= {"sweep": [_priced(wanted, each) for each in curve.forecasts], "knee": curve.knee}
         if wanted.plot is not None:
-            plot_sweep(curve, title, wanted.plot)
+            plot_sweep(curve, found["title"], wanted.plot)
             terminal.print(f"wrote {wanted.plot}")
     if wanted.design:
         found["design"] = show_design(terminal, planned, program)
@@ -207,12 +208,8 @@ def _relaxed(workload: Workload, now: Forecast, wanted: Wanted, delays: str) -> 
 def _show_accuracy(planned: Planned, program: Software, target: float, wanted: Wanted) -> dict[str, Any]:
     accuracy.check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
-    title = planned.title(f"{planned.recipe.name} to {target:.1%}", program)
-    notes = _notes(planned, planned.workload, 0.0, program)  # batches that don't fit the memory aren't among these
-    found: dict[str, Any] = {"title": title, "notes": notes, "target": target}
-    terminal.print(title)
-    for note in notes:
-        terminal.print(f"note: {note}")
+    what, memory = f"{planned.recipe.name} to {target:.1%}", 0.0  # no batch is planned that doesn't fit the memory
+    found = _show_head(planned, what, program, planned.workload, memory) | {"target": target}
     if not wanted.has_sweep:
         plans = accuracy.plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
         best = quickest(plans)
@@ -236,7 +233,7 @@ def _show_accuracy(planned: Planned, program: Software, target: float, wanted: W
     terminal.print(more if curve.useful < last else f"quickest: {last:,} devices, the most that were tried")
     terminal.print(accuracy.epochs_known())
     if wanted.plot is not None:
-        plot_accuracy(curve, title, wanted.plot)
+        plot_accuracy(curve, found["title"], wanted.plot)
         terminal.print(f"wrote {wanted.plot}")
     sweep = [_priced(wanted, each) for each in curve.plans]
     return {**found, "sweep": sweep, "knee": curve.knee, "useful": curve.useful}
