@@ -15,7 +15,7 @@ stream: the k-th gradient of worker i of P is of batch k P + i.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -111,13 +111,16 @@ class Workers:
     seed: int
     momentum: float = 0.0  # of the server, a push, under barriers; other forms have none
 
+    def gradient(self, weights: Tensor, worker: int, step: int) -> Tensor:
+        return self.passes.gradient(weights, step * self.count + worker)
+
 
 @dataclass(frozen=True)
 class Moment:
     """The state after an update, at a virtual time in seconds."""
 
     time: float
-    gradients: int  # number of gradients in the weights so far
+    gradients: int  # number of gradients that have entered the weights since the moment before
     weights: Callable[[], Tensor]  # maker of the weights to evaluate now; valid until the next moment is taken
 
 
@@ -129,16 +132,14 @@ def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
     weights = workers.passes.initial.clone()
     velocity = torch.zeros_like(weights)
     pushed: dict[int, Tensor] = {}
-    gradients = 0
     for passage in passages(workers.count, rule, workers.delays, workers.compute, workers.seed):
         arrived = [pushed.pop(worker) for worker in passage.workers if worker in pushed]
         if arrived:
-            gradients += len(arrived)
             velocity.mul_(workers.momentum).add_(sum(arrived[1:], start=arrived[0]) / workers.count)
             weights.sub_(velocity, alpha=workers.lr)
-            yield Moment(passage.time, gradients, weights.clone)
+            yield Moment(passage.time, len(arrived), weights.clone)
         for worker, step in zip(passage.workers, passage.steps, strict=True):
-            pushed[worker] = _gradient(workers, weights, worker, step)
+            pushed[worker] = workers.gradient(weights, worker, step)
 
 
 def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
@@ -147,17 +148,14 @@ def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
     The step is the mean over what arrived, and takes tau seconds if anything was left out. A step in which nothing
     arrives changes nothing.
     """
-    weights = workers.passes.initial.clone()
-    time, gradients = 0.0, 0
-    for step in count():
-        ends = np.cumsum(workers.compute + workers.delays.table(workers.count, step, parts), axis=1)
-        time += min(tau, float(ends.max()))
-        first = step * workers.count * parts
-        arrived = [workers.passes.gradient(weights, first + int(part)) for part in np.flatnonzero(ends <= tau)]
-        if arrived:
-            gradients += len(arrived)
-            weights.sub_(_mean(arrived), alpha=workers.lr)
-        yield Moment(time, gradients, weights.clone)
+
+    def closed() -> Iterator[tuple[float, Sequence[int]]]:
+        for step in count():
+            ends = np.cumsum(workers.compute + workers.delays.table(workers.count, step, parts), axis=1)
+            first = step * workers.count * parts
+            yield min(tau, float(ends.max())), [first + int(part) for part in np.flatnonzero(ends <= tau)]
+
+    return _by_steps(workers, closed())
 
 
 def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
@@ -169,15 +167,23 @@ def leaving_out(workers: Workers, form: Synchrony) -> Iterator[Moment]:
     alone = [[worker] for worker in range(most)]
     limits = Limits(alone, workers.seed, count=number, threshold=form.threshold, warmup=warmup, warm=warmup)
     steps = VirtualSteps(limits, most, workers.delays, workers.compute)
-    weights = workers.passes.initial.clone()
-    time, gradients = 0.0, 0
-    for step in count():
-        taken = steps.at(step)
-        time += taken.seconds
-        arrived = [_gradient(workers, weights, worker, step) for worker in taken.workers]
-        gradients += len(arrived)
-        weights.sub_(_mean(arrived), alpha=workers.lr)
-        yield Moment(time, gradients, weights.clone)
+
+    def closed() -> Iterator[tuple[float, Sequence[int]]]:
+        for step in count():
+            taken = steps.at(step)
+            yield taken.seconds, [step * most + worker for worker in taken.workers]
+
+    return _by_steps(workers, closed())
+
+
+def _by_steps(workers: Workers, steps: Iterable[tuple[float, Sequence[int]]]) -> Iterator[Moment]:
+    """Synchronous steps, each with its seconds and the numbers of the batches over which it takes the mean."""
+    weights, time = workers.passes.initial.clone(), 0.0
+    for seconds, numbers in steps:
+        time += seconds
+        if numbers:
+            weights.sub_(_mean([workers.passes.gradient(weights, number) for number in numbers]), alpha=workers.lr)
+        yield Moment(time, len(numbers), weights.clone)
 
 
 def local(workers: Workers, steps: int, outer: Outer) -> Iterator[Moment]:
@@ -193,13 +199,13 @@ def local(workers: Workers, steps: int, outer: Outer) -> Iterator[Moment]:
         for worker in range(workers.count):
             own = weights.detach().clone()
             for step in range(first, first + steps):
-                own.sub_(_gradient(workers, own, worker, step), alpha=workers.lr)
+                own.sub_(workers.gradient(own, worker, step), alpha=workers.lr)
             changes.append(weights.detach() - own)
         taken = workers.compute + workers.delays.at(everyone[:, None], np.arange(first, first + steps), 0)
         time += float(taken.sum(axis=1).max())
         weights.grad = _mean(changes)
         optimizer.step()
-        yield Moment(time, (first + steps) * workers.count, weights.detach().clone)
+        yield Moment(time, steps * workers.count, weights.detach().clone)
 
 
 def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
@@ -208,18 +214,16 @@ def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
     Nobody waits for anybody. The mean of all workers' weights is what is evaluated.
     """
     own = [workers.passes.initial.clone() for _ in range(workers.count)]
-    gradients = 0
     for time, ended in _ends(workers):
         for worker, step in ended:
-            own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
-        gradients += len(ended)
+            own[worker] = own[worker] - workers.lr * workers.gradient(own[worker], worker, step)
         # Workers that end at one moment take means of the weights after all their steps, or their order would matter.
         stepped = list(own)
         for worker, step in ended:
             if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
                 other = int(keyed_integer(workers.count - 1, PEER, workers.seed, worker, step, 1))
                 own[worker] = (stepped[worker] + stepped[other + (other >= worker)]) / 2
-        yield Moment(time, gradients, lambda: _mean(own))
+        yield Moment(time, len(ended), lambda: _mean(own))
 
 
 def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
@@ -230,18 +234,16 @@ def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
     """
     centre = workers.passes.initial.clone()
     own = [centre.clone() for _ in range(workers.count)]
-    gradients = 0
     for time, ended in _ends(workers):
         for worker, step in ended:
             # The gradient is of the weights before the pull.
-            gradient = _gradient(workers, own[worker], worker, step)
+            gradient = workers.gradient(own[worker], worker, step)
             if step % every == 0:
                 pull = (own[worker] - centre) * (beta / workers.count)
                 centre += pull
                 own[worker] -= pull
             own[worker].sub_(gradient, alpha=workers.lr)
-        gradients += len(ended)
-        yield Moment(time, gradients, centre.clone)
+        yield Moment(time, len(ended), centre.clone)
 
 
 def _ends(workers: Workers) -> Iterator[tuple[float, list[tuple[int, int]]]]:
@@ -255,10 +257,6 @@ def _ends(workers: Workers) -> Iterator[tuple[float, list[tuple[int, int]]]]:
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     return sum(tensors[1:], start=tensors[0]) / len(tensors)
-
-
-def _gradient(workers: Workers, weights: Tensor, worker: int, step: int) -> Tensor:
-    return workers.passes.gradient(weights, step * workers.count + worker)
 
 
 FORMS = {
@@ -344,9 +342,9 @@ def simulate(
     judged = Pipeline(held_out, recipe.held_out_data, recipe.seed)
     passes = Passes(recipe, Pipeline(train, recipe.data, recipe.seed), judged)
     workers = Workers(passes, setting.workers, delays, setting.compute, setting.lr, recipe.seed, setting.momentum)
-    found = [Point(0.0, 0, passes.error(passes.initial))]
+    found, drawn = [Point(0.0, 0, passes.error(passes.initial))], 0
     for moment in run(workers):
-        drawn = moment.gradients * passes.images
+        drawn += moment.gradients * passes.images
         progress = max(moment.time / seconds, drawn / images)
         # Errors are taken evenly over whichever of time and images runs out first.
         if progress >= len(found) / points:

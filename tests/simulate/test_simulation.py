@@ -106,8 +106,8 @@ def test_momentum_under_a_barrier_of_all_is_sgds() -> None:
 def test_elastic_averaging_keeps_the_centre_between_the_workers() -> None:
     """With no steps of their own the workers and the centre stay where they are; with steps the centre follows."""
     workers, moving = workers_of(2, lr=1e-30), workers_of(2)
-    for count, moment in zip((2, 4, 6), moments("elastic:1")(workers), strict=False):
-        assert moment.gradients == count
+    for _, moment in zip(range(3), moments("elastic:1")(workers), strict=False):
+        assert moment.gradients == 2
         assert torch.allclose(moment.weights(), workers.passes.initial, rtol=0, atol=1e-20)
     ran = [moment.weights() for _, moment in zip(range(3), moments("elastic:1")(moving), strict=False)]
     assert torch.equal(ran[0], moving.passes.initial)
