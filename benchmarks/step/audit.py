@@ -12,33 +12,26 @@ Needs: nothing.
 
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from typer import Option
 
-from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
-from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
 
 from ..ranks import on_ranks
 from ..record import sample
+from .trainers import trainer_of
 
 SHARES = (0.0, 0.1, 0.5, 1.0)
-RANKS = 2
+RANKS, WORKERS = 2, 8
 RECIPE = (
     "data={source: synthetic, train_images: 8192, eval_images: 16, image_size: 28, channels: 1, classes: 10, "
     "mean: [0.5], std: [0.25]}",
     "model={name: fashion-net}",
-    "virtual_workers=8",
+    f"virtual_workers={WORKERS}",
     "stages=[{until: 1000st, images_per_worker: 16}]",
     "rate={lr: 0.01}",
     "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
@@ -49,9 +42,7 @@ RECIPE = (
 
 def be_rank(rounds: int, steps: int, world: Group) -> list[list[list[float]]]:
     """Takes the steps; of each share seconds and processor seconds of a step, and what was computed twice."""
-    recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
-    jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
-    trainers = [build(job, open_data(job, world.device, Liveness()), world, Liveness()) for job in jobs]
+    trainers = [trainer_of(RECIPE, world, audit=share) for share in SHARES]
     wall: list[list[float]] = [[] for _ in SHARES]
     work: list[list[float]] = [[] for _ in SHARES]
     audited: list[list[float]] = [[] for _ in SHARES]
@@ -61,7 +52,7 @@ def be_rank(rounds: int, steps: int, world: Group) -> list[list[list[float]]]:
             begin, used = time.perf_counter(), time.process_time()
             twice = 0
             for index in range(turn * steps, (turn + 1) * steps):
-                stats = trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
+                stats = trainer.step.run(trainer.membership, synchronous(index, WORKERS))
                 assert stats is not None
                 twice += stats.audited
             spent = torch.tensor([time.process_time() - used], dtype=torch.float64)
@@ -69,7 +60,7 @@ def be_rank(rounds: int, steps: int, world: Group) -> list[list[list[float]]]:
             if turn:  # the first warms up, and measures the scales
                 seconds.append((time.perf_counter() - begin) / steps)
                 busy.append(float(spent) / steps)
-                drawn.append(twice / (steps * recipe.virtual_workers))
+                drawn.append(twice / (steps * WORKERS))
     for trainer in trainers:
         trainer.close()
     world.barrier()

@@ -12,27 +12,20 @@ Needs: nothing.
 
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.gradients.integer_hash import IntegerHash
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
-from torusgd.runtime import resolve_auto
 from torusgd.step.corruption import steps_between
 from torusgd.step.journal import synchronous
 from torusgd.step.watch import StepView
 
 from ..ranks import on_ranks
 from ..record import sample
+from .trainers import synthetic, trainer_of
 
 RANKS = 2
 FINGERPRINTS = 20
@@ -45,21 +38,7 @@ def run_case(
     name: str, pixels: int, channels: int, images: int, rounds: int, steps: int, world: Group
 ) -> tuple[str, list[float]]:
     """What was measured of one case, and the cost in each round."""
-    many = ", ".join(["0.5"] * channels)
-    overrides = [
-        f"data={{source: synthetic, train_images: 256, eval_images: 16, image_size: {pixels}, channels: {channels}, "
-        f"classes: 10, mean: [{many}], std: [{many}]}}",
-        f"model={{name: {name}}}",
-        f"virtual_workers={RANKS}",
-        f"stages=[{{until: 1000st, images_per_worker: {images}}}]",
-        "rate={lr: 0.001}",
-        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
-        "precision=float32",
-        "polish=null",
-    ]
-    recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
-    job = Job(recipe, RuntimeOptions(), "cpu", Path())
-    trainer = build(job, open_data(job, world.device, Liveness()), world, Liveness())
+    trainer = trainer_of(synthetic(name, pixels, channels, images, workers=RANKS), world)
     view = StepView(trainer.step.schedule[0], trainer.membership, recompute=lambda worker: IntegerHash(world.device))
     every = steps_between(images)
     step_seconds, fingerprint_seconds = [], []

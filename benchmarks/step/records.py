@@ -23,21 +23,15 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.launch.verification import Range, drawn
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
 from torusgd.run.recording import FRACTION
-from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
 from torusgd.step.records import batch_sha256, state_digests
 
 from ..ranks import on_ranks
 from ..record import sample
+from .trainers import synthetic, trainer_of
 
 CASES = {"digits-net": (8, 1, 64), "fashion-net": (28, 1, 64), "resnet50": (64, 3, 8)}
 """by network: pixels a side, channels, images of a step"""
@@ -46,26 +40,12 @@ SEED = "benchmark"
 
 def overrides_of(name: str, steps: int) -> list[str]:
     """What makes the recipe of a case out of `digits`."""
-    pixels, channels, images = CASES[name]
-    many = ", ".join(["0.5"] * channels)
-    return [
-        f"data={{source: synthetic, train_images: 256, eval_images: 16, image_size: {pixels}, channels: {channels}, "
-        f"classes: 10, mean: [{many}], std: [{many}]}}",
-        f"model={{name: {name}}}",
-        "virtual_workers=1",
-        f"stages=[{{until: {steps}st, images_per_worker: {images}}}]",
-        "rate={lr: 0.001}",
-        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
-        "precision=float32",
-        "polish=null",
-    ]
+    return synthetic(name, *CASES[name], workers=1, steps=steps)
 
 
 def run_case(name: str, rounds: int, world: Group) -> list[tuple[float, float]]:
     """Processor seconds of a step and of a record, in each round."""
-    recipe = resolve_auto(load_recipe("digits", overrides_of(name, 1000)).recipe, "cpu")
-    job = Job(recipe, RuntimeOptions(), "cpu", Path())
-    trainer, found = build(job, open_data(job, world.device, Liveness()), world, Liveness()), []
+    trainer, found = trainer_of(overrides_of(name, 1000), world), []
     for index in range(rounds + 1):
         begin = time.process_time()
         trainer.step.run(trainer.membership, synchronous(index, 1))
