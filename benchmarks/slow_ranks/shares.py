@@ -17,12 +17,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -30,34 +27,18 @@ import typer
 from torch import Tensor
 from typer import Option
 
-from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Supervisor
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 from torusgd.step.membership import with_counts
 
 from ..record import sample
+from .timed_run import timed_run
 
 RANKS, WORKERS = 3, 12
 SLOW = ({2: 2.0}, {0: 3.0})
 """in each half, the times by which a virtual worker takes a rank longer"""
 BEST = ((5, 5, 2), (2, 5, 5))
-RECIPE = (
-    "data={source: synthetic, train_images: 8192, eval_images: 8, image_size: 8, channels: 1, classes: 4, "
-    "mean: [0.5], std: [0.25]}",
-    f"virtual_workers={WORKERS}",
-    "rate={lr: 0.01}",
-    "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
-    "precision=float32",
-    "polish=null",
-)
 KINDS = ("even", "best", "speed")
 SETTLED = {"even": 2, "best": 2, "speed": 20}
 """steps of each half that are left out: a run's first is taken twice, and to follow the speed takes some"""
@@ -65,42 +46,21 @@ FEW = 16
 """steps with shares that stay as they are"""
 
 
-def take_steps(
-    kind: str,
-    out: str,
-    steps: int,
-    wait: float,
-    images: int,
-    world: Group,
-    stop: StopFlag,
-    restarts: int,
-    live: Liveness,
-) -> list[float]:
+def take_steps(kind: str, out: str, steps: int, wait: float, images: int, *rank: Any) -> list[float]:
     """One rank's part in a run with one kind of shares; the seconds of each of its steps."""
-    given = [*RECIPE, f"stages=[{{until: {steps}st, images_per_worker: {images}}}]", f"evaluate.every={steps}st"]
-    recipe = resolve_auto(load_recipe("digits", given).recipe, "cpu")
-    if world.rank == 0:
-        RunDir(Path(out)).claim(recipe, fresh=False)
-    world.barrier()
-    options = RuntimeOptions(shares="speed" if kind == "speed" else "even", drift_every=0)
-    run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
-    passes, seconds = run.trainer.step.forward_backward, list[float]()
+    options = {"shares": "speed" if kind == "speed" else "even"}
+
+    def shared(membership: Any, entry: Any) -> Any:
+        return with_counts(membership, BEST[2 * entry.step // steps]) if kind == "best" else membership
+
+    run, seconds = timed_run((WORKERS, images, steps), options, out, rank, shared)
+    passes = run.trainer.step.forward_backward
     forward = passes.forward
 
     def slow(at: Any, *arguments: Any) -> Tensor:
-        time.sleep(wait * SLOW[2 * at.index // steps].get(world.rank, 1.0))
+        time.sleep(wait * SLOW[2 * at.index // steps].get(run.world.rank, 1.0))
         return forward(at, *arguments)
 
-    def timed(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        if kind == "best":
-            membership = with_counts(membership, BEST[2 * entry.step // steps])
-        begin = time.perf_counter()
-        stats = take(membership, entry)
-        seconds.append(time.perf_counter() - begin)
-        return stats
-
-    timed_steps: Any = SimpleNamespace(run=partial(timed, run.trainer.step.run))
-    run.trainer = replace(run.trainer, ahead=timed_steps)
     with patch.object(passes, "forward", slow):
         run.run()
     return seconds

@@ -18,10 +18,9 @@ Needs: nothing.
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -30,78 +29,33 @@ import typer
 from torch import Tensor
 from typer import Option
 
-from torusgd.comm.base import Liveness
-from torusgd.comm.groups import Group
 from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Supervisor
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
 from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 from torusgd.step.work_stealing import GroupStore
 
 from ..record import sample
+from .timed_run import timed_run
 
 RANKS, PAUSE = 4, 1.0
 FORWARD = 1 / 3
 """of the time of a virtual worker"""
 WARM_UP = 20
 """steps of --overhead that are left out"""
-RECIPE = (
-    "data={source: synthetic, train_images: 8192, eval_images: 8, image_size: 8, channels: 1, classes: 4, "
-    "mean: [0.5], std: [0.25]}",
-    "rate={lr: 0.01}",
-    "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
-    "precision=float32",
-    "polish=null",
-)
 
 
-def prepare(
-    steals: bool,
-    out: str,
-    workers: int,
-    images: int,
-    steps: int,
-    world: Group,
-    stop: StopFlag,
-    restarts: int,
-    live: Liveness,
+def stealing(
+    steals: bool, workers: int, images: int, steps: int, out: str, rank: Sequence[Any]
 ) -> tuple[Run, list[float]]:
-    """A run of so many steps, and a list to which it adds the seconds of each; the first one's passes run twice."""
-    given = [
-        *RECIPE,
-        f"virtual_workers={workers}",
-        f"stages=[{{until: {steps}st, images_per_worker: {images}}}]",
-        f"evaluate.every={steps}st",
-    ]
-    recipe = resolve_auto(load_recipe("digits", given).recipe, "cpu")
-    if world.rank == 0:
-        RunDir(Path(out)).claim(recipe, fresh=False)
-    world.barrier()
-    options = RuntimeOptions(work_stealing=steals, shares="even", drift_every=0)
-    run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
-    seconds = list[float]()
-
-    def timed(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
-        begin = time.perf_counter()
-        stats = take(membership, entry)
-        seconds.append(time.perf_counter() - begin)
-        return stats
-
-    timed_steps: Any = SimpleNamespace(run=partial(timed, run.trainer.step.run))
-    run.trainer = replace(run.trainer, ahead=timed_steps)
-    return run, seconds
+    """A run with work stealing or without, and a list to which it adds the seconds of each step."""
+    return timed_run((workers, images, steps), {"work_stealing": steals, "shares": "even"}, out, rank)
 
 
 def with_pauses(
     steals: bool, workers: int, steps: int, wait: float, out: str, *rank: Any
 ) -> tuple[list[float], dict[str, Any]]:
     """One rank's part in a run in which ranks pause: the seconds of its steps, and the summary."""
-    run, seconds = prepare(steals, out, workers, 1, steps, *rank)
+    run, seconds = stealing(steals, workers, 1, steps, out, rank)
     passes, world = run.trainer.step.forward_backward, run.world
     forward, backward = passes.forward, passes.backward
 
@@ -122,7 +76,7 @@ def with_pauses(
 
 def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tuple[list[float], list[float]]:
     """One rank's part in a run of which every second step is with work stealing: seconds of each, waits for answers."""
-    run, seconds = prepare(True, out, workers, images, steps, *rank)
+    run, seconds = stealing(True, workers, images, steps, out, rank)
     asked = [0.0] * steps
     own, timed_step = replace(run.trainer.step, stealing=None), run.trainer.ahead
     assert timed_step is not None
