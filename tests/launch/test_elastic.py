@@ -17,10 +17,12 @@ from tests.launch.driven import Driven, job_of, kill
 from tests.polling import until
 from tests.run.processes import STEPS, Process, ended_well, last_step, pauses, results, summary, torusgd, wait_for_step
 from tests.run.runs import events, sets
+from tests.step.trainers import job_of as job_for_steps
+from tests.step.trainers import run_of
 
 from torusgd.comm import groups
-from torusgd.comm.base import Liveness
-from torusgd.comm.groups import Group
+from torusgd.comm.base import ConnectionLost, Liveness
+from torusgd.comm.groups import Group, group_of
 from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks.liveness import Limits
@@ -29,8 +31,11 @@ from torusgd.recipe.compatibility import Setup, refusals
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.section import Duration
+from torusgd.run.run import Run
 from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
+from torusgd.step.records import Line, RecordFile, parse_records
 
 
 def assert_went_on(out: Path, undisturbed: dict[str, Any], lost: int) -> dict[str, Any]:
@@ -262,3 +267,26 @@ def test_a_new_rank_0_writes_what_is_missing_and_drops_what_is_done_again(tmp_pa
     assert left(0) == [{"step": 2}, step]
     for _ in range(2):
         assert left(3, complete=evaluation) == [{"step": 2}, step, evaluation]
+
+
+@pytest.mark.parametrize("missing", [("state", 0), ("state", 1), ("evaluation", 2), ("state", 4), ("evaluation", 4)])
+def test_a_new_rank_0_writes_the_record_that_the_lost_one_has_not(tmp_path: Path, missing: tuple[str, int]) -> None:
+    def kinds(out: Path) -> list[tuple[str, int]]:
+        lines, _, problem = parse_records((out / "records.jsonl").read_text())
+        assert not problem
+        return [(line.record, line.step) for line in lines if line.record != "conditions"]
+
+    def killed(file: RecordFile, line: Line) -> None:
+        if (line.record, line.step) == missing:
+            raise ConnectionLost("rank 0 is gone")
+        add(file, line)
+
+    add, every = RecordFile.add, RuntimeOptions(verify_every=Duration(1, "st"))
+    whole, job = (job_for_steps(options=every, out=tmp_path / name) for name in ("whole", "lost"))
+    run_of(whole).run()
+    first = run_of(job)
+    with patch.object(RecordFile, "add", killed), pytest.raises(ConnectionLost):
+        first.run()
+    assert missing not in kinds(job.out)
+    Run(job, group_of(), StopFlag(), restarts=0, retained=first.keep()).run()
+    assert kinds(job.out) == kinds(whole.out)

@@ -25,7 +25,7 @@ from ..rundir.run_dir import RunDir
 from ..rundir.run_view import RunRequests
 from ..runtime import ranks_are_given
 from ..step.forward_backward import portable_price
-from ..step.records import recorded_tensors
+from ..step.records import Line, parse_line, recorded_tensors
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
@@ -61,6 +61,7 @@ class Retained:
     tensors: Tensors = field(default_factory=dict)  # as `StepState.state_dict` gives them
     # Line of events.jsonl for what this rank did last, which a lost rank 0 may not have written.
     last_event: Callable[[], dict[str, Any]] | None = None
+    last_records: Sequence[Line] = ()  # which it may not have written either
     network: Network | None = None  # with these tensors, or of a rank that joins with any; None: not drawn yet
     saved: LastSaved | None = None
     news: str = ""  # line for people: what the change of ranks has changed
@@ -112,6 +113,7 @@ class Agreed:
     tensors: Iterator[tuple[str, Tensor]]
     origin: str = ""  # where a run that begins has found it, for people
     last_event: Mapping[str, Any] | None = None
+    last_records: Sequence[Line] = ()
     # Newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last.
     saved: LastSaved | None = None
     others: str = ""  # line for people with the ranks that do not hold the state; empty: all do
@@ -233,7 +235,9 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
             state, tensors, origin = _found(choice, retained, world, beginning)
             saved = retained.saved if retained.saved is not None and retained.saved.rank == world.ranks[0] else None
             last_event = retained.last_event() if choice.holders and retained.last_event is not None else None
-            message = {"state": state.as_dict(), "origin": origin, "last_event": last_event, "saved": saved}
+            lines = [line.model_dump_json() for line in retained.last_records] if choice.holders else []
+            message = {"state": state.as_dict(), "origin": origin, "saved": saved}
+            message |= {"last_event": last_event, "last_records": lines}
         except (UserError, RunError) as error:
             message = {"problem": str(error), "is_mistake": isinstance(error, UserError)}
     # One message for both: the others must learn of a problem before this rank ends.
@@ -244,7 +248,8 @@ def agree(retained: Retained, world: Group, beginning: Beginning | None = None) 
     others = [rank for index, rank in enumerate(world.ranks) if index not in choice.holders]
     line = f"all waited while the state of step {state.step} was sent to {named('rank', others)}" if others else ""
     sent, saved = share_tensors(tensors, world, choice.source), message["saved"] and LastSaved(*message["saved"])
-    return Agreed(state, choice.holders, sent, message["origin"], message["last_event"], saved, line)
+    last = message["last_event"], [*map(parse_line, message["last_records"])]
+    return Agreed(state, choice.holders, sent, message["origin"], *last, saved, line)
 
 
 def _found(

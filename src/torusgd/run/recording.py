@@ -6,7 +6,7 @@ unless the first and the last, which are always written, cost more.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..comm.groups import Group
@@ -35,14 +35,19 @@ class Recorder:
         self._file: records.RecordFile | None = None
         self._writer: LightWriter | None = None
         self._began, self._cost, self._spent, self._last_step = time.monotonic(), 0.0, 0.0, 0
+        self.last: tuple[records.Line, ...] = ()  # of one step, the newest with any; on every rank
         # Whether the last state is not what was expected, and a checkpoint is to be compared with it.
         self.is_refuted = self.wants_checkpoint = False
         # A GPU that is given its steps in advance takes those alone of which nothing is wanted that was not known then.
         is_paced = not self._every and job.expected is None and not CUDA_GRAPHS.is_in(setup_of(job))
         self.watch = records.RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
-    def begin(self, state: RunState, tensors: StepState) -> str:
-        """Opens the records behind the step of the state; every rank calls it. Returns a line for people."""
+    def begin(self, state: RunState, tensors: StepState, last: Sequence[records.Line] = ()) -> str:
+        """Opens the records behind the step of the state; every rank calls it. Returns a line for people.
+
+        `last` are the newest of the ranks that go on, which a lost rank 0 may not have written.
+        """
+        self.last = tuple(last)
         if self._is_first:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
@@ -77,8 +82,7 @@ class Recorder:
                 self._writer.save(state.step, records.recorded_tensors(saved))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        if self._file is not None:
-            self._file.add(records.EvaluationLine(step=step, figures=records.figures_of(evaluation)))
+        self._add(records.EvaluationLine(step=step, figures=records.figures_of(evaluation)))
 
     def result(self, summary: Mapping[str, Any], figures: Mapping[str, records.Figure]) -> dict[str, Any]:
         """Records what the run leaves; what the summary says of the records."""
@@ -108,6 +112,10 @@ class Recorder:
             folder.records.unlink()
             self._file = records.RecordFile(folder.records, 0, 0)
             self._file.add(begin.model_copy(update={"step": state.step}))
+        written = {(type(line), line.step) for line in self._file.lines}
+        for line in self.last:
+            if line.step == state.step and (type(line), line.step) not in written:
+                self._file.add(line)
         conditions, mixed = state.fingerprint.conditions, state.mixed_conditions
         now = records.ConditionsLine(step=state.step, conditions=conditions, mixed=mixed)
         last = next((line for line in reversed(self._file.lines) if isinstance(line, records.ConditionsLine)), None)
@@ -133,8 +141,12 @@ class Recorder:
     def _record(self, state: RunState, tensors: StepState, line: records.StateLine) -> records.StateLine:
         began = time.monotonic()
         line = line.model_copy(update={"tensors": records.state_digests(tensors, state.step, self._world)})
-        if self._file is not None:
-            self._file.add(line)
+        self._add(line)
         cost = time.monotonic() - began + self.watch.seconds
         self._last_step, self._cost, self._spent = state.step, max(self._cost, cost), self._spent + cost
         return line
+
+    def _add(self, line: records.Line) -> None:
+        self.last = (*(each for each in self.last if each.step == line.step), line)
+        if self._file is not None:
+            self._file.add(line)

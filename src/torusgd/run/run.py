@@ -119,7 +119,7 @@ class Run:
                     self.journal.open(self.retained.run_dir.journal)
             if self._is_first:
                 self._open_telemetry(agreed)
-            self._say(self._recorder.begin(state, self.trainer.step.state))
+            self._say(self._recorder.begin(state, self.trainer.step.state, agreed.last_records))
             self._counted = self.retained.counted or time.perf_counter()
             try:
                 result = self._train(*self._saved(agreed))
@@ -159,7 +159,8 @@ class Run:
         if not self._is_ready:
             return known
         tensors, event = trainer.step.state.state_dict(self.state.step, keep=True), self._last_event
-        return replace(known, state=self.state, counted=self._counted, last_event=event, tensors=tensors, saved=saved)
+        of_run = replace(known, last_event=event, last_records=self._recorder.last, saved=saved)
+        return replace(of_run, state=self.state, counted=self._counted, tensors=tensors)
 
     def close(self, code: int = 1) -> None:
         """Ends this rank's part in the run, whatever has become of the others; trackers show the exit code."""
@@ -253,9 +254,9 @@ class Run:
             self._feeds = StateFeeds(self._generations)
         if self._feeds is not None:
             self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
-        if stats.keep and self.memory is not None:
-            self.memory.keep(state, self.trainer.step.state)
         self._recorder.after_step(stats, state, self.trainer.step.state)
+        if stats.keep and self.memory is not None:  # behind what was written of the step: from here it is not redone
+            self.memory.keep(state, self.trainer.step.state)
         self._say(self.trainer.bucket_rebuild.after_step())  # the last: a feed copies the means
 
     def _count_seconds(self) -> None:

@@ -84,7 +84,7 @@ class ResultLine(_Line):
 
 
 Line = BeginLine | ConditionsLine | StateLine | EvaluationLine | ResultLine
-_ADAPTER: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="record")])
+parse_line = TypeAdapter[Line](Annotated[Line, Field(discriminator="record")]).validate_json
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def parse_records(text: str) -> tuple[list[Line], str, str]:
     head, reached = "", 0
     for number, each in enumerate(text.split("\n")[:-1], 1):
         try:
-            line = _ADAPTER.validate_json(each)
+            line = parse_line(each)
         except ValidationError:
             return found, head, f"line {number} is no record"
         if line.before != head:
