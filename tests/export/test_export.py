@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_a_graph_with_other_logits_is_not_left_and_mistakes_are_one_line(run, tm
     for key, value in (("seconds", None), ("train_images", "x"), ("world_size", 0)):
         folder = copied(run, tmp_path / f"damaged {key}", None, **{key: value})
         mistake("export", folder, "--format", "mlperf", TMP=tmp_path, REASON=re.compile("(?<=are damaged: ).*"))
+
+
+def test_a_card_of_other_weights_is_refused(run: Path, tmp_path: Path, mistake: Any) -> None:
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    shutil.copy(other / "checkpoints" / "step-00000004" / "model.safetensors", other)
+    mistake("export", other, "--format", "hub", FOLDER=tmp_path)
+    assert not (other / "export" / "hub").exists()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tests.run import processes
 from tests.run.processes import RECIPE, Process, ended_well, last_step, pauses, results, run_alone, summary, torusgd
 from tests.run.slow import Slow
 from torusgd.errors import RunError
+from torusgd.rundir.run_dir import RunDir
 
 
 @pytest.fixture
@@ -142,6 +143,17 @@ def test_a_finished_run_shows_its_result_again(tmp_path: Path, recipe: Path, run
     code, text, err = run_cli("train", recipe, "--out", tmp_path, "--workers", "2")
     assert (code, err, times()) == (0, "", before)
     assert f"weights_sha256 {told['weights_sha256']}" in text
+
+
+def test_weights_that_are_gone_are_made_again(tmp_path: Path, recipe: Path, mistake: Any, undisturbed: Any) -> None:
+    run_alone(tmp_path, recipe)
+    (tmp_path / "model.safetensors").unlink()
+    mistake("eval", tmp_path, FOLDER=tmp_path)
+    assert RunDir(tmp_path).finished(processes.STEPS) is None, "its last checkpoint is there"
+    assert results(run_alone(tmp_path, recipe)) == undisturbed
+    (tmp_path / "model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert RunDir(tmp_path).finished(processes.STEPS) is not None, "nothing would be left of it"
 
 
 def test_a_mistake_is_one_line_before_any_rank_is_started(tmp_path: Path, recipe: Path, mistake: Any) -> None:

@@ -16,6 +16,7 @@ from ..ranks import slurm
 from ..ranks.forkserver import start_forkserver
 from ..rundir.run_view import local_run
 from ..signals import EXIT_AGAIN, stop_after
+from ..storage import url_of
 from ..text import listed, milliseconds, percent, plural
 from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, flag
 from .output import check_out, console
@@ -142,8 +143,10 @@ def show_result(summary: Mapping[str, Any], folder: str) -> None:
             "bits"
         )
     terminal.print(f"weights_sha256 {summary['weights_sha256']}")
-    files = "model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/"
-    terminal.print(f"in {folder}: {files}{', journal.txt' if journal is not None else ''}")
+    files = ["model.safetensors", "summary.json", "events.jsonl", "recipe.yaml", "checkpoints/"]
+    files += ["journal.txt"] if journal is not None else []
+    there = (each for each in files if url_of(Path(folder)) or Path(folder, each).exists())
+    terminal.print(f"in {folder}: {', '.join(there)}")
 
 
 def replay(

@@ -16,7 +16,7 @@ from ..report.page import Table, conditions_table, records_sha256, result_table,
 from ..report.read_run import RunRecord
 from ..run.trained_weights import TrainedModel
 from ..rundir.run_dir import RECORDS
-from ..weights import replacing, write_text
+from ..weights import replacing, weights_sha256, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the weights too
 
@@ -28,6 +28,9 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
     """
     if not run.summary:
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
+    if weights_sha256(trained.model.state_dict()) != run.summary.get("weights_sha256"):
+        remedy = "put the run's own there, or train it again"
+        raise UserError(f"{trained.path}: holds other weights than summary.json tells of; {remedy}")
     with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
         copied = {"model.safetensors": trained.path}

@@ -16,6 +16,7 @@ from ..models.registry import timm_pretrained
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FILES, list_checkpoints
+from ..rundir.run_dir import RunDir
 from ..untrusted import parse_json
 from ..weights import Tensors, load_weights, match_weights
 
@@ -158,6 +159,10 @@ def find_weights(path: Path) -> Path:
     """The weight file of a run's folder (finished, else its newest checkpoint), of a checkpoint's, or itself."""
     if path.is_file():
         return path
+    run = RunDir(path)
+    if run.summary.is_file() and not run.model.is_file():  # a checkpoint's are not those that the summary tells of
+        remedy = f"the same torusgd train writes it again from a checkpoint, or give one of {run.checkpoints}"
+        raise UserError(f"{run.model}: is gone, though the run is finished; {remedy}")
     for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
         if (folder / FILES[0]).is_file():
             return folder / FILES[0]

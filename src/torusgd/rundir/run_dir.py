@@ -17,7 +17,7 @@ from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
-from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints
+from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints, step_on_disk
 from .run_view import HEAD, STATUS, forget_requests, is_run
 
 TRACE = "trace.json"
@@ -103,13 +103,17 @@ class RunDir:
                 write_text(self.path / _AGENTS, json.dumps(sorted({*agents} if fresh else known.union(agents))))
 
     def finished(self, steps: int) -> dict[str, Any] | None:
-        """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
+        """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed.
+
+        So it is where the weights are gone and the last checkpoint is there, from which they are made again.
+        """
         summary = self.read_summary()
         done = None if summary is None else summary.get("steps")
         if isinstance(done, int) and done > steps:
             more = f"has done {done} steps already; give at least as many, or --fresh"
             raise UserError(f"--max-steps {steps}: the run in {self.path} {more}")
-        if summary is None or done == steps:
+        is_lacking = not self.model.is_file() and step_on_disk(self.checkpoints) == steps
+        if summary is None or (done == steps and not is_lacking):
             return summary
         with self._telling():
             self.summary.unlink()
