@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fcntl import LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -49,5 +50,11 @@ def is_locked(folder: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # this user may not write there
+    except OSError:  # this user may not write there, and a holder that was killed has left its name
+        with suppress(OSError), (folder / LOCK).open("rb") as file:
+            try:
+                flock(file, LOCK_SH | LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
         return (folder / HOLDER).exists()

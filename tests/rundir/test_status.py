@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.commands import ran
 from tests.run.runs import before_steps
 from tests.step.trainers import job_of, run_of
 
+from torusgd import locks
 from torusgd.comm.base import Liveness
 from torusgd.errors import UserError
 from torusgd.rundir import run_view
@@ -109,6 +111,14 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     os.mkfifo(status)
     with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
         read_status(tmp_path)
+
+
+def test_who_may_not_write_sees_whether_a_run_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locks.held(tmp_path, "it"):
+        monkeypatch.setattr(locks, "FileLock", Mock(side_effect=PermissionError))
+        assert locks.is_locked(tmp_path)
+    (tmp_path / locks.HOLDER).write_text("a process that was killed")
+    assert not locks.is_locked(tmp_path)
 
 
 def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ can't be read, all start again. A user's mistake, a defect, or a run that can't 
 import gc
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from ..run.saving import RunResult, finished
 from ..run.survival import TrainRank
 from ..rundir.checkpoint import step_on_disk
 from ..rundir.run_dir import RunDir
-from ..rundir.run_view import STOP, RunRequests
+from ..rundir.run_view import STOP, RunRequests, forget_requests
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
@@ -52,7 +53,10 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
             return RunResult(summary)
         job = replace(job, lists=tuple(lists.paths))
         check(setup_of(job, None if entrance is not None else workers))
-        return _supervise(job, workers, folder, entrance)
+        result = _supervise(job, workers, folder, entrance)
+        with suppress(OSError):
+            forget_requests(folder.path)  # that came too late
+        return result
 
 
 @dataclass(frozen=True)

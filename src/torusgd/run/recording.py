@@ -11,6 +11,7 @@ from typing import Any
 
 from ..comm.groups import Group
 from ..recipe.compatibility import CUDA_GRAPHS
+from ..recipe.schedule import Step
 from ..rundir.checkpoint import MODEL, LightWriter, light_bytes
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
@@ -42,19 +43,23 @@ class Recorder:
         is_paced = not self._every and job.expected is None and not CUDA_GRAPHS.is_in(setup_of(job))
         self.watch = records.RecordWatch(job.recipe.virtual_workers, self._is_fixed, self._is_due if is_paced else None)
 
-    def begin(self, state: RunState, tensors: StepState, last: Sequence[records.Line] = ()) -> str:
+    def begin(self, state: RunState, tensors: StepState, step: Step, last: Sequence[records.Line] = ()) -> str:
         """Opens the records behind the step of the state; every rank calls it. Returns a line for people.
 
-        `last` are the newest of the ranks that go on, which a lost rank 0 may not have written.
+        `step` is that which led to the state, if any has; `last` are the newest of the ranks that go on, which a lost
+        rank 0 may not have written.
         """
         self.last = tuple(last)
         if self._is_first:
             self._open(state)
         self._began, self._last_step = time.monotonic(), state.step
+        states = records.states_of(self._file.lines) if self._file is not None else {}
         # Not twice: of a first step that was cut off the scales are measured already, which this state does not have.
-        is_new = self._file is not None and not records.states_of(self._file.lines)
-        if state.step == 0 and self._world.broadcast_json(is_new):
+        if state.step == 0 and self._world.broadcast_json(not states):
             self._record(state, tensors, records.StateLine(step=0))
+        is_owed = state.step > 0 and self._job.expected is None and self._is_fixed(state.step)
+        if is_owed and self._world.broadcast_json(state.step not in states):  # a rank was lost as it was made
+            self._record_step(state, tensors, step)
         if not self._every or not self._is_first:
             return ""
         model = {f"{MODEL}{name}": each for name, each in tensors.model.state_dict().items()}
@@ -66,20 +71,13 @@ class Recorder:
     def after_step(self, stats: StepStats, state: RunState, tensors: StepState) -> None:
         if not stats.record:
             return
-        journal = None if state.journal is None else state.journal.sha256
-        rates = (stats.step.lr, stats.step.momentum, stats.step.weight_decay_factor)
-        line = records.StateLine(step=state.step, images=self.watch.images, rates=rates, journal=journal)
-        line = self._record(state, tensors, line)
+        line = self._record_step(state, tensors, stats.step)
         if (expected := self._job.expected) is not None:
             recorded, checkpoint = expected.states.get(line.step), expected.checkpoints.get(line.step)
             is_refuted = recorded is not None and bool(records.first_differences(recorded, line))
             # Rank 0 has all of the digests, whoever made them.
             found = is_refuted, checkpoint is not None and checkpoint != line.tensors
             self.is_refuted, self.wants_checkpoint = self._world.broadcast_json(found)
-        elif state.step in self._every:
-            saved = tensors.state_dict(state.step, keep=self._is_first)
-            if self._writer is not None:
-                self._writer.save(state.step, records.recorded_tensors(saved))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._add(records.EvaluationLine(step=step, figures=records.figures_of(evaluation)))
@@ -137,6 +135,17 @@ class Recorder:
         # This one, and the run's last, for which there must be time left, even if the machine is busier then.
         cost = self._spent + 3 * self._cost
         return steps - self._last_step >= self._steps / MOST and cost <= FRACTION * (time.monotonic() - self._began)
+
+    def _record_step(self, state: RunState, tensors: StepState, step: Step) -> records.StateLine:
+        journal = None if state.journal is None else state.journal.sha256
+        rates, images = (step.lr, step.momentum, step.weight_decay_factor), self.watch.images or None
+        line = records.StateLine(step=state.step, images=images, rates=rates, journal=journal)
+        line = self._record(state, tensors, line)
+        if state.step in self._every:
+            saved = tensors.state_dict(state.step, keep=self._is_first)
+            if self._writer is not None:
+                self._writer.save(state.step, records.recorded_tensors(saved))
+        return line
 
     def _record(self, state: RunState, tensors: StepState, line: records.StateLine) -> records.StateLine:
         began = time.monotonic()

@@ -119,7 +119,8 @@ class Run:
                     self.journal.open(self.retained.run_dir.journal)
             if self._is_first:
                 self._open_telemetry(agreed)
-            self._say(self._recorder.begin(state, self.trainer.step.state, agreed.last_records))
+            last = self.schedule[max(state.step, 1) - 1], agreed.last_records
+            self._say(self._recorder.begin(state, self.trainer.step.state, *last))
             self._counted = self.retained.counted or time.perf_counter()
             try:
                 result = self._train(*self._saved(agreed))
