@@ -29,7 +29,8 @@ def main() -> None:
         run_command()
     except SystemExit as done:
         end_on_stop()
-        leave_within(25.0, done.code if isinstance(done.code, int) else 1)
+        with suppress(RuntimeError):  # no thread may be started: none is there that could keep this process
+            leave_within(25.0, done.code if isinstance(done.code, int) else 1)
         raise
     except (Stopped, Exception) as error:
         # Else a module that was being imported has caught the stop, and failed by what it left undone.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -147,6 +148,18 @@ def test_a_library_that_a_limit_on_memory_keeps_out_is_one_line(run_cli, monkeyp
     assert_sentence("a library under a limit on memory", "torusgd: a library", error[:-1])
     failing("cannot import name 'nothing'")
     with pytest.raises(ImportError):
+        cli.main()
+
+
+def test_a_limit_on_threads_is_one_line(run_cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other error of that kind is."""
+    load = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(cli, "app", load)
+    code, out, error = run_cli("recipes")
+    assert (code, out) == (1, "")
+    assert_sentence("a limit on threads", "torusgd: can't start", error[:-1])
+    load.side_effect = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
         cli.main()
 
 

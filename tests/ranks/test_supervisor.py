@@ -222,6 +222,22 @@ def test_ranks_are_forked_from_a_process_that_has_imported_all_that_they_need() 
     assert done.stdout.strip() == "1", done.stderr
 
 
+def test_a_limit_on_threads_is_named_before_any_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [12]
+
+    def limited(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with refused("too few threads", "ulimit -u"):
+        start_forkserver(2)
+    assert threading.active_count() == before
+
+
 def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the temporary folder, where the socket of the fork server is."""
     (tmp_path / "gone").mkdir()

@@ -73,6 +73,12 @@ def common(
     """The options before a command."""
 
 
+# By what libraries say at a limit of memory and at one of threads, our line.
+_LIMITS = {
+    "shared object": "a library can't be loaded: {}; if memory is limited (ulimit -v), raise the limit, else reinstall",
+    "can't start new thread": "{}; raise this user's limit (ulimit -u), or the service's or container's of tasks",
+}
+
 _UsageError: Any = typer.BadParameter.__base__  # click's, of which some versions of typer hold a copy of their own
 
 
@@ -105,10 +111,11 @@ def main() -> None:
         end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
     except (UserError, RunError) as error:
         end(2 if isinstance(error, UserError) else 1, str(error))
-    except ImportError as error:
-        if "shared object" not in str(error):  # a module that is missing is named where it is needed
+    except (ImportError, RuntimeError) as error:  # a module that is missing is named where it is needed
+        line = next((line for text, line in _LIMITS.items() if text in str(error)), None)
+        if line is None:
             raise
-        end(1, f"a library can't be loaded: {error}; if memory is limited (ulimit -v), raise the limit, else reinstall")
+        end(1, line.format(error))
     except BrokenPipeError:  # the reader, such as head, has seen enough: no word about it
         _drop_output()
         sys.exit(1)

@@ -5,19 +5,27 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import tempfile
+import threading
 import time
 
 from ..errors import UserError, as_user_error
 from ..signals import held_back
+from ..text import plural
 
 # By name, since this folder knows nothing of training: all that a run's ranks need, and what begins once it is there.
 PRELOAD = ("torusgd.run.survival", "torusgd.ranks.forkserver_preload")
 # Seconds for the kernel to report the end of a process whose pipes are closed.
 _END_SECONDS = 2.0
+# Processes and threads of a launcher, and of a rank on a CPU: of two ranks 30 suffice, and 20 don't.
+_TASKS, _TASKS_OF_RANK = 8, 10
 
 
-def start_forkserver() -> None:
-    """Starts it, unless it runs, before torch is imported here; UserError if the temporary folder holds no socket."""
+def start_forkserver(ranks: int = 1) -> None:
+    """Starts it, unless it runs, before torch is imported here.
+
+    UserError if so many ranks are more threads than are allowed, or if the temporary folder holds no socket.
+    """
+    check_threads(_TASKS + _TASKS_OF_RANK * ranks, f"for {plural(ranks, 'rank')}")
     with as_user_error("the current folder can't be used", "cd to one that is there"):
         os.getcwd()  # as the fork server does
     multiprocessing.set_forkserver_preload([*PRELOAD])
@@ -31,6 +39,27 @@ def start_forkserver() -> None:
     except OSError as error:
         what, remedy = "ranks are started by way of a socket there", "a folder with a short name that can be written"
         raise UserError(f"{tempfile.gettempdir()}: {what} ({error}); set TMPDIR to {remedy}") from None
+
+
+def check_threads(wanted: int, what: str) -> None:
+    """UserError if this user, service or container can't have so many threads more, for something."""
+    # No number that could be read says so: limits are of a user, of a service and of each container around it. Without
+    # a thread a rank dies in the middle of what it does, in torch's code or Python's.
+    gate, there = threading.Event(), list[threading.Thread]()
+    size = threading.stack_size(1 << 16)
+    try:
+        for _ in range(wanted):
+            thread = threading.Thread(target=gate.wait, daemon=True)
+            thread.start()
+            there.append(thread)
+    except RuntimeError:
+        found = f"{plural(len(there), 'more thread')} can be started here, and {wanted} are needed {what}"
+        raise UserError(f"ulimit -u: {found}; raise that limit, or the service's or container's of tasks") from None
+    finally:
+        threading.stack_size(size)
+        gate.set()
+        for thread in there:
+            thread.join()
 
 
 def forkserver_process() -> int:

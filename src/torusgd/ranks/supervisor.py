@@ -82,7 +82,7 @@ class Supervisor:
     def __init__(
         self, size: int, device: str, limits: Limits, ranks_per_gpu: int = 1, report: Report = lambda line: None
     ) -> None:
-        start_forkserver()
+        start_forkserver(size)
         self._report = report
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
         self._root = serve_store()  # of the launcher, so that it outlives every rank
