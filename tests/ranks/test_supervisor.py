@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -236,6 +237,17 @@ def test_a_limit_on_threads_is_named_before_any_rank_is_started(monkeypatch: pyt
     with refused("too few threads", "ulimit -u"):
         start_forkserver(2)
     assert threading.active_count() == before
+
+
+def test_a_umask_that_forbids_its_own_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the temporary folder."""
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", Mock(side_effect=PermissionError))
+    before = os.umask(0o777)
+    try:
+        with refused("a umask of 777", "umask"):
+            start_forkserver()
+    finally:
+        os.umask(before)
 
 
 def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

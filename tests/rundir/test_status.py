@@ -19,6 +19,7 @@ from tests.step.trainers import job_of, run_of
 from torusgd import locks
 from torusgd.comm.base import Liveness
 from torusgd.errors import UserError
+from torusgd.run import trained_weights
 from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, write_request
@@ -111,6 +112,14 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
     os.mkfifo(status)
     with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
         read_status(tmp_path)
+
+
+def test_a_run_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, monkeypatch, mistake) -> None:
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(run_view, "check_regular", Mock(side_effect=refused))
+    monkeypatch.setattr(trained_weights, "list_checkpoints", Mock(side_effect=refused))
+    for command in ("status", "report", "eval"):
+        mistake(command, tmp_path, UNREADABLE=tmp_path)
 
 
 def test_who_may_not_write_sees_whether_a_run_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

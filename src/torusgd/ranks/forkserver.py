@@ -37,6 +37,9 @@ def start_forkserver(ranks: int = 1) -> None:
         with held_back():
             multiprocessing.forkserver.ensure_running()
     except OSError as error:
+        os.umask(mask := os.umask(0o077))
+        if mask & 0o700:
+            raise UserError(f"umask {mask:03o}: forbids you what you make yourself; umask 022 does not") from None
         what, remedy = "ranks are started by way of a socket there", "a folder with a short name that can be written"
         raise UserError(f"{tempfile.gettempdir()}: {what} ({error}); set TMPDIR to {remedy}") from None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..data.registry import SOURCES, open_sources
 from ..data.types import Source
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..hub import hub_name, weight_file
 from ..models import is_built_in, model_of
 from ..models.registry import timm_pretrained
@@ -163,9 +163,10 @@ def find_weights(path: Path) -> Path:
     if run.summary.is_file() and not run.model.is_file():  # a checkpoint's are not those that the summary tells of
         remedy = f"the same torusgd train writes it again from a checkpoint, or give one of {run.checkpoints}"
         raise UserError(f"{run.model}: is gone, though the run is finished; {remedy}")
-    for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
-        if (folder / FILES[0]).is_file():
-            return folder / FILES[0]
+    with as_user_error(f"{path}: can't be read"):
+        for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
+            if (folder / FILES[0]).is_file():
+                return folder / FILES[0]
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
 
 

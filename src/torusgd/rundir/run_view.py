@@ -102,8 +102,10 @@ class RunStatus:
 
 def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
     """How a run is, by its folder or a copy; UserError if it is none. `is_alive`: its lock is held elsewhere."""
-    if not is_run(folder):
-        raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
+    with as_user_error(f"{folder}: can't be read", "ask whose run it is for the right to"):
+        if not is_run(folder):
+            remedy = "give the folder that was --out of torusgd train, such as runs/digits"
+            raise UserError(f"{folder}: holds no run; {remedy}")
     is_running = is_locked(folder) if is_alive is None else is_alive
     with as_user_error(f"{folder}: its status can't be read", of=(OSError, ValueError)):
         if not is_running and (folder / "summary.json").exists():
@@ -138,9 +140,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    with suppress(OSError, ValueError), check_regular(folder / "recipe.yaml").open(errors="replace") as file:
-        return file.readline().startswith(HEAD)
-    return False
+    """Whether a run wrote here; PermissionError if this user may not know."""
+    try:
+        with check_regular(folder / "recipe.yaml").open(errors="replace") as file:
+            return file.readline().startswith(HEAD)
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return False
 
 
 def _reported(path: Path) -> tuple[dict[str, Any], float]:
