@@ -234,8 +234,7 @@ def test_a_limit_on_threads_is_named_before_any_rank_is_started(monkeypatch: pyt
 
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with refused("too few threads", "ulimit -u"):
-        start_forkserver(2)
+    refuses("too few threads", start_forkserver, 2, about="ulimit -u")
     assert threading.active_count() == before
 
 
@@ -244,8 +243,7 @@ def test_a_umask_that_forbids_its_own_user_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", Mock(side_effect=PermissionError))
     before = os.umask(0o777)
     try:
-        with refused("a umask of 777", "umask"):
-            start_forkserver()
+        refuses("a umask of 777", start_forkserver, about="umask")
     finally:
         os.umask(before)
 
