@@ -7,15 +7,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
-from .errors import UserError, as_user_error, in_one_line, is_transient, needs, retry
+from .errors import RunError, UserError, as_user_error, in_one_line, is_transient, needs, retry
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 CACHE = "TORUSGD_CACHE"
 PAUSES = (0.2, 1.0, 3.0)  # seconds before each further attempt
 _SECONDS = 30  # seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)
 _SMALL_SECONDS = 60  # seconds of an attempt at a call of a few bytes, all retries of the store's library included
+_SLOWEST = 10_000  # bytes a second below which a read is given up
 _LATER = (408, 429)  # HTTP's statuses below 500 that may pass
+_PLAIN = {"Accept-Encoding": "identity"}  # for the web: a part of a file that a server packs would be of other bytes
 # Packages by kind of URL, if it is not the web's.
 _PACKAGES = {
     "s3": "fsspec s3fs (the extra s3)", "gs": "gcsfs (the extra gcs)", "hf": "huggingface_hub (the extra huggingface)",
@@ -52,6 +55,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "torusgd")
 
 
+def unusable(what: str, error: OSError) -> UserError | RunError:
+    """The error of a command for which a store, `what` of it, can't be used; it may pass, or the user must mend it."""
+    why = f"{error.strerror}: {error.filename!r}" if error.strerror else str(error)
+    return (RunError if is_transient(error) or error.errno == errno.ENOSPC else UserError)(f"{what}: {why}")
+
+
 class Store:
     """The objects below a URL such as s3://bucket/folder, by their names relative to it. Safe from several threads.
 
@@ -64,10 +73,12 @@ class Store:
         packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra web)")
         not_one = as_user_error(f"{url}: no URL of a bucket or a web server", of=ValueError)
         with needs(f"{url}: a package for it is missing", packages), not_one:
-            from fsspec.core import url_to_fs
+            from fsspec import filesystem
 
-            self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
-        self.url = url.rstrip("/")
+            self._files = filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
+            # Not `url_to_fs`, to which a name with `::` is a chain of stores, and `?versionId=` or `#` a version.
+            root = self._files._strip_protocol(url)
+        self.url, self._is_web = url.rstrip("/"), scheme.startswith("http")
         self._root = root.rstrip("/")
         # fsspec takes a timeout for every call of an asynchronous file system, as S3's, Google's and the web's are.
         self._small = {"timeout": _SMALL_SECONDS} if self._files.async_impl else {}
@@ -78,9 +89,14 @@ class Store:
         UserError if the server sends more than the part: each image would be a download of its whole shard.
         """
         wanted = end - begin if begin is not None and end is not None else None
+        # Else a connection that trickles would have no end.
+        limit = {each: seconds + (wanted or 0) / _SLOWEST for each, seconds in self._small.items()}
 
         def read() -> bytes:
-            data: bytes = self._files.cat_file(self._path(name), start=begin, end=end)
+            if self._is_web and begin is not None and wanted is not None:
+                data = self._web_part(self._path(name), begin, wanted, **limit)
+            else:
+                data = self._files.cat_file(self._path(name), start=begin, end=end, **limit)
             if wanted is not None and len(data) < wanted:
                 raise OSError(errno.EIO, f"{len(data)} bytes came of {wanted}")
             return data
@@ -122,9 +138,9 @@ class Store:
         except FileNotFoundError:
             return {}
         return {
-            name[len(self._root) :].lstrip("/"): int(info["size"])
+            name[len(self._root) + 1 :]: int(info["size"])
             for name, info in found.items()
-            if name.startswith(self._root) and info.get("size") is not None
+            if name.startswith(f"{self._root}/") and not name.endswith("/") and info.get("size") is not None
         }
 
     def size(self, name: str) -> int:
@@ -138,10 +154,31 @@ class Store:
     def version(self, name: str) -> str:
         """A text that changes whenever the object does, as far as the store reports it; raises as `read`."""
         found = self._patiently(name, lambda: self._files.info(self._path(name), **self._small))
-        return repr(sorted((str(key), str(value)) for key, value in found.items()))
+        # Where a server redirects to is another URL each time, if it is a signed one.
+        return repr(sorted((str(key), str(value)) for key, value in found.items() if key != "url"))
+
+    def _web_part(self, path: str, begin: int, wanted: int, timeout: float) -> bytes:
+        """A part of a file, and a byte more if the server ignores Range: the whole may be larger than the memory."""
+        from fsspec.asyn import sync
+
+        async def part() -> bytes:
+            session, headers = (
+                await self._files.set_session(),
+                {"Range": f"bytes={begin}-{begin + wanted - 1}", **_PLAIN},
+            )
+            async with session.get(self._files.encode_url(path), headers=headers) as answer:
+                self._files._raise_not_found_for_status(answer, path)
+                data = b""
+                while len(data) <= wanted and (more := await answer.content.read(wanted + 1 - len(data))):
+                    data += more
+                return data
+
+        data: bytes = sync(self._files.loop, part, timeout=timeout)
+        return data
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        # In a URL of the web `#`, `?` and `%` of a name would be something else.
+        return f"{self._root}/{quote(name) if self._is_web else name}" if name else self._root
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
         def line(error: BaseException) -> str:
@@ -162,6 +199,8 @@ class Store:
                     raise OSError(errno.EIO, line(error), f"{self.url}/{name}") from error
                 raise type(error)(error.errno or errno.ENOENT, line(error), f"{self.url}/{name}") from error
             except Exception as error:  # of the store's library, of its library's library, of the network
+                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of the copy that `get` makes
+                    raise OSError(errno.ENOSPC, "this machine's disk is full", f"{self.url}/{name}") from error
                 raise OSError(errno.EIO, line(error), f"{self.url}/{name}") from error
 
         # Whatever the store's library raised is an OSError by now.
@@ -178,4 +217,6 @@ def _timeouts(scheme: str) -> dict[str, Any]:
     from aiohttp import ClientTimeout
 
     limit = ClientTimeout(total=None, sock_connect=_SECONDS, sock_read=_SECONDS)
-    return {"requests_timeout": limit} if scheme == "gs" else {"client_kwargs": {"timeout": limit}}
+    if scheme == "gs":
+        return {"requests_timeout": limit}
+    return {"client_kwargs": {"timeout": limit}, "headers": _PLAIN}

@@ -4,6 +4,9 @@ import errno
 import re
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from tests.data.buckets import KINDS, bucket, upload
 from tests.data.pictures import folder_data, picture
 from tests.data.tars import samples, write_indexed, write_tar
-from tests.faulty_server import file_server
+from tests.faulty_server import FaultyHandler, FaultyServer, file_server
 from tests.messages import LIBRARY, refuses
 from tests.run.runs import sets, train
 from torusgd import storage
@@ -21,7 +24,7 @@ from torusgd.data import Pipeline, open_sources
 from torusgd.data.registry import data_sha256, describe
 from torusgd.data.tar import RemoteShards, fetch_index, open_shards
 from torusgd.data.tar_index import FILE
-from torusgd.errors import UserError
+from torusgd.errors import RunError, UserError
 from torusgd.storage import Store, url_of
 
 SETTINGS = sets(
@@ -53,7 +56,7 @@ def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monk
             open_shards(Path(f"{kind}://no-such-bucket/set"), 3)
         for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
-        with pytest.raises(UserError, match="^" + kind):
+        with pytest.raises(RunError, match="^" + kind):
             open_shards(url, 3)
 
 
@@ -97,7 +100,7 @@ def test_a_web_server(local: Path) -> None:
         assert [source.encoded(index) for index in (7, 3, 11)] == [picture(number) for number in (7, 3, 11)]
         with pytest.raises(UserError, match="/none/"):
             open_shards(Path(url) / "none", 3)
-    with pytest.raises(UserError, match=r"^http://127"):
+    with pytest.raises(RunError, match=r"^http://127"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)
     with file_server(local.parent, ranges=False) as url:
         source, _ = open_shards(Path(url) / "set", 3)
@@ -113,6 +116,70 @@ def test_a_web_server_that_fails_does_not_lack_the_file(tmp_path: Path, monkeypa
         refuses("a web server that fails", Store(url).size, "x", kind=OSError, URL=url)
     with file_server(tmp_path) as url:
         refuses("a web server without the file", Store(url).size, "y", kind=FileNotFoundError, URL=url)
+
+
+class _Odd(FaultyHandler):
+    """A web server of which each address is strange in another way."""
+
+    def do_GET(self) -> None:
+        if self.path == "/trickles":
+            self.send_response(206)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            pieces, pause = [b"x"] * 100, 0.1
+        else:  # sends a whole file of 256 MiB
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            pieces, pause = [bytes(1 << 16)] * (1 << 12), 0.0
+        with suppress(OSError):
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.server.requests += 1
+                time.sleep(pause)
+
+    def do_HEAD(self) -> None:
+        if "?" in self.path:
+            self.answer(200, b"x", {"ETag": "one"})
+        else:
+            self.server.requests += 1
+            self.answer(302, b"", {"Location": f"{self.path}?signed={self.server.requests}"})
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(storage, "PAUSES", ())
+    with FaultyServer(_Odd, {}).at_work() as server:
+        yield server
+
+
+def test_of_a_server_that_ignores_ranges_no_more_is_read_than_the_part(odd: FaultyServer) -> None:
+    refuses("a web server without ranges", Store(odd.url).read, "whole", 10, 20, URL=odd.url)
+    assert odd.requests < 1 << 11
+
+
+def test_a_read_that_trickles_ends(odd: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SMALL_SECONDS", 0.5)
+    store = Store(odd.url)
+    for part in ((), (0, 100)):
+        with pytest.raises(OSError, match="/trickles"):
+            store.read("trickles", *part)
+
+
+def test_a_version_does_not_change_with_where_a_server_redirects_to(odd: FaultyServer) -> None:
+    assert Store(odd.url).version("index") == Store(odd.url).version("index")
+
+
+def test_names_in_the_web_may_have_what_urls_are_made_of(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a folder").mkdir()
+    name = "a folder/1#2?3%41.tar"
+    (tmp_path / name).write_bytes(b"0123456789")
+    with file_server(tmp_path) as url:
+        store = Store(url)
+        store.get(name, tmp_path / "copy")
+        assert (store.read(name, 2, 5), store.size(name), (tmp_path / "copy").stat().st_size) == (b"234", 10, 10)
 
 
 URL = Path("memory://bucket/a set")
@@ -212,6 +279,18 @@ def test_reads_that_fail_come_short_or_are_stale(copied: Path, monkeypatch: pyte
     refuses("a shard in a bucket that fails", train.encoded, 5, kind=OSError)
     faults[:] = ["stale"] * 4
     refuses("a shard in a bucket that stays stale", train.encoded, 5)
+
+
+def test_names_are_names_and_the_sign_of_a_folder_is_none(memory_bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    pytest.importorskip("s3fs")
+    for name in ("a::b", "a?versionId=3", "a#b"):  # to fsspec, in a URL, a chain of stores and versions
+        store = Store(f"s3://bucket/{name}")
+        assert (store._root, store._files.version_aware) == (f"bucket/{name}", False)
+    found = {"/bucket/a": {"size": 0}, "/bucket/a/": {"size": 0}, "/bucket/a/x": {"size": 1}, "/bucket/ab": {"size": 1}}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *each, **more: found)
+    assert Store("memory://bucket/a").sizes() == {"x": 1}, "a console makes an empty object for a folder"
 
 
 def test_a_damaged_copy_of_the_index_is_fetched_again(copied: Path) -> None:

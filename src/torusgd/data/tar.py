@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 
 from ..errors import UserError, as_user_error, in_one_line
-from ..storage import CACHE, Store, cache_folder, url_of
+from ..storage import CACHE, Store, cache_folder, unusable, url_of
 from ..weights import replacing
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import SPLITS, Arrays, Names, read_arrays
@@ -233,7 +233,7 @@ def fetch_index(store: Store, name: str = FILE, again: bool = False) -> Path:
     except FileNotFoundError:
         raise UserError(f"{store.url}/{name}: there is no index; {_remedy(store.url)}") from None
     except OSError as error:
-        raise UserError(f"{store.url}/{name}: can't be fetched: {error}") from error
+        raise unusable(f"{store.url}/{name}: can't be fetched", error) from error
     return file
 
 
