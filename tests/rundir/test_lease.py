@@ -104,6 +104,23 @@ def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(machi
     assert second.newest()[0] == 2
 
 
+@pytest.mark.timeout(120)
+def test_a_lock_that_is_not_listed_yet_is_seen(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "sizes", lambda self: {})
+        first = machine("a", [])
+        with first.renewed(print), in_use():
+            machine("b", [])
+        machine("a", [])
+    monkeypatch.setattr(module, "EXPIRES", 0.2)
+    first = machine("a", [])
+    listed = Store(URL).sizes()
+    machine("b", [])
+    monkeypatch.setattr(Store, "sizes", lambda self: listed)
+    with pytest.raises(RunError, match="has taken over"):
+        first.check()
+
+
 def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any) -> None:
     lines, other, is_done = list[str](), Store(URL), threading.Event()
 

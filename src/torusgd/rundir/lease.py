@@ -63,7 +63,7 @@ class Lease:
             (self._folder / TOKEN).write_text(f"{number + 1} {mine.token}")
             # On the condition that there is none yet, which the store decides: of several that try one gets it.
             created = self._store.create(object_name(number + 1), _data(mine))
-            last = self.newest()
+            last = self.newest(number + 1)
             # The number may be free again because holders of it and of a higher one have come since it was looked up.
             if created and last == (number + 1, mine):
                 break
@@ -75,8 +75,9 @@ class Lease:
         """RunError if another holder has taken the lock over, OSError as it comes."""
         # Called before anything is written that a later holder may have written: one that was only held up finds the
         # higher number, and ends.
-        number, holder = self.newest()
-        if holder is not None and (number, holder.token) != self._held():
+        held = self._held()
+        number, holder = self.newest(held[0] + 1)
+        if holder is not None and (number, holder.token) != held:
             raise RunError(f"{self._store.url}: {holder.who} has taken over, since this machine gave no sign of life")
 
     @contextmanager
@@ -109,9 +110,12 @@ class Lease:
         with suppress(OSError):
             self._store.write(object_name(number), _data(replace(holder, released=True)))
 
-    def newest(self) -> tuple[int, Holder | None]:
-        """The highest number and what its object says; 0 and None if nobody has had the lock yet."""
-        for number in self._numbers():
+    def newest(self, unlisted: int = 0) -> tuple[int, Holder | None]:
+        """The highest number and what its object says; 0 and None if nobody has had the lock yet.
+
+        `unlisted` may be there though it is not listed: some stores list an object some time after it was written.
+        """
+        for number in sorted({*self._numbers(), unlisted} - {0}, reverse=True):
             try:
                 data = self._store.read(object_name(number))
             except FileNotFoundError:  # deleted by one with a higher number
@@ -122,16 +126,21 @@ class Lease:
                 return number, Holder(hashlib.sha256(data).hexdigest(), "a torusgd of another version")
         return 0, None
 
-    def _outlive(self, number: int, holder: Holder) -> None:
+    def next_sign(self, number: int, holder: Holder, seconds: float) -> Holder | None:
+        """Who is seen to hold it next, mostly the same one; None: nothing changes for so many seconds."""
         # By the clock of whoever waits, and by whether the bytes change: two clocks are never compared.
-        end = time.monotonic() + EXPIRES
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(POLL)
-            now, seen = self.newest()
+            now, seen = self.newest(number)
             if seen is not None and (now, seen) != (number, holder):
-                if seen.released:
-                    return
-                raise UserError(f"--out {self._store.url}: in use by {seen.who}; wait for it or choose another place")
+                return seen
+        return None
+
+    def _outlive(self, number: int, holder: Holder) -> None:
+        seen = self.next_sign(number, holder, EXPIRES)
+        if seen is not None and not seen.released:
+            raise UserError(f"--out {self._store.url}: in use by {seen.who}; wait for it or choose another place")
 
     def _numbers(self) -> list[int]:
         found = (OBJECT.fullmatch(name) for name in self._store.sizes())
