@@ -2,15 +2,13 @@ import gzip
 import hashlib
 import logging
 import os
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.commands import put_command
-from tests.faulty_server import file_server
+from tests.faulty_server import FaultyHandler, FaultyServer, file_server
 from tests.messages import refuses
 from torusgd.data.fetch import DATA_SETS, DataSet, fetch, wrong_files
 from torusgd.errors import RunError
@@ -67,21 +65,15 @@ def test_mistakes_are_one_line_and_no_wrong_file_is_taken_or_left(toy: DataSet, 
     refuses("data fetch into a file", fetch, "toy", tmp_path / "file" / "below", TMP=tmp_path)
 
 
-def test_a_site_that_answers_with_something_else_than_http_is_one_line(
-    toy: DataSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer() -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(1 << 16)
-            connection.sendall(b"no HTTP\r\n\r\n")
+def test_a_site_that_speaks_no_http_is_one_line(toy: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strange(FaultyHandler):
+        def do_GET(self) -> None:
+            self.close_connection = True
+            self.wfile.write(b"hello\r\n\r\n")
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=answer, daemon=True).start()
-        site = f"http://127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setitem(DATA_SETS, "toy", toy._replace(site=site))
-        with pytest.raises(RunError, match=f"not downloaded from {site}: no HTTP"):
-            fetch("toy")
+    with FaultyServer(Strange, {}).at_work() as server:
+        monkeypatch.setitem(DATA_SETS, "toy", toy._replace(site=server.url))
+        refuses("data fetch from no web server", fetch, "toy", kind=RunError, TMP=tmp_path, SITE=server.url)
 
 
 def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> None:

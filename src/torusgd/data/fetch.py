@@ -104,8 +104,8 @@ def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
             folder = get(wanted, scratch)
             if wrong := wrong_files(folder, wanted):
                 raise OSError(f"{wrong[0]} is missing or has another SHA-256 than expected")
-        except (OSError, HTTPException, subprocess.SubprocessError) as error:
-            failures.append(f"not {way}: {error}")
+        except (OSError, subprocess.SubprocessError, HTTPException) as error:
+            failures.append(f"not {way}: {in_one_line(error)}")
         else:
             log.info("%s: %s, SHA-256 as expected", name, way)
             return folder
