@@ -1,11 +1,13 @@
 """A run whose folder is in a bucket: fsspec's in memory here; the slow tests have real servers that fail."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tests.polling import until
 from tests.run.processes import Process
 from tests.run.runs import DIGITS_NET, TINY, run_here, sets
 
-from torusgd.errors import RunError
+from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.report.read_run import read_run
 from torusgd.rundir import lease
@@ -156,8 +158,78 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
     refuses("a bucket that takes no checkpoint", writer.wait, about=URL, kind=RunError, FOLDER=mirror.folder)
     writer.close()
     monkeypatch.setattr(MemoryFileSystem, "find", fails)
-    refuses("a bucket that can't be used", machines, "a", about=f"--out {URL}")
+    # At another time it may go through.
+    refuses("a bucket that can't be used", machines, "a", about=f"--out {URL}", kind=RunError)
     assert (mirror.folder / NAME).exists()
+
+
+def test_a_request_to_a_run_that_ended_before_it_saw_it_is_not_the_next_ones(machines: Any) -> None:
+    advance(machines("a"), 1)
+    Store(URL).write(STOP, b"")  # the second of two
+    second = machines("b")
+    assert STOP not in Store(URL).sizes()
+    assert newest(second) == 1
+
+
+def test_a_run_that_was_copied_there_from_a_disk_goes_on(machines: Any) -> None:
+    first = machines("a")
+    advance(first, 1)
+    Store(URL).delete(NAME)  # a run in a folder has none
+    second = machines("b")
+    assert newest(second) == 1
+    advance(second, 2)
+    assert newest(machines("a")) == 2
+
+
+def test_a_copy_keeps_no_checkpoint_of_a_run_that_was_begun_anew(machines: Any, move: Any) -> None:
+    advance(machines("a"), 5)
+    move("c")
+    local_run(Path(URL))
+    advance(machines("b", fresh=True), 1)
+    move("c")
+    assert [path.name for path in list_checkpoints(local_run(Path(URL)) / "checkpoints")] == ["step-00000001"]
+
+
+def test_a_full_disk_is_not_told_as_a_full_bucket(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    advance(machines("a"), 1)
+
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", full)
+    with refused("a bucket and a full disk", f"--out {URL}", RunError):
+        machines("b")
+
+
+def test_what_came_until_a_connection_broke_does_not_stay(machines: Any, move: Any, monkeypatch, tmp_path) -> None:
+    advance(machines("a"), 1)
+
+    def breaks(self: Store, name: str, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.EIO, "the connection was cut")
+
+    monkeypatch.setattr(Store, "get", breaks)
+    move("b")
+    with pytest.raises(UserError, match="the connection was cut"):
+        local_run(Path(URL))
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
+
+
+def test_a_run_at_work_is_seen_though_a_clock_is_wrong(move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.setattr(lease, "POLL", 0.05)
+    mirror, modified = move("a"), MemoryFileSystem.modified
+    with mirror.held(fresh=False):
+        RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
+        (mirror.folder / STATUS).write_text("{}")
+        move("b")
+        until(lambda: STATUS in Store(URL).sizes(), "its status is there")
+        monkeypatch.setattr(MemoryFileSystem, "modified", lambda *each: modified(*each) - timedelta(hours=1))
+        assert RunView(Path(URL)).read().state == "running"
+    assert RunView(Path(URL)).read().state == "gone"
 
 
 def begin(mirror: Mirror) -> Path:

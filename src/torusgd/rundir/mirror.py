@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import RunError, UserError, as_run_error, as_user_error
-from ..storage import Store, url_of
+from ..storage import Store, unusable, url_of
 from ..untrusted import read_text
 from ..weights import Tensors, load_weights, write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
@@ -48,7 +48,8 @@ class Mirror:
     def held(self, fresh: bool) -> Iterator[None]:
         """Takes the run's lock and makes the working folder one of the run in the bucket, or with `fresh` of a new one.
 
-        UserError if the bucket can't be used, or another machine is at work; RunError if no checkpoint is good.
+        UserError if the bucket can't be used, or another machine is at work; RunError if it fails, or no checkpoint is
+        good.
         """
         try:
             with RunDir(self.folder).lock():
@@ -58,7 +59,7 @@ class Mirror:
                 self._lease.acquire(self._warn)
                 self._begin(fresh)
         except OSError as error:
-            raise UserError(f"--out {self.url}: can't be used: {error}") from error
+            raise unusable(f"--out {self.url}: can't be used", error) from error
         with self._lease.renewed(self._warn, self._exchange):
             yield
 
@@ -104,20 +105,24 @@ class Mirror:
 
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
+        for name in REQUESTS & there.keys():  # they were of an earlier run, which may have ended before it saw them
+            self._store.delete(name)
         if fresh and is_run:
             for checkpoint in self._checkpoints():
                 self._delete(checkpoint)
-            small = [name for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME) if name in there]
+            small = [name for name in (_SUMMARY, STATUS, *_SMALL, NAME) if name in there]
             for name in (*filter(_LIGHT.fullmatch, there), *small):
                 self._store.delete(name)
         # Another name: what lies here is of an earlier run of this URL, and would be taken for a newer checkpoint.
         name = ""
         with suppress(OSError, ValueError):
             name = read_text(self.folder / NAME)
-        if fresh or not is_run or name != self._store.read(NAME).decode():
+        is_named = is_run and not fresh and NAME in there  # what was copied there from a disk has no name yet
+        if not is_named or name != self._store.read(NAME).decode():
             self._forget()
-        if fresh or not is_run:
+        if not is_named:
             write_text(self.folder / NAME, secrets.token_hex(8))
+        if fresh or not is_run:
             return
         is_newer = self._fetch_newest()
         for name in (NAME, *_SMALL):

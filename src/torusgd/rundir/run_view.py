@@ -8,6 +8,7 @@ files are copied here. This module imports no torch, since whoever runs `status`
 import hashlib
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from ..locks import is_locked
 from ..storage import CACHE, Store, cache_folder, url_of
 from ..text import json_text
 from ..untrusted import check_regular, parse_json, read_text
-from .lease import EXPIRES, Lease, object_name
+from .lease import EXPIRES, RENEW, Lease, object_name
 
 STATUS = "status.json"
 # First words of the recipe.yaml that a run writes.
@@ -30,6 +31,8 @@ HEAD = "# The complete recipe of this run, defaults included."
 SECONDS = 1.0
 # Seconds for which a status of another host counts as a sign of life.
 FRESH = 30.0
+# Seconds for which a sign of life of a run in a bucket is awaited.
+_AWAITED = RENEW + 5.0
 # Files that request a checkpoint and the run's end, or another number of ranks.
 STOP, WORKERS = ".stop", ".workers"
 REQUESTS = frozenset({STOP, WORKERS})
@@ -179,11 +182,13 @@ class RunView:
             return read_status(self._folder)
         _fetch(self._store, self._folder, _SMALL)
         try:
-            number, holder = Lease(self._store, self._folder).newest()
-            # A sign of life of late, by the store's clock and this one.
-            is_alive = holder is not None and not holder.released
-            is_alive = is_alive and abs(time.time() - self._store.modified(object_name(number))) < EXPIRES
-            return read_status(self._folder, is_alive)
+            lease = Lease(self._store, self._folder)
+            number, holder = lease.newest()
+            # A sign of life of late, by the store's clock and this one; or now, where one of the two is wrong.
+            if holder is not None and not holder.released:
+                is_late = abs(time.time() - self._store.modified(object_name(number))) >= EXPIRES
+                holder = lease.next_sign(number, holder, _AWAITED) if is_late else holder
+            return read_status(self._folder, holder is not None and not holder.released)
         except OSError as error:
             raise UserError(f"{self.name}: can't be read: {error}") from error
 
@@ -228,6 +233,9 @@ def local_run(path: Path) -> Path:
         _fetch(store, folder, _ALL)
         whole = (name.split("/") for name in there if name.endswith("/manifest.json"))
         newest = max((parts[1] for parts in whole if parts[0] == "checkpoints"), default="")
+        for old in folder.glob("checkpoints/*"):  # else one of an earlier run there, of more steps, would be the newest
+            if old.name != newest:
+                shutil.rmtree(old)
         if newest and _WEIGHTS not in there:
             _get(store, f"checkpoints/{newest}/{_WEIGHTS}", folder / "checkpoints" / newest / _WEIGHTS)
     except OSError as error:
@@ -268,8 +276,11 @@ def _get(store: Store, name: str, file: Path) -> Path:
     written = store.modified(name)
     if not file.exists() or (file.stat().st_mtime, file.stat().st_size) != (written, store.size(name)):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        store.get(name, temporary)
-        os.utime(temporary, (written, written))
-        os.replace(temporary, file)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            store.get(name, temporary)
+            os.utime(temporary, (written, written))
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)  # what came of an object until the connection broke
     return file
