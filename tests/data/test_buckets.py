@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -277,6 +278,9 @@ def test_reads_that_fail_come_short_or_are_stale(copied: Path, monkeypatch: pyte
         assert not faults
     faults[:] = ["fails"] * 3
     refuses("a shard in a bucket that fails", train.encoded, 5, kind=OSError)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "find", Mock(side_effect=RuntimeError("503 Slow Down")))
+        refuses("a bucket of shards that fails", open_shards, URL, 3, kind=RunError)
     faults[:] = ["stale"] * 4
     refuses("a shard in a bucket that stays stale", train.encoded, 5)
 

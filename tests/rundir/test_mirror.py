@@ -199,8 +199,7 @@ def test_a_full_disk_is_not_told_as_a_full_bucket(machines: Any, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", full)
-    with refused("a bucket and a full disk", f"--out {URL}", RunError):
-        machines("b")
+    refuses("a bucket and a full disk", machines, "b", about=f"--out {URL}", kind=RunError)
 
 
 def test_what_came_until_a_connection_broke_does_not_stay(machines: Any, move: Any, monkeypatch, tmp_path) -> None:
@@ -230,6 +229,12 @@ def test_a_run_at_work_is_seen_though_a_clock_is_wrong(move: Any, monkeypatch: p
         monkeypatch.setattr(MemoryFileSystem, "modified", lambda *each: modified(*each) - timedelta(hours=1))
         assert RunView(Path(URL)).read().state == "running"
     assert RunView(Path(URL)).read().state == "gone"
+
+
+def test_a_web_server_holds_no_run(mistake: Any) -> None:
+    mistake("train", "digits", "--out", "https://localhost/run")
+    mistake("status", "https://localhost/run")
+    mistake("eval", "http://localhost/model.safetensors")
 
 
 def begin(mirror: Mirror) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from ..errors import UserError, as_user_error, in_one_line
+from ..errors import UserError, as_user_error, in_one_line, is_transient
 from ..storage import CACHE, Store, cache_folder, unusable, url_of
 from ..weights import replacing
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
@@ -52,10 +52,12 @@ class Shards(EncodedImages):
         return [os.stat(file).st_size for file in self._files]
 
     def check(self, expected: Sequence[int]) -> None:
-        """UserError if a tar file is missing, or has not the length that the index expects."""
+        """UserError if a tar file is missing, or has not the length that the index expects; RunError for an outage."""
         try:
             lengths = self.lengths()
         except OSError as error:
+            if is_transient(error):
+                raise unusable(f"{self._root}: can't be read", error) from error
             raise UserError(f"{error.filename}: {error.strerror}, though the index lists it") from error
         for file, length, size in zip(self._files, lengths, expected, strict=True):
             if length != size:

@@ -244,7 +244,9 @@ def local_run(path: Path) -> Path:
 
 
 def working_folder(url: str) -> Path:
-    """Where a run of that URL works on this machine."""
+    """Where a run of that URL works on this machine; UserError for a web server, which takes none."""
+    if url.startswith("http"):
+        raise UserError(f"{url}: a web server holds no run; runs are in folders, s3://, gs:// and hf://")
     return cache_folder() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
