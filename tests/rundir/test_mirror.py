@@ -171,6 +171,19 @@ def test_a_request_to_a_run_that_ended_before_it_saw_it_is_not_the_next_ones(mac
     assert newest(second) == 1
 
 
+def test_a_request_that_comes_before_the_ranks_is_not_lost(machines: Any) -> None:
+    mirror = machines("a")
+    advance(mirror, 1)
+    (mirror.folder / STATUS).write_text("{}")
+    with mirror.held(fresh=False):
+        Store(URL).write(STOP, b"")
+        mirror._exchange()
+        RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
+        (mirror.folder / STATUS).write_text("{}")
+        until(lambda: STOP not in Store(URL).sizes(), "the request is here")
+        assert (mirror.folder / STOP).exists()
+
+
 def test_a_run_that_was_copied_there_from_a_disk_goes_on(machines: Any) -> None:
     first = machines("a")
     advance(first, 1)

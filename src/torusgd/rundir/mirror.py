@@ -88,12 +88,13 @@ class Mirror:
 
     def _exchange(self) -> None:
         """While the run is at work its status goes there, and requests to it come here."""
-        if (self.folder / STATUS).exists():
-            if not self._is_seen:  # without them there is no run for others, and the first checkpoint may be far off
-                for name in (NAME, _RECIPE):
-                    self._store.put(self.folder / name, name)
-                self._is_seen = True
-            self._store.put(self.folder / STATUS, STATUS)
+        if not (self.folder / STATUS).exists():
+            return  # nor is there a rank yet to see a request: as it starts the run forgets those of an earlier one
+        if not self._is_seen:  # without them there is no run for others, and the first checkpoint may be far off
+            for name in (NAME, _RECIPE):
+                self._store.put(self.folder / name, name)
+            self._is_seen = True
+        self._store.put(self.folder / STATUS, STATUS)
         for name in REQUESTS & self._store.sizes().keys():
             write_text(self.folder / name, self._store.read(name).decode(errors="replace"))
             self._store.delete(name)
@@ -105,6 +106,7 @@ class Mirror:
 
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
+        (self.folder / STATUS).unlink(missing_ok=True)  # of an earlier part
         for name in REQUESTS & there.keys():  # they were of an earlier run, which may have ended before it saw them
             self._store.delete(name)
         if fresh and is_run:
