@@ -162,10 +162,8 @@ class Store:
         from fsspec.asyn import sync
 
         async def part() -> bytes:
-            session, headers = (
-                await self._files.set_session(),
-                {"Range": f"bytes={begin}-{begin + wanted - 1}", **_PLAIN},
-            )
+            session = await self._files.set_session()
+            headers = {"Range": f"bytes={begin}-{begin + wanted - 1}", **_PLAIN}
             async with session.get(self._files.encode_url(path), headers=headers) as answer:
                 self._files._raise_not_found_for_status(answer, path)
                 data = b""
