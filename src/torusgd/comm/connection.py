@@ -128,14 +128,14 @@ class Clock:
             known += _distance(mesh)
         self.offset = float(known[0])  # seconds to add to this rank's time.perf_counter()
         # Seconds by which the difference of two ranks' readings may be wrong, in opposite directions.
-        self.bound = sum(sorted(float(error) for error in self._group.all_gather(known[1:]))[-2:])
+        self.bound = sum(sorted(self._group.all_gather(known[1]).tolist())[-2:])
         self._agree()  # takes as long as the next one
         self._measured = self._agree()
 
 
 def _distance(mesh: Group) -> torch.Tensor:
     # The clock of the mesh's first rank minus this rank's, and the largest error of that: float64 [2].
-    machines = [int(each) for each in mesh.all_gather(_tensor(mesh, [machine_number()], torch.int64))]
+    machines = mesh.all_gather(torch.tensor(machine_number(), device=mesh.small_device)).tolist()
     found = torch.zeros(mesh.size, 2, dtype=torch.float64, device=mesh.small_device)
     for place in range(1, mesh.size):
         is_here = machines[place] == machines[0]
@@ -170,8 +170,8 @@ def _offset_of(mesh: Group, place: int, trips: range) -> tuple[float, float]:
     return offset, error
 
 
-def _tensor(group: Group, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=group.small_device)
+def _tensor(group: Group, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=group.small_device)
 
 
 def machine_number(further: str = "") -> int:
@@ -248,7 +248,7 @@ def hosts_of(group: Group) -> tuple[int, ...]:
     except OSError:
         namespace = ""
     name = machine_number(f" {socket.gethostname()} {namespace}")
-    names = [int(other) for other in group.all_gather(torch.tensor([name]))]
+    names = group.all_gather(torch.tensor(name)).tolist()
     order = list(dict.fromkeys(names))
     return tuple(order.index(name) for name in names)
 
@@ -256,6 +256,6 @@ def hosts_of(group: Group) -> tuple[int, ...]:
 def ranks_a_core(group: Group, count: int) -> float:
     """Of the first `count` ranks, on the machine that has most of them for its cores; network namespaces share one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    everyone = [other.tolist() for other in group.all_gather(torch.tensor([machine_number(), cores]))]
+    everyone = group.all_gather(torch.tensor([machine_number(), cores])).tolist()
     machines = [machine for machine, _ in everyone[:count]]
     return max(machines.count(machine) / its_cores for machine, its_cores in everyone[:count])

@@ -145,15 +145,14 @@ class Group:
                 f"{what}: {', '.join(other) or 'another rank has other arguments'}; give all ranks the same"
             )
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all members (of one shape), in group order."""
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all members (of one shape), in group order: [size, *shape]."""
         if self.size == 1:
-            return [tensor.clone()]
+            return tensor[None].clone()
         if self._tree is not None and tensor.device.type == "cpu":
             return self._tree.all_gather(tensor, self.watch)
-        gathered, begin = [torch.empty_like(tensor) for _ in self.ranks], self._torch.allgather
-        work = self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], _c10d.AllgatherOptions()))
-        self.watch(work).wait()
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self.watch(self.start_all_gather_single(gathered.view(-1), tensor.contiguous().view(-1))).wait()
         return gathered
 
     def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> Work:

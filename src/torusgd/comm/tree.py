@@ -49,12 +49,12 @@ class Tree:
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return self._start(partial(self._broadcast, tensor, source))
 
-    def all_gather(self, tensor: torch.Tensor, watch: Callable[[Work], Work]) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, watch: Callable[[Work], Work]) -> torch.Tensor:
         # Each byte is zero on all ranks but one: so the sum of bytes is a gather, of any type.
         table = torch.zeros(self._size, tensor.nbytes, dtype=torch.uint8)
         table[self._rank] = tensor.contiguous().view(-1).view(torch.uint8)
         watch(self.start_all_reduce(table, maximum=False)).wait()
-        return [row.view(tensor.dtype).view(tensor.shape) for row in table]
+        return table.view(tensor.dtype).view(self._size, *tensor.shape)
 
     def abort(self) -> None:
         for mesh in self._meshes:
