@@ -9,6 +9,7 @@ on every rank: an element is summed on one rank and copied, or summed by pairs (
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -138,11 +139,7 @@ def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
     # Up a binomial tree to the first member, ceil(log2 P) rounds, and down again.
     # In round b the members whose position ends in a one and b zeros (binary) send all that they have to the one 2 ** b
     # positions before, and are done until the sum comes back.
-    size, me, up = len(axis.members), axis.position, []
-    for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        below = [me - distance] if me % (2 * distance) == distance else []
-        above = [me + distance] if me % (2 * distance) == 0 and me + distance < size else []
-        up.append(Round(_whole(axis, below, low, high), _whole(axis, above, low, high)))
+    up = _up_tree(axis, axis.position, low, high, parent_of=lambda n: n & (n - 1))
     return up + mirror(up)
 
 
@@ -163,28 +160,33 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
     # receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
     size, me, middle = len(axis.members), axis.position, (low + high) // 2
     number = (me - 1) % size if size % 2 else size - 1 - me  # of this rank in the second tree
-    one = _up_tree(axis, me, low, middle, lambda n: n)
-    two = _up_tree(axis, number, middle, high, lambda n: (n + 1) % size if size % 2 else size - 1 - n)
+    parent_of = partial(_parent, size=size)
+    one = _up_tree(axis, me, low, middle, parent_of)
+    two = _up_tree(axis, number, middle, high, parent_of, lambda n: (n + 1) % size if size % 2 else size - 1 - n)
     up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in zip(one, two, strict=True)]
     return up + mirror(up)
 
 
-def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[int], int]) -> list[Round]:
-    # Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers.
-    # In round h the nodes of height h send what they have summed to their parent. `position_of` maps a number to a
-    # position on the axis.
+def _up_tree(
+    axis: Axis, me: int, low: int, high: int, parent_of: Callable[[int], int],
+    position_of: Callable[[int], int] = lambda number: number,
+) -> list[Round]:  # fmt: skip
+    # Up a tree of numbers: 0 is the root, the others' heights are the zeros that end their numbers (binary).
+    # In round h the nodes of height h send what they have summed to their parent, 2 ** h before or after them.
+    # `position_of` maps a number to a position on the axis.
     size, rounds = len(axis.members), []
     for height in range((size - 1).bit_length()):
         senders = range(1 << height, size, 2 << height)
-        parent = [position_of(_parent(me, size))] if me in senders else []
+        parent = [position_of(parent_of(me))] if me in senders else []
         near = (me - (1 << height), me + (1 << height))
-        children = [position_of(number) for number in near if number in senders and _parent(number, size) == me]
+        children = [position_of(number) for number in near if number in senders and parent_of(number) == me]
         rounds.append(Round(_whole(axis, parent, low, high), _whole(axis, children, low, high)))
     return rounds
 
 
 def _parent(number: int, size: int) -> int:
-    # The node above: the lowest set bit moves up, or is cleared if that would be beyond the last number.
+    # The node above in the binary tree in order: the lowest set bit moves up, or is cleared if that would be beyond the
+    # last number.
     bit = number & -number
     above = (number ^ bit) | (bit << 1)
     return above if above < size else number ^ bit

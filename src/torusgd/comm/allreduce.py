@@ -10,10 +10,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
 from .algorithms import GRIDS, Algorithm, Round, cut, mirror, parse_algorithm, usual_chunks
@@ -233,30 +234,24 @@ class ShardCollectives:
         # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
         if tensor.device.type == "cpu" or not self._group.has_nccl:
             return self._group.start_backend_all_reduce(tensor)
-        low, high = self.span(self.rank, tensor.numel(), stops)
-        padded, longest = _padded(tensor, cut(0, tensor.numel(), self.size, stops), range(self.size))
-        own = tensor.new_empty(longest)
-        work = self._group.start_reduce_scatter_single(own, padded)
-        return Followed(work, lambda: tensor[low:high].copy_(own[: high - low]))
+        shards = self._native_shards(tensor, stops)
+        mine, padded = shards[self.rank], pad_sequence(shards, batch_first=True)
+        own = tensor.new_empty(padded.shape[1])
+        work = self._group.start_reduce_scatter_single(own, padded.view(-1))
+        return Followed(work, lambda: mine.copy_(own[: len(mine)]))
 
     def _native_gather(self, tensor: torch.Tensor, stops: Stops) -> Work:
         # One length for all shards: Gloo takes no others.
-        edges = cut(0, tensor.numel(), self.size, stops)
-        own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
-        gathered = tensor.new_empty(longest * self.size)
+        shards = self._native_shards(tensor, stops)
+        mine, longest = shards[self.rank], max(map(len, shards))
+        gathered = tensor.new_empty(self.size, longest)
 
         def unpack() -> None:
-            for rank, (low, high) in enumerate(pairwise(edges)):
-                tensor[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
+            for shard, row in zip(shards, gathered, strict=True):
+                shard.copy_(row[: len(shard)])
 
-        return Followed(self._group.start_all_gather_single(gathered, own), unpack)
+        work = self._group.start_all_gather_single(gathered.view(-1), pad(mine, (0, longest - len(mine))))
+        return Followed(work, unpack)
 
-
-def _padded(tensor: torch.Tensor, edges: list[int], ranks: range) -> tuple[torch.Tensor, int]:
-    # The shards of `ranks` one after another, each padded to the longest of all; and that length.
-    longest = max(high - low for low, high in pairwise(edges))
-    padded = tensor.new_zeros(longest * len(ranks))
-    for number, rank in enumerate(ranks):
-        low, high = edges[rank], edges[rank + 1]
-        padded[number * longest : number * longest + high - low].copy_(tensor[low:high])
-    return padded, longest
+    def _native_shards(self, tensor: torch.Tensor, stops: Stops) -> list[torch.Tensor]:
+        return list(tensor.tensor_split(cut(0, tensor.numel(), self.size, stops)[1:-1]))

@@ -215,15 +215,13 @@ class Connection:
         self.group.close()
 
 
-def connect(
-    group: AnyGroup | None = None, device: torch.device | str = "cpu", timeout: float | None = None, streams: int = 1
-) -> Connection:
+def connect(group: AnyGroup | None = None, timeout: float | None = None, streams: int = 1) -> Connection:
     """Connects the ranks of a group (None: all ranks, two at least), each of which calls it, by a group of their own.
 
     Gloo carries CPU tensors, in so many `streams`. CUDA tensors go over NCCL where the group has it, else over Gloo by
     way of the host. UserError for several streams over NCCL, CommTimeout if the ranks did not meet in time.
     """
-    ranks = group_of(group, device)
+    ranks = group_of(group)
     is_nccl = ranks.device.type == "cuda" and ranks.has_nccl
     if streams > 1 and is_nccl:
         raise UserError(f"streams = {streams}: NCCL opens its own; set NCCL_NSOCKS_PERTHREAD, and leave this out")

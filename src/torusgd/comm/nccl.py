@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from .algorithms import Algorithm, Round
 from .base import Work
@@ -37,16 +38,13 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
         column.all_reduce(tensor)
         return
     # NCCL's reduce-scatter takes equal shards: the last one is padded with zeros.
-    length = -(-tensor.numel() // row.size)
-    padded = tensor
-    if tensor.numel() % row.size:
-        padded = tensor.new_zeros(length * row.size)
-        padded[: tensor.numel()].copy_(tensor)
-    shard = tensor.new_empty(length)
+    rest = -tensor.numel() % row.size
+    padded = pad(tensor, (0, rest)) if rest else tensor
+    shard = tensor.new_empty(len(padded) // row.size)
     row.start_reduce_scatter_single(shard, padded).wait()
     column.all_reduce(shard)
     row.start_all_gather_single(padded, shard).wait()
-    if padded is not tensor:
+    if rest:
         tensor.copy_(padded[: tensor.numel()])
 
 
