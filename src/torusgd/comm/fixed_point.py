@@ -116,35 +116,29 @@ def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dt
 
 
 def _agree(addends: Sequence[Tensor], ranks: Group) -> tuple[torch.Size, torch.dtype, torch.device, int]:
-    # Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends.
+    # Agrees on shape, dtype and device, and counts the addends.
     problem = _problem(addends, ranks)
     addends = [] if problem else addends
-    width = 3 + _MOST_DIMS
-    own = [0] * width
+    own = [0] * (5 + _MOST_DIMS)
+    own[:2] = bool(problem), len(addends)
     if addends:
         first = addends[0]
-        own = [_DTYPES.index(first.dtype), int(first.device.type == "cuda"), first.dim(), *first.shape]
-        own += [0] * (width - len(own))
-    # One MAX finds both ends: the largest of minus a number is minus the least. A rank without addends changes neither.
-    both = [*own, *(-number for number in own)] if addends else [-(2**62)] * 2 * width
-    agreed = torch.tensor([int(bool(problem)), *both], device=ranks.small_device)
-    count = torch.tensor([len(addends)], device=ranks.small_device)
-    if ranks.size > 1:
-        for work in (ranks.start_all_reduce(agreed, maximum=True), ranks.start_all_reduce(count)):
-            work.wait()
-    numbers, total = agreed.tolist(), int(count)
-    most, least = numbers[1 : 1 + width], [-number for number in numbers[1 + width :]]
-    if problem or numbers[0]:
+        described = [_DTYPES.index(first.dtype), first.device.type == "cuda", first.dim(), *first.shape]
+        own[2 : 2 + len(described)] = described
+    rows = ranks.all_gather(torch.tensor(own, dtype=torch.int64, device=ranks.small_device)).tolist()
+    problems, counts, *_ = zip(*rows, strict=True)
+    kinds, total = {tuple(kind) for _, count, *kind in rows if count}, sum(counts)
+    if any(problems):
         raise UserError(f"exact_all_reduce: {problem or 'the addends of another rank do not fit: see its error'}")
     if not total:
         raise UserError("exact_all_reduce: no rank has an addend; give at least one, such as a tensor of zeros")
-    if most != least:
+    if len(kinds) > 1:
         raise UserError("exact_all_reduce: addends differ in shape, dtype or device among the ranks; make them equal")
     if total > _MOST_ADDENDS:
         raise UserError(f"exact_all_reduce: {total} addends; add up at most 2^31 at a time")
-    dtype, is_cuda, dims = most[:3]
+    ((dtype, is_cuda, dims, *sizes),) = kinds
     elsewhere = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    return torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], addends[0].device if addends else elsewhere, total
+    return torch.Size(sizes[:dims]), _DTYPES[dtype], addends[0].device if addends else elsewhere, total
 
 
 def _problem(addends: object, ranks: Group) -> str:
@@ -176,31 +170,31 @@ def _runs(numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]
         yield slice(whole, whole + 1), slice(whole * BLOCK, numel), numel % BLOCK
 
 
-def _stacks(addends: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
-    # The addends as [k, numel], several at a time if they are small.
+def _parts(addends: Sequence[Tensor], numel: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+    # Of some addends at a time, several if they are small, a run of blocks: numbers, elements, and [k, blocks, width].
     several = max(1, _AT_ONCE // numel)
     for first in range(0, len(addends), several):
         some = addends[first : first + several]
-        yield some[0].reshape(1, numel) if len(some) == 1 else torch.stack(list(some)).reshape(-1, numel)
+        stack = some[0].reshape(1, numel) if len(some) == 1 else torch.stack(list(some)).reshape(-1, numel)
+        for blocks, elements, width in _runs(numel, device):
+            yield blocks, elements, stack[:, elements].unflatten(1, (-1, width))
 
 
 def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> Tensor:
     # int32 [2, blocks]: the least e with |x| < 2**e for all finite x of a block, and whether some x is not finite.
     found = torch.full((2, -(-numel // BLOCK)), _LEAST, dtype=torch.int32, device=device)
     found[1] = 0
-    for stack in _stacks(addends, numel):
-        for blocks, elements, width in _runs(numel, device):
-            values = stack[:, elements].unflatten(1, (-1, width))
-            # One pass over the values without a copy of their magnitudes. A nan makes both ends nan.
-            low, high = torch.aminmax(values.flatten(2), dim=2)
-            largest = torch.maximum(-low, high).double()
-            nonfinite = ~largest.isfinite()
-            if bool(nonfinite.any()):  # rare: the second pass, over finite values only
-                largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(2).double()
-            _, exponent = torch.frexp(largest)
-            exponent = torch.where(largest > 0, exponent, _LEAST).to(torch.int32)
-            found[0, blocks] = torch.maximum(found[0, blocks], exponent.amax(0))
-            found[1, blocks] |= nonfinite.any(0).to(torch.int32)
+    for blocks, _, values in _parts(addends, numel, device):
+        # One pass over the values without a copy of their magnitudes. A nan makes both ends nan.
+        low, high = torch.aminmax(values, dim=2)
+        largest = torch.maximum(-low, high).double()
+        nonfinite = ~largest.isfinite()
+        if bool(nonfinite.any()):  # rare: the second pass, over finite values only
+            largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(2).double()
+        _, exponent = torch.frexp(largest)
+        exponent = torch.where(largest > 0, exponent, _LEAST).to(torch.int32)
+        found[0, blocks] = torch.maximum(found[0, blocks], exponent.amax(0))
+        found[1, blocks] |= nonfinite.any(0).to(torch.int32)
     return found
 
 
@@ -215,12 +209,10 @@ def _powers(shift: Tensor) -> tuple[Tensor, Tensor]:
 def _add_up(addends: Sequence[Tensor], numel: int, powers: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
     # int64 [numel]: the sum of the addends times both powers, each rounded; what is not finite counts as 0.
     total, (first, second) = torch.zeros(numel, dtype=torch.int64, device=device), powers
-    for stack in _stacks(addends, numel):
-        for blocks, elements, width in _runs(numel, device):
-            values = stack[:, elements].unflatten(1, (-1, width))
-            scaled = torch.mul(values, first[blocks]).mul_(second[blocks]).round_().nan_to_num_(0.0, 0.0, 0.0)
-            integers = scaled.to(torch.int64)
-            total[elements] += integers.sum(0).flatten() if len(integers) > 1 else integers.flatten()
+    for blocks, elements, values in _parts(addends, numel, device):
+        scaled = torch.mul(values, first[blocks]).mul_(second[blocks]).round_().nan_to_num_(0.0, 0.0, 0.0)
+        integers = scaled.to(torch.int64)
+        total[elements] += integers.sum(0).flatten() if len(integers) > 1 else integers.flatten()
     return total
 
 
@@ -230,6 +222,6 @@ def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
     # the second. The numbers of other blocks are 0, and so their sums may have all 64 bits.
     for is_infinite, bit in ((torch.isposinf, _FIELD), (torch.isneginf, _FIELD + _COUNT)):
         found = torch.zeros(len(total), dtype=torch.bool, device=total.device)
-        for stack in _stacks(addends, len(total)):
-            found |= (is_infinite(stack) | stack.isnan()).any(0)
+        for _, elements, values in _parts(addends, len(total), total.device):
+            found[elements] |= (is_infinite(values) | values.isnan()).any(0).flatten()
         total += found.to(torch.int64) << bit
