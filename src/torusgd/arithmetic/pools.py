@@ -17,29 +17,27 @@ from .reductions import on_grid, over
 _PIXELS = (-2, -1)
 
 
-def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int] = (1, 1)
-              ) -> Geometry:  # fmt: skip
-    return Geometry(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation), 1)
+def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Geometry:
+    return Geometry(pair(kernel), pair(stride or kernel), pair(padding), dilation=(1, 1), groups=1)
 
 
 def _output(x: Tensor, shape: Geometry, ceil_mode: bool) -> tuple[int, int]:
     """Pixels of the output; `ceil_mode` adds windows that begin inside of the image or its left padding."""
     if not ceil_mode:
         return shape.output(*x.shape[-2:])
-    sizes = zip(x.shape[-2:], shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)
     counts = []
-    for size, kernel, stride, padding, dilation in sizes:
-        count = -(-(size + 2 * padding - dilation * (kernel - 1) - 1) // stride) + 1
+    for size, kernel, stride, padding in zip(x.shape[-2:], shape.kernel, shape.stride, shape.padding, strict=True):
+        count = -(-(size + 2 * padding - kernel) // stride) + 1
         counts.append(count - 1 if (count - 1) * stride >= size + padding else count)
     return counts[0], counts[1]
 
 
-def _padded(x: Tensor, shape: Geometry, output: tuple[int, int], value: float) -> Tensor:
+def _padded(x: Tensor, shape: Geometry, output: tuple[int, int]) -> Tensor:
     """Images with their padding, and to the right and below as much as the last windows reach."""
-    (top, left), sizes = shape.padding, zip(output, shape.stride, shape.kernel, shape.dilation, strict=True)
-    height, width = ((n - 1) * s + d * (k - 1) + 1 for n, s, k, d in sizes)
+    (top, left), sizes = shape.padding, zip(output, shape.stride, shape.kernel, strict=True)
+    height, width = ((n - 1) * s + k for n, s, k in sizes)
     below, right = max(height - x.shape[-2] - top, top), max(width - x.shape[-1] - left, left)
-    return pad(x, (left, right, top, below), value=value)
+    return pad(x, (left, right, top, below))
 
 
 def max_pool_gradient(
@@ -58,7 +56,7 @@ def average_pool(
     """The means of windows; see torch's `avg_pool2d` for what the divisor counts."""
     shape = _geometry(kernel, stride, padding)
     output = _output(x, shape, ceil_mode)
-    padded = _padded(on_grid(x, _PIXELS), shape, output, 0.0)
+    padded = _padded(on_grid(x, _PIXELS), shape, output)
     total = reduce(torch.add, (shape.at(padded, tap, output) for tap in shape.taps()))
     return torch.div(total, _counts(x, shape, output, with_padding, divisor)).float()
 
@@ -92,7 +90,7 @@ def average_pool_gradient(
     shape = _geometry(kernel, stride, padding)
     output = (gradient.shape[-2], gradient.shape[-1])
     parts = on_grid(torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float()), _PIXELS)
-    padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output, 0.0)
+    padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output)
     for tap in shape.taps():
         shape.at(padded, tap, output).add_(parts)
     (top, left), (height, width) = shape.padding, x.shape[-2:]
