@@ -171,12 +171,14 @@ Lane = queue.SimpleQueue[LaneWork | None]
 
 
 def start_lane() -> tuple[Lane, threading.Thread]:
-    # A thread that carries out tasks in turn until it finds None.
+    # A thread that carries out tasks in turn until it finds None. While it waits it holds nothing of a task: process
+    # groups and futures are for the main thread to free.
     lane = Lane()
 
     def run() -> None:
         while (task := lane.get()) is not None:
             task.run()
+            del task
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

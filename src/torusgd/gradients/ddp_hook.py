@@ -1,6 +1,5 @@
 """These all-reduces inside anyone's DistributedDataParallel script, by one line."""
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
+from ..comm.works import Lane, LaneWork, start_lane
 from ..errors import RunError, UserError
 from .float_sum import FloatGradientSum, largest
 from .integer_sum import IntegerGradientSum
@@ -26,7 +26,6 @@ from .layout import group
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _Future = torch.futures.Future[Tensor]
-_Job = tuple[list[_Future], Callable[[], list[Tensor]], torch.cuda.Event | None]
 _GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 # Backward passes of a step over all ranks that an exact sum has bits for: it decides where its bounds stand.
 _MOST_PASSES = 2**16
@@ -124,17 +123,17 @@ class Hook:
     """Buckets on their way: sent from autograd's thread in bucket order, finished in that order on one of its own."""
 
     explanation: str  # one line: what runs, and why
+    _lane: Lane
 
     def __init__(self, ranks: Group) -> None:
         self.allreduce: Any = None
         self._ranks, self._device = ranks, ranks.device
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._stream = None if ranks.device.type == "cpu" else torch.cuda.Stream(ranks.device)
 
     def begin(self, model: DistributedDataParallel) -> None:
         """Once DDP has taken the hook: what is refused leaves the model as it was. Nothing here keeps the model."""
-        thread = threading.Thread(target=_finish_all, args=(self._jobs, self._device), daemon=True)
-        thread.start()
-        weakref.finalize(model, _end, self._jobs, thread)
+        self._lane, thread = start_lane()
+        weakref.finalize(model, _end, self._lane, thread)
 
     def send(self, bucket: GradBucket) -> _Future:
         """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
@@ -157,24 +156,17 @@ class Hook:
 
     def _finish_later(self, futures: list[_Future], finish: Callable[[], list[Tensor]]) -> None:
         # On a GPU what autograd's stream has so far comes before what `finish` does on another.
-        on_cpu = self._device.type == "cpu"
-        self._jobs.put((futures, finish, None if on_cpu else torch.cuda.current_stream(self._device).record_event()))
+        event = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        self._lane.put(LaneWork(partial(_finish, futures, finish, event, self._stream)))
 
     def _future(self) -> _Future:
-        return torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
-
-
-def _finish_all(jobs: "queue.SimpleQueue[_Job | None]", device: torch.device) -> None:
-    # While it waits it holds nothing of a hook: the process groups and futures are for the main thread to free.
-    stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-    while (job := jobs.get()) is not None:
-        _finish(*job, stream)
-        del job
+        return torch.futures.Future(devices=None if self._stream is None else [self._device])
 
 
 def _finish(
-    futures: list[_Future], finish: Callable[[], list[Tensor]], event: torch.cuda.Event | None, stream: Any
-) -> None:
+    futures: list[_Future], finish: Callable[[], list[Tensor]], event: torch.cuda.Event | None,
+    stream: torch.cuda.Stream | None,
+) -> None:  # fmt: skip
     try:
         with torch.no_grad(), torch.cuda.stream(stream):
             if event is not None:
@@ -186,10 +178,10 @@ def _finish(
             future.set_exception(error)  # type: ignore[arg-type]
 
 
-def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
+def _end(lane: Lane, thread: threading.Thread) -> None:
     # Once the model is freed or the process ends. A thread that comes out of torch's C++ only then, as out of
     # `set_result` after what waited for it has gone on, gets no interpreter any more, and the process aborts.
-    jobs.put(None)
+    lane.put(None)
     if thread is not threading.current_thread():  # where a garbage collection frees the model
         thread.join(5.0)  # seconds: a lost rank may keep a bucket, and the script ends all the same
 
