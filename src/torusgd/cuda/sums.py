@@ -141,11 +141,7 @@ def verdict(v: Verdict) -> None:
     """
     sums, counts = v.control.split([len(v.control) - len(v.ordinary), len(v.ordinary)])
     statistics = decode(sums.view(NARROW.rows, -1), NARROW)
-    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
-    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in v.trailers]
-    units, nonfinite, rounded = zip(*parts, strict=True)
-    joined = torch.cat([*units, *nonfinite, integer_sum.total_lost(rounded)])
-    reach, bad, lost = integer_sum.read_trailers(joined, v.shift)
+    reach, bad, lost = integer_sum.read_trailers(integer_sum.join_trailers(v.trailers), v.shift)
     fits = ~(bad | (reach > v.limit)).any() & statistics[:-1].isfinite().all() & (counts == v.ordinary).all()
     v.going.mul_(fits)
     is_going = v.going > 0

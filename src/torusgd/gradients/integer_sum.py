@@ -217,12 +217,11 @@ class IntegerGradientSum(GradientSum):
     def trailers(self) -> Tensor:
         """Integers [2 * all slots + 2]: bounds and counts; zero for slots that are summed on other ranks."""
         rows = torch.zeros(2, len(self._bounds), dtype=self._dtype, device=self._bounds.device)
-        lost = rows.new_zeros(2)
-        if self.buckets:
-            bounds, bad, lost_here = zip(*map(self._trailer, range(len(self.buckets))), strict=True)
-            rows[:, self._places] = torch.stack([torch.cat(bounds), torch.cat(bad)])
-            lost = total_lost(lost_here)
-        return torch.cat([rows.view(-1), lost])
+        if not self.buckets:
+            return torch.cat([rows.view(-1), rows.new_zeros(2)])
+        here = join_trailers([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
+        rows[:, self._places] = here[:-2].view(2, -1)
+        return torch.cat([rows.view(-1), here[-2:]])
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
         """Finds what has left the range or was not finite, and the bounds from which `mean` takes the next scales."""
@@ -257,12 +256,6 @@ class IntegerGradientSum(GradientSum):
     def load_state(self, state: Tensor) -> None:
         self._bounds = state.to(self._bounds)
         self._take_scales()
-
-    def _trailer(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-        # The bounds, the non-finite counts and the count of elements lost of a bucket's message, views of it.
-        b = self.buckets[bucket]
-        bounds, bad, lost = self._messages[bucket][b.length :].split([b.stop - b.first, b.stop - b.first, 2])
-        return bounds, bad, lost
 
     def _take_scales(self) -> None:
         self.needs_measure = False
@@ -305,7 +298,7 @@ def _add_to_trailer(
     # Of one virtual worker: each slot's largest magnitude, and the count of elements that were rounded to zero.
     finite = maxima.isfinite()
     units = (maxima * (scales / shift)).ceil_().clamp_(max=cap)
-    bounds, bad, counts = trailer.split([len(scales), len(scales), 2])
+    bounds, bad, counts = _fields(trailer)
     bounds += torch.where(finite, units, 0.0).to(trailer.dtype)
     bad += ~finite
     counts[:1] += lost & ((1 << COUNT_BITS) - 1)
@@ -404,15 +397,25 @@ def read_trailers(found: Tensor, shift: float) -> tuple[Tensor, Tensor, Tensor]:
     return units.to(torch.float64) * shift, counts > 0, low.to(torch.float64) + high.to(torch.float64) * 2**COUNT_BITS
 
 
-def total_lost(counts: Sequence[Tensor]) -> Tensor:
-    """The elements lost in several messages as one pair of values, whose low one again has `COUNT_BITS` bits.
+def join_trailers(trailers: Sequence[Tensor]) -> Tensor:
+    """The trailers of several messages as that of one: all bounds, all counts, and the elements lost in all.
 
-    >>> total_lost([torch.tensor([2_000_000_000, 3], dtype=torch.int32)] * 2)
-    tensor([10240, 61041], dtype=torch.int32)
+    The low value of what is lost again has `COUNT_BITS` bits:
+
+    >>> join_trailers([torch.tensor([5, 0, 2_000_000_000, 3], dtype=torch.int32)] * 2)
+    tensor([    5,     5,     0,     0, 10240, 61041], dtype=torch.int32)
     """
-    low, high = torch.stack(list(counts)).sum(dim=0, dtype=torch.int64)
+    bounds, bad, lost = zip(*map(_fields, trailers), strict=True)
+    low, high = torch.stack(lost).sum(dim=0, dtype=torch.int64)
     total = low + (high << COUNT_BITS)
-    return torch.stack([total & ((1 << COUNT_BITS) - 1), total >> COUNT_BITS]).to(counts[0].dtype)
+    counts = torch.stack([total & ((1 << COUNT_BITS) - 1), total >> COUNT_BITS]).to(trailers[0].dtype)
+    return torch.cat([*bounds, *bad, counts])
+
+
+def _fields(trailer: Tensor) -> Sequence[Tensor]:
+    # Views of a trailer: bounds and counts of its slots, and the two values that count the elements lost.
+    slots = len(trailer) // 2 - 1
+    return trailer.split([slots, slots, 2])
 
 
 def _count_nonzero(values: Tensor) -> int | Tensor:
