@@ -30,12 +30,18 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of tensors that travels together: slots first..stop-1, each with its offset in the message and its size."""
+    """A run of tensors that travels together, one after another: slots first..stop-1, and their sizes."""
 
     first: int
-    stop: int
-    offsets: tuple[int, ...]
     numels: tuple[int, ...]
+
+    @cached_property
+    def stop(self) -> int:
+        return self.first + len(self.numels)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.numels[:-1], initial=0))
 
     @cached_property
     def length(self) -> int:
@@ -43,17 +49,17 @@ class Bucket:
 
     def moved(self, slots: int) -> "Bucket":
         """The same tensors, so many places further on in sending order."""
-        return replace(self, first=self.first + slots, stop=self.stop + slots)
+        return replace(self, first=self.first + slots)
 
     def views(self, message: Tensor) -> list[Tensor]:
         """Each tensor's run of a message of this bucket."""
-        return [message[offset : offset + n] for offset, n in zip(self.offsets, self.numels, strict=True)]
+        return list(message[: self.length].split(self.numels))
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Offsets at which the message may be cut into shards: the edges of norm blocks, so that none is split.
 
-        >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts
+        >>> Bucket(first=0, numels=(5000, 100)).cuts
         (0, 4096, 5000, 5100)
         """
         inner = {offset + i for offset, n in zip(self.offsets, self.numels, strict=True) for i in range(0, n, BLOCK)}
@@ -175,11 +181,7 @@ def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
     """Buckets of so many tensors each; the rest is one more bucket."""
     edges = [0, *accumulate(counts), len(numels)]
     cuts = sorted({edge for edge in edges if edge <= len(numels)})
-    buckets = []
-    for first, stop in pairwise(cuts):
-        part = tuple(numels[first:stop])
-        buckets.append(Bucket(first, stop, tuple(accumulate(part, initial=0))[:-1], part))
-    return buckets
+    return [Bucket(first, tuple(numels[first:stop])) for first, stop in pairwise(cuts)]
 
 
 def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]) -> list[Bucket]:
