@@ -78,13 +78,11 @@ def _agrees(found: ctypes.CDLL) -> bool:
         ([_polynomial_in_c(found, across, few)], [_polynomial_in_torch(across, few)]),
         *((_extremes_in_c(found, x, _three(x, (dim,))), (x.amin(dim, True), x.amax(dim, True))) for dim in (0, 1)),
     ]
-    for middle, values, bound in ((None, x, 2.0**15), (center, (x - center) * (x - center), 2.0**29)):
-        offset = torch.full_like(center, 1.5 * bound)
-        counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(0, True)
-        pairs.append(([_multiples_in_c(found, x, offset, _three(x, (0,)), middle)], [counts]))
-    offset = torch.full_like(scale, 1.5 * 2.0**15)
-    counts = ((x + offset).view(torch.int32) - offset.view(torch.int32)).sum(1, True)
-    pairs.append(([_multiples_in_c(found, x, offset, _three(x, (1,)), None)], [counts]))
+    squares = (x - center) * (x - center)
+    for middle, values, bound, dim in ((None, x, 2.0**15, 0), (center, squares, 2.0**29, 0), (None, x, 2.0**15, 1)):
+        offset = torch.full_like(x.amax(dim, True), 1.5 * bound)
+        counts = ((values + offset).view(torch.int32) - offset.view(torch.int32)).sum(dim, True)
+        pairs.append(([_multiples_in_c(found, x, offset, _three(x, (dim,)), middle)], [counts]))
     return all(torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True))
 
 

@@ -277,8 +277,12 @@ class CapturedPasses(ForwardBackward):
         if found is None:
             return self._first(shape, step, worker, batch, membership)
         captured, draws = found
-        if not self._is_captured(shape, captured):
-            return network.forward(step, worker, batch, membership)
+        if not captured.graphs[False]:
+            try:
+                captured.graphs[False] = (self._stream.capture(partial(self._run, captured)),)
+            except RuntimeError as error:
+                self._give_up(shape, first_line(error))
+                return network.forward(step, worker, batch, membership)
         network.extra_pass(batch)
         captured.take(batch)
         network.begin(step, worker)
@@ -312,14 +316,6 @@ class CapturedPasses(ForwardBackward):
         if why_not or _host_generators(device) != expected:
             self._give_up(shape, why_not or _DRAWS)
         return loss
-
-    def _is_captured(self, shape: object, coming: "_Pass") -> bool:
-        if not coming.graphs[False]:
-            try:
-                coming.graphs[False] = (self._stream.capture(partial(self._run, coming)),)
-            except RuntimeError as error:
-                self._give_up(shape, first_line(error))
-        return bool(coming.graphs[False])
 
     def _run(self, coming: "_Pass") -> None:
         with self._bits.given():

@@ -53,9 +53,6 @@ class DeviceGradientSum(KernelSum):
         self._all.zero_()
         self._filled, self._waiting = [True] * len(self._filled), [{} for _ in self.buckets]
 
-    def message(self, bucket: int) -> Tensor:
-        return self._messages[bucket]
-
     def decide(self, control: Tensor, ordinary: Tensor, running: Tensor, momenta: Tensor, report: Tensor) -> None:
         """The verdict (`Verdict`) on a step whose messages have arrived, and all that follows but the weights."""
         trailers = [m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)]
