@@ -16,7 +16,7 @@ from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
 from ..gradients import integer_sum
 from ..gradients.integer_sum import BucketedSum, add_bounds, add_gradients, mean, power_of_two_scale
-from ..gradients.layout import Bucket, Span
+from ..gradients.layout import Bucket
 from ..step.control_vector import ControlMessage, add_statistics
 from .kernels import operators, register
 
@@ -66,20 +66,8 @@ class DeviceGradientSum(KernelSum):
         """Writes the mean (float32) of every slot without the loss scale, after `decide`."""
         operators.mean(self._payloads, self._factors, 1.0 / loss_scale, list(out))
 
-    def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        assert spans is None, "all of the sums are here"
-        self._factors.copy_(1.0 / (self._scales.double() * addends))
-        self.write_mean(out, loss_scale=1.0)
-        self.load_state(self._pending)
-
-    def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave; the scales stay where captured passes read them."""
-        self._bounds.copy_(state)
-        self.needs_measure = False
-        self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
-
     def finish(self, trailers: Tensor | None = None) -> integer_sum.SumStatus:
-        self._all_scales = self._scales.double()
+        self._all_scales.copy_(self._scales)  # which the device has decided
         return super().finish(trailers)
 
 

@@ -146,7 +146,7 @@ class IntegerGradientSum(GradientSum):
         self._pending = self._bounds
         self._all_scales = torch.ones(everywhere, dtype=torch.float64, device=device)
         self._scales = torch.ones(here, dtype=torch.float32, device=device)
-        self._scale_items: Sequence[Tensor] = self._scales.unbind()
+        self._scale_items = self._scales.unbind()  # views
         self._low, self._high = torch.zeros(2, here, device=device).unbind()
         self._low_items, self._high_items = self._low.unbind(), self._high.unbind()
         self._messages = [
@@ -234,8 +234,7 @@ class IntegerGradientSum(GradientSum):
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         self._write_means(out, (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32), spans)
-        self._bounds = self._pending
-        self._take_scales()
+        self.load_state(self._pending)
 
     def _write_means(self, out: Sequence[Tensor], factors: Tensor, spans: Sequence[Span] | None) -> None:
         for view, target, factor in zip(runs_of(self._views, spans), out, factors.unbind(), strict=True):
@@ -254,15 +253,12 @@ class IntegerGradientSum(GradientSum):
         return self._bounds.clone()
 
     def load_state(self, state: Tensor) -> None:
-        self._bounds = state.to(self._bounds)
-        self._take_scales()
-
-    def _take_scales(self) -> None:
         self.needs_measure = False
+        # In the memory that they have: captured passes read scales there.
+        self._bounds.copy_(state)
         runs = self._bounds.split(self._sections)
-        self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit), self._headroom) for run in runs])
-        self._scales = self._all_scales[self._places].to(torch.float32)
-        self._scale_items = self._scales.unbind()
+        self._all_scales.copy_(torch.cat([power_of_two_scale(r, float(self._limit), self._headroom) for r in runs]))
+        self._scales.copy_(self._all_scales[self._places])
 
 
 def add_gradients(gradients: Sequence[Tensor], scales: Tensor, message: Tensor, found: Tensor) -> None:
