@@ -139,22 +139,22 @@ class Exchange:
     ) -> Transfer:
         # One message to each peer, with all blocks for it: the lists are in the order of ranks on both sides.
         outgoing = [values[block] for _, block in sent]
-        shapes = [torch.Size((len(outgoing[0]), widths[block.block])) for _, block in expected]
+        images = len(outgoing[0])
+        shapes = [torch.Size((images, widths[block.block])) for _, block in expected]
         data, blocks = torch.cat([block.reshape(-1) for block in outgoing]), [block for _, block in expected]
         if self._group.size == 1:
             return Transfer(Done(), data, blocks, shapes)
         received = data.new_empty(sum(shape.numel() for shape in shapes))
 
-        def bytes_by_peer(blocks: _Blocks, numels: Sequence[int]) -> list[int]:
+        def bytes_by_peer(blocks: _Blocks) -> list[int]:
             counts = dict.fromkeys(self._peers, 0)
-            for (peer, _), numel in zip(blocks, numels, strict=True):
-                counts[peer] += data.element_size() * numel
+            for peer, each in blocks:
+                counts[peer] += data.element_size() * images * widths[each.block]
             return [*counts.values()]
 
-        takes = bytes_by_peer(expected, [shape.numel() for shape in shapes])
-        splits = bytes_by_peer(sent, [block.numel() for block in outgoing])
         # As bytes: the backend need not know the dtype of what it carries.
-        work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
+        in_bytes = received.view(torch.uint8), data.view(torch.uint8)
+        work = self._group.start_all_to_all(*in_bytes, bytes_by_peer(expected), bytes_by_peer(sent))
         return Transfer(self._groups.watch(work), received, blocks, shapes)
 
 
