@@ -138,8 +138,7 @@ class Group:
         first: dict[str, Any] = self.broadcast_json(given)
         other = [f"{name} {given[name]} here, {first[name]} on rank 0" for name in given if given[name] != first[name]]
         differs = torch.tensor([int(bool(other))], device=self.small_device)
-        if self.size > 1:
-            self.all_reduce(differs, maximum=True)
+        self.all_reduce(differs, maximum=True)
         if int(differs):
             raise UserError(
                 f"{what}: {', '.join(other) or 'another rank has other arguments'}; give all ranks the same"
