@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -39,10 +39,6 @@ from .sums import DeviceControl
 _ROUNDS = 3
 # of the GPU's clock, about a millisecond, in which a stream that did not wait would be found out
 _CYCLES = 2_000_000
-
-
-class Graph(Protocol):
-    def replay(self) -> None: ...
 
 
 # Torch retains a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new
@@ -99,7 +95,7 @@ class MainStream:
         self._random = self._default.clone_state()
         self._captures_on: torch.cuda.Stream | None = None
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
         with self._own_random():
             return CudaGraph(work, _memories.setdefault(self._captures_on, GraphMemory()), self._captures_on)
 
@@ -439,7 +435,7 @@ class _Pass:
         self.gradients: Sequence[Tensor | None] = ()
         # from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
         # they are captured
-        self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
+        self.graphs: dict[bool, tuple[CudaGraph, ...]] = {False: (), True: ()}
 
     def take(self, batch: Batch) -> None:
         device, precision = self._parts.device, self._parts.network.precision

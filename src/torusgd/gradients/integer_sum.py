@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arithmetic.reductions import over
 from ..comm.exact_sum import gradient_integers
 from .integer_hash import IntegerHash
 from .layout import Bucket, Span
@@ -227,10 +228,8 @@ class IntegerGradientSum(GradientSum):
         """Finds what has left the range or was not finite, and the bounds from which `mean` takes the next scales."""
         bounds, bad, lost = read_trailers(self.trailers() if trailers is None else trailers, self._shift)
         self._pending = bounds / self._all_scales
-        return SumStatus(
-            torch.stack([(bounds > self._limit) & ~bad, bad]),
-            lost / torch.full_like(lost, self._elements * self._addends),
-        )
+        flags = torch.stack([(bounds > self._limit) & ~bad, bad])
+        return SumStatus(flags, over(lost, self._elements * self._addends))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         self._write_means(out, (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32), spans)
