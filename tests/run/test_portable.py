@@ -23,7 +23,7 @@ from tests.run.processes import Process, held_port
 from tests.run.runs import DIGITS_NET, TINY, run_here, sets
 from torusgd.arithmetic import METHODS, portable
 from torusgd.arithmetic.mode import PortableMode
-from torusgd.arithmetic.passes import library
+from torusgd.arithmetic.passes import compiled
 from torusgd.data.decode import DECODER_SET
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
@@ -77,7 +77,7 @@ def test_no_floating_operator_of_a_run_is_beside_the_rules(tmp_path: Path, monke
     for name in ("check_stored", "operators_of_passes"):  # which record torch's own operators, and use no value
         monkeypatch.setattr(f"torusgd.run.fingerprint.{name}", lambda *_: ())
     every_thread = _ExperimentalConfig(profile_all_threads=True)
-    library()  # which is compared with torch's operators once
+    compiled()  # which is compared with torch's operators once
     gc.collect()  # of what earlier tests left: torch crashed once in a collection while it profiled all threads
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=every_thread) as found:
         run_here(tmp_path / "run", *WHOLE, max_steps=2)

@@ -34,11 +34,6 @@ _PATIENCE = 20  # seconds for a compiler that needs a fifth of one
 _FLAGS = "-O3 -march=native -ffp-contract=off -fwrapv -fopenmp -shared -fPIC -nostdlib"
 
 
-def library() -> ctypes.CDLL | None:
-    """The functions in C, or None where torch's operators do it."""
-    return None if isinstance(found := compiled(), str) else found
-
-
 @cache
 def compiled() -> ctypes.CDLL | str:
     """`passes.c`, compiled and compared with torch's operators, or in a few words why it is not used."""
@@ -87,8 +82,11 @@ def _agrees(found: ctypes.CDLL) -> bool:
 
 
 def _library_for(*tensors: Tensor, least: int | None = None) -> ctypes.CDLL | None:
-    is_plain = all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)  # a FakeTensor has no memory
-    return library() if is_plain and tensors[0].numel() >= (least or LEAST) else None
+    # None where torch's operators do it. A FakeTensor has no memory.
+    is_plain = all(x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    if not is_plain or tensors[0].numel() < (least or LEAST):
+        return None
+    return None if isinstance(found := compiled(), str) else found
 
 
 def _threads(x: Tensor) -> int:
