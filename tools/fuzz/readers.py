@@ -86,7 +86,7 @@ READERS = {
     "step/journal.py:Journal": "journals",
     "step/journal.py:read_journal": "journals",
     "step/records.py:RecordFile": "records",
-    "step/records.py:parse_records": "records",
+    "step/records.py:parse_line": "records",
     "untrusted.py:check_archive": "checkpoints",
     "untrusted.py:parse_json": "recipes",
     "weights.py:load_weights": "checkpoints",

@@ -84,7 +84,7 @@ class ResultLine(_Line):
 
 
 Line = BeginLine | ConditionsLine | StateLine | EvaluationLine | ResultLine
-parse_line = TypeAdapter[Line](Annotated[Line, Field(discriminator="record")]).validate_json
+_ADAPTER: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="record")])
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Expected:
 
 def line_sha256(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()
+
+
+def parse_line(text: str) -> Line:
+    """A record from its JSON; ValidationError if it is none."""
+    return _ADAPTER.validate_json(text)
 
 
 def parse_records(text: str) -> tuple[list[Line], str, str]:
