@@ -181,6 +181,13 @@ WRONG_KEYS: dict[str, dict[str, object]] = {
     "inside.efficiency = 1e-09:": {"inside": {"alpha": 1e-6, "bandwidth": 1e9, "efficiency": 1e-9}},
 }  # fmt: skip
 
+WRONG_OF_SOFTWARE: dict[str, dict[str, object]] = {
+    "jitter = 1000000.0": {"jitter": 1e6}, "error = 1000000.0": {"error": 1e6}, "start": {"start": {}},
+    "input_rate = 1e-308": {"input_rate": 1e-308}, "update_bytes = 1e+300": {"update_bytes": 1e300},
+    "communication.statistic_bytes = 1e+300": {"communication": {"statistic_bytes": 1e300}},
+    "evaluation.seconds = 1e+300": {"evaluation": {"seconds": 1e300}}, "name": {"name": "red \x1b[31m"},
+}  # fmt: skip
+
 
 def test_wrong_keys_and_names_are_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
@@ -190,3 +197,6 @@ def test_wrong_keys_and_names_are_named(tmp_path: Path) -> None:
     for name in ("abic", "no/such.yaml", "local"):  # files that are no mapping: tests/recipe/test_recipe.py
         refuses(f"no cluster {name}", load_cluster, name, about=f"cluster {name}:")
     refuses("no software zzz", load_software, "zzz", about="software zzz:")
+    for key, value in WRONG_OF_SOFTWARE.items():
+        path.write_text(yaml.safe_dump({"name": "mine", "source": "my own", **value}))
+        refuses(f"a profile: {key}", load_software, str(path), about=f"software {path}: {key}", TMP=tmp_path)

@@ -48,12 +48,26 @@ Overhead = Annotated[float, _within(0, 10, "seconds of a program for one of many
 Efficiency = Annotated[float, _within(1e-4, 1, "fraction of what the hardware can do; below a ten-thousandth it idles")]
 Slowdown = Annotated[float, _within(1, 1e4, "factor by which devices that share something are slower")]
 Speed = Annotated[float, _within(1e-4, 1e4, "speed of a device against another one of the same run")]
+Spread = Annotated[float, _within(0, 10, "standard deviation of a logarithm; at 1 times differ by a factor of 3")]
+Seconds = Annotated[float, _within(0, 1e9, "seconds of one part of a run; 1e9 are 32 years")]
+Images = Annotated[float, _within(1e-6, 1e12, "images/s of one device's input")]
+PerWeight = Annotated[float, _within(0, 1e6, "values or bytes of a program for each weight or statistic")]
+
+
+def _shown(text: str) -> str:
+    """Plans print names: what steers a terminal is refused rather than printed."""
+    if not text.isprintable():
+        raise ValueError("holds characters that can't be printed; write letters and digits")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_shown)]
 
 
 class Device(Section):
     """One processor that trains: a GPU, or a CPU node or socket."""
 
-    name: str
+    name: Name
     peak: Annotated[dict[Precision, Compute], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
     memory_bandwidth: MemoryRate  # bytes/s
     memory: Positive | None = None  # bytes; null: not limited
@@ -77,7 +91,7 @@ class Link(Section):
 class Cluster(Section):
     """A machine: nodes of as many devices each, a network inside each node and one between them."""
 
-    name: str
+    name: Name
     source: str
     backend: Backend
     device: Device
@@ -137,7 +151,7 @@ class Communication(Section):
     message: Overhead = 0.0  # seconds a message costs the program on top of the link's alpha
     coordination: Overhead = 0.0  # seconds a rank and step that a central coordinator needs
     gather_ahead: bool = False  # whether a sharded update gathers weights as the next forward needs them, hidden
-    statistic_bytes: NotNegative = 0.0  # of each batch-norm statistic and the loss, in a message after forward
+    statistic_bytes: PerWeight = 0.0  # of each batch-norm statistic and the loss, in a message after forward
     linear_groups: Count | None = None  # groups of ranks that split linear layers (Das et al.); null: data-parallel
 
     @field_validator("algorithm")
@@ -155,15 +169,15 @@ class Evaluation(Section):
     """The cost of an evaluation beside its forward pass."""
 
     every: Positive = 1.0  # epochs between evaluations; a recipe's own value goes before it
-    seconds: NotNegative = 0.0  # seconds of an evaluation
+    seconds: Seconds = 0.0  # seconds of an evaluation
     norm_sums: Annotated[int, Field(ge=0)] = 0  # all-reduces a batch norm before an evaluation, if steps sum none
 
 
 class Software(Section):
     """How well a training program uses a machine, in few numbers."""
 
-    name: str
-    program: str | None = None  # other people's, in words, which a plan's first line names; null: torusgd, or your own
+    name: Name
+    program: Name | None = None  # other people's, in words, which a plan's first line names; null: torusgd, or your own
     source: str
     measured_on: tuple[str, ...] | None = None  # devices on which it was measured; null: those of its publication
     precision: Precision = "float32"
@@ -172,22 +186,22 @@ class Software(Section):
     math: Efficiency = 0.6  # fraction of the device's peak in convolutions and products
     memory: Efficiency = 0.75  # fraction of the memory bandwidth
     launch: Overhead = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework
-    jitter: NotNegative = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
+    jitter: Spread = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
     sharded_update: bool = False  # whether each rank updates a shard of the weights
     shares: Literal["even", "speed"] = "even"  # of virtual workers; speed: a slow device computes fewer
-    held_values: Positive = 2.0  # float32 values that stay for each weight: itself and the optimizer's
-    update_bytes: NotNegative = 24.0  # bytes that the optimiser reads and writes a weight
+    held_values: PerWeight = 2.0  # float32 values that stay for each weight: itself and the optimizer's
+    update_bytes: PerWeight = 24.0  # bytes that the optimiser reads and writes a weight
     weights_first: bool = False  # whether a layer's weight gradient precedes its input's, and leaves at once
     norm_group: Count = 1  # number of devices of a node with common batch statistics
-    input_rate: Positive | None = None  # images/s that the input of one device gives; null: never the limit
+    input_rate: Images | None = None  # images/s that the input of one device gives; null: never the limit
     communication: Communication = Communication()
     base_devices: Count = 1  # number of devices that the publication's speed-ups and efficiencies are relative to
     whole_epochs: bool = False  # whether a published run's epochs end with a whole batch, padded from the next epoch
     # Seconds that count as training time beside steps and evaluations: before the first step, and by what the first
     # epoch and the first evaluation were longer than the later ones; by devices if logs of several sizes have them.
-    start: NotNegative | dict[Count, NotNegative] = 0.0
+    start: Seconds | Annotated[dict[Count, Seconds], Field(min_length=1)] = 0.0
     evaluation: Evaluation = Evaluation()
-    error: NotNegative = 0.1  # relative error (standard deviation of the logarithm) of predictions with this profile
+    error: Spread = 0.1  # relative error (standard deviation of the logarithm) of predictions with this profile
 
     def start_on(self, devices: int) -> float:
         if not isinstance(self.start, dict):
