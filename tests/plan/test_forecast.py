@@ -14,7 +14,7 @@ from torusgd.plan.cluster import Cluster
 from torusgd.plan.forecast import Forecast, PlannedStage, RunTime, Workload, staged, with_communication
 from torusgd.plan.model_cost import ModelCost
 from torusgd.plan.relaxed import measured_delays, relaxed_forecasts
-from torusgd.plan.search import device_counts, knee_of, search_settings, sweep
+from torusgd.plan.search import device_counts, fixed_batch, knee_of, search_settings, sweep
 from torusgd.plan.timeline import StepTime
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -189,6 +189,17 @@ def test_the_search_never_makes_it_slower_cuts_the_batch_anew_and_splits_heavy_l
     found, slow = workload("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
     result = search_settings(found, slow, load_software("intel-caffe"), 64)
     assert "linear layers" in {choice.setting for choice in result.choices}
+
+
+def test_what_the_search_finds_for_torusgd_is_what_its_flags_plan() -> None:
+    recipe = load_recipe("resnet50").recipe
+    found, options = fixed_batch(workload_of(recipe), 64), RuntimeOptions(workers=64)
+    result = search_settings(found, ABCI, program_for(recipe, options, ABCI, load_software("torusgd")), 64)
+    chosen = {choice.setting: choice.value for choice in result.choices}
+    assert chosen.keys() == {"buckets", "update"}
+    flags = RuntimeOptions(workers=64, buckets=float(chosen["buckets"].removesuffix(" MiB")), update=chosen["update"])
+    same = program_for(recipe, flags, ABCI, load_software("torusgd"))
+    assert forecast(result.workload, ABCI, same, 64).run.seconds == result.forecast.run.seconds
 
 
 STEP = StepTime(**{field.name: 0.0 for field in fields(StepTime)} | {"forward": 0.4, "backward": 0.6})

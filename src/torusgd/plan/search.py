@@ -144,10 +144,15 @@ def _options(
     for mib in (1, 2, 4, 8, 16, 32):
         values = mib * 2**20 * 8 // software.communication.wire_bits
         buckets.append((f"{mib} MiB", using(buckets=Buckets(rule="values", values=values))))
+    if software.communication.buckets.rule == "torusgd":  # as `--buckets`: whole tensors, wide ones by themselves
+        sizes = (1, 2, 4, 8, 16, 32, 1024)
+        buckets = [(f"{mib} MiB", using(buckets=Buckets(rule="torusgd", option=float(mib)))) for mib in sizes]
+    sharded = {"sharded_update": True}
     options: dict[str, list[tuple[str, Change]]] = {
         "all-reduce": algorithms,
         "buckets": buckets,
-        "update": [("sharded", lambda software: software.model_copy(update={"sharded_update": True}))],
+        # As `--update sharded`.
+        "update": [("sharded", lambda s: with_communication(s, gather_ahead=True).model_copy(update=sharded))],
     }
     if sum(layer.weights for layer in workload.cost.layers if layer.linear) > workload.cost.parameters / 2:
         divisors = [groups for groups in range(1, devices) if devices % groups == 0]
