@@ -131,7 +131,8 @@ def test_relaxed_synchrony_stands_beside_synchronous_steps_with_delays_of_a_run_
 
 def test_wrong_flags_and_missing_ones_are_one_line(mistake: Callable[..., None]) -> None:
     for flags in (
-        "--devices 0", "--cost -1", "--cost nan", "--allreduce nccl:ring", "--cluster abcx", "--plot x.pdf",
+        "--devices 0", "--devices 2:8", "--cost -1", "--cost 1e308", "--cost nan", "--allreduce nccl:ring",
+        "--cluster abcx", "--plot x.pdf",
         "--json /no/such/folder/x.json", "--profile p.json", "--to 75.9%", "--to high", "--to 75.9% --best",
         "--synchrony cutoff", "--synchrony gossip --delays lognormal", "--synchrony cutoff --delays lognorm",
     ):  # fmt: skip

@@ -153,7 +153,7 @@ def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interv
     for item in (
         "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
         "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
-        "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.timeout=.nan",
+        "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.buckets=1e308", "runtime.timeout=.nan",
     ):  # fmt: skip
         key = item.partition("=")[0]
         about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")

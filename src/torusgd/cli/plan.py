@@ -1,6 +1,5 @@
 """`torusgd plan`: predicts a run on a described cluster, or every row of a table of published results."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, Runt
 from .output import check_writable, write_json
 
 WANTED = "What to find"
+_MOST_PRICE = 1e12  # the cost of any plan is finite
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Wanted:
 
     def check(self) -> None:
         """UserError if flags don't go together, or a file can't be written."""
-        if self.cost is not None and not 0 <= self.cost < math.inf:
-            raise UserError(f"--cost {self.cost}: needs the price of a device and hour, a number of 0 or more")
+        if self.cost is not None and not 0 <= self.cost <= _MOST_PRICE:
+            most = f"a number from 0 to {_MOST_PRICE:g}"
+            raise UserError(f"--cost {self.cost}: needs the price of a device and hour, {most}")
         is_alone = self.delays is not None and self.synchrony is None and not self.best
         if is_alone or (self.synchrony is not None and self.delays is None):
             raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")

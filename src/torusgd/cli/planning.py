@@ -66,6 +66,9 @@ class Planned:
         """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block."""
         recipe, block = load_recipe(name, overrides)
         runtime = flags.over(block)
+        if runtime.workers_range is not None:
+            least, most = runtime.workers_range
+            raise UserError(f"--devices {least}:{most}: a plan is of one number of devices; give one, such as {most}")
         if machine.cluster is None or runtime.workers is None:
             raise UserError(f"{name}: needs --cluster and --devices to be planned")
         runtime = flags.fitted(runtime, block, runtime.workers)
@@ -328,10 +331,10 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
     for each in sweep.forecasts:
         sent = max(step.communication / step.seconds for step in each.run.steps)
         figures = (f"{each.images_per_second:,.0f}", f"{each.efficiency:.1%}", f"{each.speedup:,.1f}", f"{sent:.1%}")
-        cost = [f"{each.cost(price):,.2f}"] if price else []
+        cost = [] if price is None else [f"{each.cost(price):,.2f}"]
         rows.append([f"{each.devices:,}", *figures, duration(each.run.seconds), *cost])
     headings = ["devices", "images/s", "efficiency", "speed-up", "communication", "time to train"]
-    headings += ["cost"] if price else []
+    headings += [] if price is None else ["cost"]
     devices = [forecast.devices for forecast in sweep.forecasts]
     console.print(table(headings, rows, bold=[devices.index(sweep.knee)]))
     console.print(_knee(sweep.knee, devices[-1]))

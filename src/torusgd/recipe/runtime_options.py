@@ -15,7 +15,7 @@ from .section import Count, Duration, Ranks, Section
 
 RUNTIME, NETWORK, OUTPUT = "Runtime", "Network", "Output"  # panels of --help
 STEPS = ("train", "replay", "plan", "rehearse", "bench scaling")  # commands that compute or plan a recipe's steps
-BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
+BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0, le=2**40)] | tuple[Count, ...]
 
 
 @dataclass(frozen=True)
