@@ -197,7 +197,8 @@ def test_what_the_search_finds_for_torusgd_is_what_its_flags_plan() -> None:
     result = search_settings(found, ABCI, program_for(recipe, options, ABCI, load_software("torusgd")), 64)
     chosen = {choice.setting: choice.value for choice in result.choices}
     assert chosen.keys() == {"buckets", "update"}
-    flags = RuntimeOptions(workers=64, buckets=float(chosen["buckets"].removesuffix(" MiB")), update=chosen["update"])
+    assert chosen["update"] == "sharded"
+    flags = RuntimeOptions(workers=64, buckets=float(chosen["buckets"].removesuffix(" MiB")), update="sharded")
     same = program_for(recipe, flags, ABCI, load_software("torusgd"))
     assert forecast(result.workload, ABCI, same, 64).run.seconds == result.forecast.run.seconds
 

@@ -100,6 +100,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "with other images": {"changes": ["data.augment.noise=0.1"]}, "with negative times": {"disturbed": (-1.0,) * 4},
     "with longer updates than steps": {"update": 0.3}, "with times that are none": {"disturbed": (math.nan,) * 4},
     "with text for times": {"more": {"step_seconds": "x"}}, "without times": {"disturbed": (0.0,) * 4, "update": 0.0},
+    "with an average": {"changes": ["average={half_life: 1ep}"]}, "with a clip": {"changes": ["clip_grad_norm=1.0"]},
 }  # fmt: skip
 
 

@@ -74,4 +74,7 @@ def _of_a_step(recipe: Recipe) -> dict[str, Any]:
     found = {key: attrgetter(key)(recipe) for key in _OF_A_STEP}
     sides = "x".join(map(str, recipe.training_sizes(first).sides))
     found |= {"image_size": sides, "extra_pass": first.extra_pass, "augment": first.augment}
+    # Parts of an update whose values take no time; only whether there are any does.
+    found["average.every"] = "null" if recipe.average is None else recipe.average.every
+    found["clip_grad_norm"] = "null" if recipe.clip_grad_norm is None else "a number"
     return found | {f"data.augment.{key}": value for key, value in changes} if first.augment else found
