@@ -66,7 +66,7 @@ class Planned:
         """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block."""
         recipe, block = load_recipe(name, overrides)
         runtime = flags.over(block)
-        if runtime.workers_range is not None:
+        if runtime.workers is None and runtime.workers_range is not None:
             least, most = runtime.workers_range
             raise UserError(f"--devices {least}:{most}: a plan is of one number of devices; give one, such as {most}")
         if machine.cluster is None or runtime.workers is None:
