@@ -41,6 +41,22 @@ def test_it_is_torchs_sgd(shape, momentum: float, nesterov: bool, maximize: bool
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", [Sgd, partial(Lars, trust=0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_updated_as_those_of_float64(kind: Callable[..., Any], dtype: torch.dtype):
+    """torch's fused kernel gives them other values where a vector is full."""
+    generator = torch.Generator().manual_seed(1)
+    narrow = nn.Parameter(torch.randn(40, 2, generator=generator).to(dtype))
+    wide = nn.Parameter(narrow.detach().double())
+    first, second = kind([narrow], **HYPER), kind([wide], **HYPER)
+    for _ in range(3):
+        narrow.grad = torch.randn(40, 2, generator=generator).to(dtype)
+        wide.grad = narrow.grad.double()
+        first.step()
+        second.step()
+    assert (narrow.double() - wide).abs().max() < 0.03
+
+
 UPDATES: dict[str, Callable[..., None]] = {
     "sgd": partial(momentum_step, **HYPER),
     "nesterov": partial(momentum_step, **HYPER, nesterov=True),

@@ -1,9 +1,9 @@
 """SGD with momentum whose update is bit for bit the same when a tensor is cut at block edges.
 
-On CPU this is torch's fused kernel, four times as fast as its foreach path. Two properties of that kernel matter here:
-it walks memory and ignores strides, so a gradient that lies in memory otherwise than its parameter would be applied to
-the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest. `momentum_step`
-handles both, so that the result is a function of the logical order alone.
+On CPU this is torch's fused kernel, four times as fast as its foreach path. Three of its properties matter here: it walks
+memory and ignores strides, so a gradient that lies in memory otherwise than its parameter would be applied to the wrong
+elements; it rounds the last elements (less than one vector) otherwise than the rest; and to weights of 16 bits it does
+something else (torch 2.13.0). `momentum_step` handles all three, so that the result is a function of the logical order.
 """
 
 import inspect
@@ -21,6 +21,7 @@ from ..errors import UserError
 
 # Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise.
 _VECTOR = 16
+_FUSED = (torch.float32, torch.float64)
 
 # torch's own, without the wrapper that imports torch._dynamo only to disable it: 2 s in every process.
 add_param_group = inspect.unwrap(Optimizer.add_param_group)
@@ -93,13 +94,13 @@ def momentum_step(
 
     With `nesterov`, param <- param - lr * (gradient + momentum * buffer). `maximize` takes -grad.
     """
-    on_cpu = all(param.device.type == "cpu" for param in params)
+    is_fused = all(param.device.type == "cpu" and param.dtype in _FUSED for param in params)
     step = partial(
-        sgd, has_sparse_grad=False, foreach=not on_cpu, fused=on_cpu, grad_scale=None, found_inf=None, lr=lr,
+        sgd, has_sparse_grad=False, foreach=not is_fused, fused=is_fused, grad_scale=None, found_inf=None, lr=lr,
         momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
     )  # fmt: skip
     layers = list(zip(params, grads, buffers, strict=True))
-    direct = [not on_cpu or _walk_alike(layer) for layer in layers]
+    direct = [not is_fused or _walk_alike(layer) for layer in layers]
     if any(direct):
         step(list(compress(params, direct)), list(compress(grads, direct)), list(compress(buffers, direct)))
     for layer, is_direct in zip(layers, direct, strict=True):
