@@ -279,6 +279,48 @@ def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: 
         torch.empty(3).uniform_(-0.95, 0.95).erfinv_()  # as timm does
 
 
+NUMBERS, WAVES = torch.arange(1, 4), torch.complex(draws(3), draws(3, seed=1))
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "product": (lambda: WAVES * WAVES, "aten.mul.Tensor of complex numbers"),
+    "product with a number": (lambda: draws(3) * 1j, "aten.mul.Tensor of complex numbers"),
+    "quotient": (lambda: WAVES / WAVES, "of complex numbers"),
+    "magnitude": (WAVES.abs, "of complex numbers"),
+    "sum": (WAVES.sum, "of complex numbers"),
+    "list": (lambda: torch._foreach_mul([WAVES], [WAVES]), "of complex numbers"),
+    "variance": (draws(3).double().var, r"of torch\.float64; it takes torch\.float32 alone"),
+    "norm": (lambda: torch.linalg.vector_norm(draws(3), dtype=torch.float64), r"of torch\.float64"),
+    "softmax": (lambda: torch.softmax(draws(3), 0, dtype=torch.float64), r"of torch\.float64"),
+    "root of 16 bits": (lambda: draws(3).bfloat16().sqrt(), r"a root of torch\.bfloat16"),
+    "integers in place": (lambda: NUMBERS.clone().div_(2), r"a result of torch\.float32 in the place of torch\.int64"),
+    "two masks": (
+        lambda: F.scaled_dot_product_attention(*QKV, attn_mask=torch.ones(5, 5), is_causal=True), "not both"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_lose_a_part_of_its_numbers_is_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    with portable(), pytest.raises(UserError, match=message):
+        function()
+
+
+def test_dtypes_and_numbers_beside_lists_are_those_of_torch() -> None:
+    x, several = draws(40).double(), torch.tensor([1.0, 2.0])
+    for function in (
+        x.mean,
+        lambda: x.view(8, 5).mean(0),
+        NUMBERS.sqrt,
+        lambda: NUMBERS**0.5,
+        lambda: torch._foreach_addcmul([x, x], [x, x], [x, x], several)[1],
+    ):
+        with portable():
+            found = function()
+        torch.testing.assert_close(found, function(), rtol=1e-12 if found.dtype == x.dtype else 1e-6, atol=0)
+    with portable():
+        assert x.float().cumsum(0, dtype=torch.float64).dtype == torch.float64
+
+
 def test_draws_follow_torchs_generator_and_know_no_layout() -> None:
     with portable():
         torch.manual_seed(7)

@@ -127,13 +127,14 @@ def _batch_norm_gradients(
 def _sum(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point() or (dtype is not None and dtype.is_floating_point):
         dtype, x = dtype or x.dtype, x if x.is_floating_point() else x.float()
-        return grid_sum(x, all_dims(x, dims), keepdim).to(dtype)
+        return reductions.total(x, all_dims(x, dims), keepdim).to(dtype)
     return torch.sum(x, all_dims(x, dims), keepdim, dtype=dtype)
 
 
 @RULES.of(aten.mean.default, aten.mean.dim)
 def _mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return reductions.mean(x, all_dims(x, dims), keepdim).to(dtype or x.dtype)
+    dims = all_dims(x, dims)
+    return reductions.over(reductions.total(x, dims, keepdim), reductions.count_of(x, dims)).to(dtype or x.dtype)
 
 
 @RULES.of(aten.var_mean.correction)
@@ -148,7 +149,7 @@ RULES[aten.std.correction] = lambda *args, **options: square_root(_variance_mean
 @RULES.of(aten.linalg_vector_norm.default)
 def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """The norm of order 1, 2 or infinity."""
-    dims = all_dims(x, dims)
+    x, dims = x.to(dtype or x.dtype), all_dims(x, dims)
     if order == 2:
         return reductions.norm(x, dims, keepdim)
     if order == 1:
@@ -161,7 +162,7 @@ def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = F
 @RULES.of(aten.cumsum.default)
 def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point():
-        return reductions.on_grid(x, all_dims(x, dim)).cumsum_(dim).float()
+        return reductions.on_grid(x, all_dims(x, dim)).cumsum_(dim).to(dtype or x.dtype)
     # Sums of integers, whatever the requested dtype: exact below 2**53.
     return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import UserError
 from . import layers, operations
 from .methods import only_methods
-from .rules import EXACT_OF_INTEGERS, MOVES, PASSING
+from .rules import EXACT_OF_INTEGERS, MOVES, PASSING, SINGLE
 
 _RULES = {**layers.RULES, **operations.RULES}
 
@@ -93,10 +93,11 @@ class PortableMode(_Mode):
         with torch._C.DisableTorchFunction():  # a rule's own calls need no `Attention`
             found = _RULES.get(func)
             if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
-                return found(*args, **kwargs) if kwargs else found(*args)
+                result = found(*args, **kwargs) if kwargs else found(*args)
+                return _real(func, args, result)
             result = func(*args, **kwargs) if kwargs else func(*args)
         if func in PASSING:
-            return result
+            return _real(func, args, result) if func in SINGLE else result
         tensors = _tensors((args, kwargs, result))
         # Integers too are other ones where another generator draws them.
         is_draw = torch.Tag.nondeterministic_seeded in func.tags and not all(x.is_cpu for x in tensors)
@@ -113,6 +114,15 @@ class PortableMode(_Mode):
         return result
 
 
+def _real(func: Any, args: Any, result: Any) -> Any:
+    """The result; UserError if it is of complex numbers, or complex."""
+    for value in (args[0] if args else None, result):
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, Tensor) and first.is_complex():
+            raise UserError(f"portable arithmetic: {func}{_place()} of complex numbers has no rule; take real ones")
+    return result
+
+
 class Attention(TorchFunctionMode):
     """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""
 
@@ -127,6 +137,8 @@ def attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """softmax(q k' * scale + mask) v, as torch's `scaled_dot_product_attention` has its arguments."""
+    if is_causal and attn_mask is not None:  # which torch refuses too
+        raise UserError("portable arithmetic: attention takes attn_mask or is_causal=True, not both; join the masks")
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -121,9 +121,10 @@ for _name, _function in (_FUNCTIONS | _COMBINED).items():
 
 
 def _each(function: Rule, is_in_place: bool) -> Rule:
-    """The rule for lists of a rule for tensors: a list beside the first one is taken tensor by tensor."""
+    """The rule for lists of a rule for tensors: a list, or numbers, beside the first one is taken tensor by tensor."""
 
     def run(tensors: list[Tensor], *args: Any, **options: Any) -> list[Tensor] | None:
+        args = tuple(arg.tolist() if isinstance(arg, Tensor) and arg.dim() else arg for arg in args)
         rows = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
         results = [function(*row, **options) for row in zip(tensors, *rows, strict=True)]
         return None if is_in_place else results

@@ -26,15 +26,13 @@ def on_grid(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def grid_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """The exact sum of float32 values rounded to their grid: float64. Of float64 values, that in row order.
+    """The exact sum of float32 values rounded to their grid: float64.
 
     >>> grid_sum(torch.tensor([1.0, 2.0**-21, 2.0**-23]), (0,)).item() - 1 == 2.0**-21
     True
     """
     if x.numel() == 0:
         return x.double().sum(dims, keepdim)
-    if x.dtype == torch.float64:
-        return _in_row_order(x, dims, keepdim)
     total = grid_total(x, dims, amax_over(x, dims))
     return total if keepdim else total.view([n for dim, n in enumerate(x.shape) if dim not in dims])
 
@@ -59,16 +57,18 @@ def grid_total(x: Tensor, dims: tuple[int, ...], amax: Tensor, center: Tensor | 
     return torch.cat([part_of(x[part], offset[part], None if center is None else center[part]) for part in blocks(x)])
 
 
-def _in_row_order(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The sum of a few float64 values, one after the other."""
+def total(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """The grid sum of float32 values, or the sum of a few float64 ones, in row order, one after the other: float64."""
+    if x.dtype != torch.float64 or x.numel() == 0:
+        return grid_sum(x, dims, keepdim)
     rest = [dim for dim in range(x.dim()) if dim not in dims]
     terms = x.permute(*dims, *rest).reshape(count_of(x, dims), *(x.shape[dim] for dim in rest))
     if len(terms) > _MOST_FLOAT64:
         raise UserError(f"portable arithmetic: a sum of {len(terms)} float64 values; there may be {_MOST_FLOAT64}")
-    total = terms[0].clone()
+    added = terms[0].clone()
     for term in terms[1:]:
-        total.add_(term)
-    return total.view([1 if dim in dims else x.shape[dim] for dim in range(x.dim())]) if keepdim else total
+        added.add_(term)
+    return added.view([1 if dim in dims else x.shape[dim] for dim in range(x.dim())]) if keepdim else added
 
 
 def all_dims(x: Tensor, dims: int | list[int] | tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -99,10 +99,12 @@ def mean(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 or float64 values, in their dtype."""
+    """The correctly rounded square root of float32 or float64 values, in their dtype; of integers as float32."""
+    if x.is_floating_point() and x.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"portable arithmetic: a root of {x.dtype}; it takes torch.float32 and float64")
     # torch's own is off for 16 % of float32 values and 1 % of float64 on x86. That of float64, off by a unit, still
     # rounds right for float32 values: a root is never as near to the middle of two of them.
-    return x.double().sqrt_().float() if x.dtype == torch.float32 else _square_root64(x)
+    return _square_root64(x) if x.dtype == torch.float64 else x.double().sqrt_().float()
 
 
 def _square_root64(x: Tensor) -> Tensor:

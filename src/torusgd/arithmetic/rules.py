@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 aten = torch.ops.aten
 
 Rule = Callable[..., Any]
@@ -59,6 +61,8 @@ def _overloads(space: Any, names: str) -> frozenset[Any]:
 PASSING = (
     _overloads(aten, MOVES + _COMPARISONS + _SINGLE) | _overloads(torch.ops.c10d, _MESSAGES) | {aten.median.default}
 )
+# Operators that pass, of real numbers only: a library's product of complex ones is several operations.
+SINGLE = _overloads(aten, _SINGLE)
 # Operators with a rule that integers don't need.
 EXACT_OF_INTEGERS = _overloads(aten, "addmm baddbmm bmm dot index_add index_add_ mm mv scatter_add scatter_add_")
 
@@ -88,6 +92,9 @@ def in_place(function: Rule) -> Rule:
     """The rule that writes a function's result into its first argument."""
 
     def write(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return x.copy_(function(x, *args, **options))
+        result = function(x, *args, **options)
+        if result.is_floating_point() and not x.is_floating_point():  # which `copy_` would cut off
+            raise UserError(f"portable arithmetic: a result of {result.dtype} in the place of {x.dtype}")
+        return x.copy_(result)
 
     return write
