@@ -1,9 +1,10 @@
 """SGD with momentum whose update is bit for bit the same when a tensor is cut at block edges.
 
-On CPU this is torch's fused kernel, four times as fast as its foreach path. Three of its properties matter here: it walks
-memory and ignores strides, so a gradient that lies in memory otherwise than its parameter would be applied to the wrong
-elements; it rounds the last elements (less than one vector) otherwise than the rest; and to weights of 16 bits it does
-something else (torch 2.13.0). `momentum_step` handles all three, so that the result is a function of the logical order.
+On CPU this is torch's fused kernel, four times as fast as its foreach path. Three of its properties matter here: it
+walks memory and ignores strides, so a gradient that lies in memory otherwise than its parameter would be applied to the
+wrong elements; it rounds the last elements (less than one vector) otherwise than the rest; and to weights of 16 bits it
+does something else (torch 2.13.0). `momentum_step` handles all three, so that the result is a function of the logical
+order alone.
 """
 
 import inspect
