@@ -181,6 +181,14 @@ def test_polish_does_not_depend_on_the_order_of_batches_and_leaves_the_model_who
 def test_batches_of_a_form_that_no_model_takes_are_refused(batch: Any) -> None:
     with pytest.raises(UserError, match=r"mappings of inputs by name, not (NoneType|tuple)"):
         precise_batch_norm(small_net(), [batch])
+    with pytest.raises(ValueError, match=r"polish: a batch of type (NoneType|tuple); give the images alone"):
+        polish(small_net(), [batch])
+
+
+def test_statistics_of_a_float64_model_are_of_float64() -> None:
+    images = torch.randn(8, 2, 3, 3, dtype=torch.float64) + 1e5
+    polish(model := nn.BatchNorm2d(2).double(), [images[:5], images[5:]])
+    torch.testing.assert_close(model.running_mean, images.mean((0, 2, 3)), rtol=1e-13, atol=0)
 
 
 def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> None:

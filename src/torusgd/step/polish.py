@@ -55,7 +55,8 @@ def polish(
         The number of images over all ranks.
 
     Raises:
-        ValueError: No rank has an image, as of a generator that is used up; or an instance norm keeps statistics.
+        ValueError: No rank has an image, as of a generator that is used up; a batch is neither a tensor nor a mapping;
+            or an instance norm keeps statistics.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
@@ -77,6 +78,10 @@ def polish(
 
     with _watched(model, layers, add):
         for batch in batches:
+            if not isinstance(batch, Tensor | Mapping):
+                raise ValueError(
+                    f"polish: a batch of type {type(batch).__name__}; give the images alone, as (x for x, y in loader)"
+                )
             named = batch if isinstance(batch, Mapping) else None
             number = len(batch if named is None else next(iter(named.values()), ()))
             if number:  # nothing is left of one that can't be decoded, and its mean would be nan
@@ -134,7 +139,8 @@ def _watched(
     tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]
 
     def take(index: int, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        x = (inputs[0] if inputs else named["input"]).float()
+        x = inputs[0] if inputs else named["input"]
+        x = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         add(index, mean.double(), variance.double(), x.numel() // x.shape[1])
 
