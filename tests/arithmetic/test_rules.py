@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "root of 16 bits": (lambda: draws(3).bfloat16().sqrt(), r"a root of torch\.bfloat16"),
     "integers in place": (lambda: NUMBERS.clone().div_(2), r"a result of torch\.float32 in the place of torch\.int64"),
     "two masks": (
-        lambda: F.scaled_dot_product_attention(*QKV, attn_mask=torch.ones(5, 5), is_causal=True), "not both"
+        lambda: F.scaled_dot_product_attention(QKV[0], QKV[1], QKV[2], torch.ones(5, 5), is_causal=True), "not both"
     ),
 }  # fmt: skip
 

@@ -133,8 +133,9 @@ def _sum(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dty
 
 @RULES.of(aten.mean.default, aten.mean.dim)
 def _mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = all_dims(x, dims)
-    return reductions.over(reductions.total(x, dims, keepdim), reductions.count_of(x, dims)).to(dtype or x.dtype)
+    over_dims = all_dims(x, dims)
+    found = reductions.over(reductions.total(x, over_dims, keepdim), reductions.count_of(x, over_dims))
+    return found.to(dtype or x.dtype)
 
 
 @RULES.of(aten.var_mean.correction)
