@@ -248,6 +248,13 @@ def test_a_umask_that_forbids_its_own_user_is_named(monkeypatch: pytest.MonkeyPa
         os.umask(before)
 
 
+def test_threads_that_can_be_started_are_found_where_a_stack_needs_more_room() -> None:
+    """As on ARM, whose least stack is 128 KiB, and where static TLS was enlarged for a library that needs it."""
+    room = os.environ | {"GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=100000"}
+    code = "from torusgd.ranks.forkserver import check_threads; check_threads(2, 'here')"
+    ran([sys.executable, "-c", code], env=room)
+
+
 def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the temporary folder, where the socket of the fork server is."""
     (tmp_path / "gone").mkdir()

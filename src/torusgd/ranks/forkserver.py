@@ -49,7 +49,7 @@ def check_threads(wanted: int, what: str) -> None:
     # No number that could be read says so: limits are of a user, of a service and of each container around it. Without
     # a thread a rank dies in the middle of what it does, in torch's code or Python's.
     gate, there = threading.Event(), list[threading.Thread]()
-    size = threading.stack_size(1 << 16)
+    size = threading.stack_size(1 << 20)  # ARM refuses less than 128 KiB, and static TLS comes out of it
     try:
         for _ in range(wanted):
             thread = threading.Thread(target=gate.wait, daemon=True)
