@@ -163,6 +163,16 @@ def test_a_limit_on_threads_is_one_line(run_cli, monkeypatch: pytest.MonkeyPatch
         cli.main()
 
 
+def test_a_current_folder_that_is_gone_is_named(run_cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the temporary folder, where the fork server's socket is, nor the library that oneMKL can't find then."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, out, error = run_cli("eval", tmp_path)
+    assert (code, out) == (2, "")
+    assert_sentence("a current folder that is gone", "torusgd: the current folder", error[:-1])
+
+
 def test_names_in_letters_that_the_terminal_lacks_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal := io.BytesIO(), encoding="latin-1"))
     monkeypatch.setattr(sys, "argv", ["torusgd", "recipes"])

@@ -255,15 +255,6 @@ def test_threads_that_can_be_started_are_found_where_a_stack_needs_more_room() -
     ran([sys.executable, "-c", code], env=room)
 
 
-def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the temporary folder, where the socket of the fork server is."""
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    monkeypatch.setattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # as before the first start
-    refuses("a current folder that is gone", start_forkserver, about="the current folder")
-
-
 ELSEWHERE = 1
 """the rank that is said to be on another machine; rank 0 is lost, and later ones join"""
 

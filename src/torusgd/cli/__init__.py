@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import RunError, UserError, end, output_failure, write_exit
+from ..errors import RunError, UserError, as_user_error, end, output_failure, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
@@ -93,6 +93,8 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     atexit.register(remove_empty_cache)  # parts of torch make a folder in /tmp when they are imported
     try:
+        with as_user_error("the current folder can't be used", "cd to one that is there"):
+            os.getcwd()  # without one the fork server fails, and oneMKL ends whoever imports torch by a line of its own
         for word in sys.argv[1:]:
             # An empty word would be taken for the folder in which one stands.
             flag, is_flag, value = word.partition("=") if word.startswith("--") else ("an argument", "=", word)

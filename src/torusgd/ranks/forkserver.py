@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 
-from ..errors import UserError, as_user_error
+from ..errors import UserError
 from ..signals import held_back
 from ..text import plural
 
@@ -26,8 +26,6 @@ def start_forkserver(ranks: int = 1) -> None:
     UserError if so many ranks are more threads than are allowed, or if the temporary folder holds no socket.
     """
     check_threads(_TASKS + _TASKS_OF_RANK * ranks, f"for {plural(ranks, 'rank')}")
-    with as_user_error("the current folder can't be used", "cd to one that is there"):
-        os.getcwd()  # as the fork server does
     multiprocessing.set_forkserver_preload([*PRELOAD])
     # Stop signals are held back in it, and in each rank until it takes them, so that a Ctrl-C, which reaches all
     # processes of a terminal, ends none of them half-way.
