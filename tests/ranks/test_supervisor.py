@@ -84,6 +84,12 @@ def fail(error: Exception, liveness: Liveness) -> None:
     raise error
 
 
+def fail_to_compile(is_stopped: bool, liveness: Liveness) -> None:
+    if is_stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+    raise type("BackendCompilerFailed", (RuntimeError,), {"__module__": "torch._dynamo.exc"})("C++ compile error")
+
+
 def be_killed(*_: Liveness) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,6 +119,12 @@ def work_for_long(liveness: Liveness) -> None:
     for unit in range(60):  # twice as long as without a beat, half as long again as without progress
         time.sleep(2 * BEAT / 60)
         liveness.progress("train", 3, unit)
+
+
+def test_a_compiler_that_was_stopped_with_its_rank_is_no_defect(attempts: Attempts) -> None:
+    """The launcher, which has the signal too, says that the run was stopped."""
+    assert attempts.failure(partial(fail_to_compile, True)).is_loss
+    assert attempts.failure(partial(fail_to_compile, False)).kind is FailureKind.DEFECT
 
 
 def test_a_machine_without_loopback_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
-from ..comm.base import CommError, Liveness
+from ..comm.base import CommError, ConnectionLost, Liveness
 from ..comm.groups import Group
 from ..errors import as_user_error, retry
 from ..signals import StopFlag, die_with_launcher, hold_back
@@ -126,6 +126,9 @@ def _be_rank(spec: RankSpec) -> None:
         heartbeat.close()
         os._exit(0)  # the groups that this rank was in are aborted, and nothing waits for it
     except (Exception, SystemExit) as error:
+        # A stop signal that came to the whole group, as by Ctrl-C or `timeout`, has ended the compiler too.
+        if stop.signal and type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc"):
+            error = ConnectionLost("the compiler was stopped")
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
             FailureChannel(failures, spec.size).report(Failure.of(error, spec.rank))
         if isinstance(error, CommError) and isinstance(spec.function, LastingFunction):
