@@ -78,15 +78,7 @@ def polish(
 
     with _watched(model, layers, add):
         for batch in batches:
-            if not isinstance(batch, Tensor | Mapping):
-                raise ValueError(
-                    f"polish: a batch of type {type(batch).__name__}; give the images alone, as (x for x, y in loader)"
-                )
-            named = batch if isinstance(batch, Mapping) else None
-            number = len(batch if named is None else next(iter(named.values()), ()))
-            if number:  # nothing is left of one that can't be decoded, and its mean would be nan
-                model(batch) if named is None else model(**named)
-                counts[-1] += number
+            counts[-1] += _forward(model, batch)
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or NativeAllReduce()).start(message).wait()
     (*of_layers, images), *parts = message.split([len(counts), *(s.numel() for s in sums)])
@@ -98,6 +90,18 @@ def polish(
             layer.get_buffer("running_mean").copy_(mean)
             layer.get_buffer("running_var").copy_(variance + (square - mean.square()).clamp(min=0))
     return int(images)
+
+
+def _forward(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> int:
+    """Passes a batch forward; the number of its images."""
+    if not isinstance(batch, Tensor | Mapping):
+        remedy = "give the images alone, as (x for x, y in loader)"
+        raise ValueError(f"polish: a batch of type {type(batch).__name__}; {remedy}")
+    named = batch if isinstance(batch, Mapping) else None
+    number = len(batch if named is None else next(iter(named.values()), ()))
+    if number:  # nothing is left of one that can't be decoded, and its mean would be nan
+        model(batch) if named is None else model(**named)
+    return number
 
 
 @torch.no_grad()
