@@ -101,6 +101,22 @@ def plan(run_cli: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[str
 def memory_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes memory:// the URL of a bucket, fsspec's in this process, which is empty before and after a test."""
     fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    # As a bucket does it: an object is there when it is whole, and each reader has a position of its own.
+    def put(files: Any, file: str, name: str, **_: Any) -> None:
+        files.pipe_file(name, Path(file).read_bytes())
+
+    def read(files: Any, name: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        if (found := files.store.get(files._strip_protocol(name))) is None:
+            raise FileNotFoundError(name)
+        return bytes(found.getvalue()[start:end])
+
+    def get(files: Any, name: str, file: str, **_: Any) -> None:
+        Path(file).write_bytes(read(files, name))
+
+    for name, function in (("put_file", put), ("cat_file", read), ("get_file", get)):
+        monkeypatch.setattr(MemoryFileSystem, name, function)
     monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     yield

@@ -33,6 +33,7 @@ from torusgd.rundir.mirror import NAME, Mirror
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STATUS, STOP, WORKERS, RunView, local_run
 from torusgd.storage import Store
+from torusgd.weights import write_text
 
 URL = "memory://runs/digits one"
 
@@ -179,7 +180,7 @@ def test_a_request_that_comes_before_the_ranks_is_not_lost(machines: Any) -> Non
         Store(URL).write(STOP, b"")
         mirror._exchange()
         RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
-        (mirror.folder / STATUS).write_text("{}")
+        write_text(mirror.folder / STATUS, "{}")
         until(lambda: STOP not in Store(URL).sizes(), "the request is here")
         assert (mirror.folder / STOP).exists()
 
@@ -236,7 +237,7 @@ def test_a_run_at_work_is_seen_though_a_clock_is_wrong(move: Any, monkeypatch: p
     mirror, modified = move("a"), MemoryFileSystem.modified
     with mirror.held(fresh=False):
         RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
-        (mirror.folder / STATUS).write_text("{}")
+        write_text(mirror.folder / STATUS, "{}")
         move("b")
         until(lambda: STATUS in Store(URL).sizes(), "its status is there")
         monkeypatch.setattr(MemoryFileSystem, "modified", lambda *each: modified(*each) - timedelta(hours=1))
