@@ -30,7 +30,7 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
     if weights_sha256(trained.model.state_dict()) != run.summary.get("weights_sha256"):
         remedy = "put the run's own there, or train it again"
-        raise UserError(f"{trained.path}: holds other weights than summary.json tells of; {remedy}")
+        raise UserError(f"{trained.path}: holds other weights than those that summary.json names; {remedy}")
     with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
         copied = {"model.safetensors": trained.path}

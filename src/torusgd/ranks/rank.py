@@ -128,9 +128,9 @@ def _be_rank(spec: RankSpec) -> None:
     except (Exception, SystemExit) as error:
         # A stop signal that came to the whole group, as by Ctrl-C or `timeout`, has ended the compiler too.
         is_stop = stop.signal and type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc")
-        told = ConnectionLost("the compiler was stopped") if is_stop else error
+        reported = ConnectionLost("the compiler was stopped") if is_stop else error
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
-            FailureChannel(failures, spec.size).report(Failure.of(told, spec.rank))
+            FailureChannel(failures, spec.size).report(Failure.of(reported, spec.rank))
         if isinstance(error, CommError) and isinstance(spec.function, LastingFunction):
             spec.function.close()  # a checkpoint that is being written is completed, unless the launcher is quicker
         with suppress(OSError):

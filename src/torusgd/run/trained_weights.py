@@ -160,7 +160,7 @@ def find_weights(path: Path) -> Path:
     if path.is_file():
         return path
     run = RunDir(path)
-    if run.summary.is_file() and not run.model.is_file():  # a checkpoint's are not those that the summary tells of
+    if run.summary.is_file() and not run.model.is_file():  # a checkpoint's are not those that the summary names
         remedy = f"the same torusgd train writes it again from a checkpoint, or give one of {run.checkpoints}"
         raise UserError(f"{run.model}: is gone, though the run is finished; {remedy}")
     with as_user_error(f"{path}: can't be read"):
