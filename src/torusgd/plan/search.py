@@ -140,17 +140,16 @@ def _options(
     algorithms = [(str(each), using(algorithm=each.name, grids=(each.grid,))) for each in listed]
     if cluster.in_network_reduction:
         algorithms.append(("in-network", using(algorithm="in-network")))
-    buckets = [("one", using(buckets=Buckets()))]
-    for mib in (1, 2, 4, 8, 16, 32):
-        values = mib * 2**20 * 8 // software.communication.wire_bits
-        buckets.append((f"{mib} MiB", using(buckets=Buckets(rule="values", values=values))))
+    sizes = (1, 2, 4, 8, 16, 32)
     if software.communication.buckets.rule == "torusgd":  # as `--buckets`: whole tensors, wide ones by themselves
-        sizes = (1, 2, 4, 8, 16, 32, 1024)
-        buckets = [(f"{mib} MiB", using(buckets=Buckets(rule="torusgd", option=float(mib)))) for mib in sizes]
+        rules = {f"{mib} MiB": Buckets(rule="torusgd", option=float(mib)) for mib in (*sizes, 1024)}
+    else:
+        values = {mib: mib * 2**20 * 8 // software.communication.wire_bits for mib in sizes}
+        rules = {"one": Buckets()} | {f"{mib} MiB": Buckets(rule="values", values=n) for mib, n in values.items()}
     sharded = {"sharded_update": True}
     options: dict[str, list[tuple[str, Change]]] = {
         "all-reduce": algorithms,
-        "buckets": buckets,
+        "buckets": [(name, using(buckets=rule)) for name, rule in rules.items()],
         # As `--update sharded`.
         "update": [("sharded", lambda s: with_communication(s, gather_ahead=True).model_copy(update=sharded))],
     }
