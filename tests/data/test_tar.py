@@ -177,7 +177,8 @@ def test_damaged_files_and_headers_that_ask_for_much_or_lead_back_are_refused_an
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     (tmp_path / "train-0001.tar").write_bytes(bytes(header) * 4)
-    refuses("a tar file that leads back", make_index, tmp_path, TMP=tmp_path)
+    # Newer versions of `tarfile` refuse it themselves.
+    refuses("a tar file that leads back", make_index, tmp_path, TMP=tmp_path, REASON=LIBRARY)
     links = ("link.JPG", tarfile.LNKTYPE), ("soft.jpg", tarfile.SYMTYPE)
     for others in (*([each] for each in links), [("latest", tarfile.SYMTYPE), ("fifo.jpg", tarfile.FIFOTYPE)]):
         with tarfile.open(tmp_path / "train-0001.tar", "w") as archive:

@@ -239,9 +239,10 @@ def _is_about_the_file(key: str) -> bool:
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:
     """The plain files and links between two offsets of a tar file; tarfile.TarError or ValueError if none is whole."""
     stream.seek(begin)
-    at = begin
-    with tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r:", errors="surrogateescape") as archive:
+    at, bounded = begin, _Bounded(stream)
+    with tarfile.open(fileobj=cast(IO[bytes], bounded), mode="r:", errors="surrogateescape") as archive:
         while (member := archive.next()) is not None:
+            bounded.left = _MOST_HEADER
             archive.members = []  # type: ignore[attr-defined] # a list of all members, which may be millions
             # A header may point anywhere: forwards only, or the walk would never end.
             if member.offset < at or member.offset_data <= member.offset or member.size < 0:
@@ -267,14 +268,16 @@ def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_
 
 
 class _Bounded:
-    """A file with a limit on each read: a header may claim any length for a name."""
+    """A file with a limit on what is read of a member, `left`: a header may claim any length for a name."""
 
     def __init__(self, stream: IO[bytes]) -> None:
+        self.left = _MOST_HEADER
         self.tell: Callable[[], int] = stream.tell
         self.seek: Callable[[int], int] = stream.seek
         self._read = stream.read
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MOST_HEADER:
-            raise ValueError(f"a header of {size} bytes")
+        self.left -= size  # the sum: newer versions of `tarfile` read a long header in pieces
+        if size < 0 or self.left < 0:
+            raise ValueError(f"a header of more than {_MOST_HEADER} bytes")
         return self._read(size)
