@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import UserError
+from .untrusted import is_there
 
 LOCK, HOLDER = ".lock", ".holder"  # files in the folder: the lock, and the name of its holder
 LOCK_SECONDS = 10.0
@@ -43,7 +44,7 @@ def this_process() -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    if not (folder / LOCK).exists():
+    if not is_there(folder / LOCK):
         return False
     try:
         with FileLock(folder / LOCK, timeout=0):

@@ -56,6 +56,18 @@ def check_archive(path: Path) -> None:
             raise ValueError(f"{stored} bytes would become {size}; weights are stored as they are")
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file or folder is there; OSError if that can't be known, where `Path.exists` says no from 3.14 on.
+
+    For what is written, or taken for new, where nothing is: a disk that fails a moment must not lose a run's files.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def check_regular(path: Path) -> Path:
     """The path; ValueError if it leads to something without an end, such as a device or a pipe; OSError as it comes."""
     mode = path.stat().st_mode

@@ -23,7 +23,7 @@ from torusgd.run import trained_weights
 from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, write_request
-from torusgd.untrusted import read_text
+from torusgd.untrusted import is_there, read_text
 
 
 def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None, **more: Any) -> Any:
@@ -175,3 +175,13 @@ def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pyte
 def test_who_asks_does_not_wait_for_torch() -> None:
     script = "import sys, torusgd.rundir.run_view; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     assert ran([sys.executable, "-c", script]).stdout == "set()\n"
+
+
+def test_nobody_takes_for_missing_what_could_not_be_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert not is_there(file)
+    file.touch()
+    assert is_there(file)
+    assert not is_there(file / "in it")
+    with pytest.raises(OSError, match="too long"):
+        is_there(tmp_path / ("x" * 300))

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..errors import UserError, as_user_error
 from ..storage import url_of
 from ..text import json_text
+from ..untrusted import is_there
 
 
 def console() -> Console:
@@ -48,7 +49,7 @@ def check_writable(flag: str, path: Path | None) -> Path | None:
     """The path; UserError, before minutes of work, if it is a folder, in one that can't be written, or in a bucket."""
     check_here(flag, path)
     with as_user_error(f"{flag} {path}: can't be written"):  # its name may be too long
-        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        if path is not None and ((is_there(path) and path.is_dir()) or not os.access(path.absolute().parent, os.W_OK)):
             raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
     return path
 

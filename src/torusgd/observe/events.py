@@ -24,7 +24,7 @@ from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats
 from ..text import json_text, listed, plural
-from ..untrusted import check_regular, parse_json, read_text
+from ..untrusted import check_regular, is_there, parse_json, read_text
 from .trackers import Trackers
 
 # Between progress lines if the output is no terminal.
@@ -195,7 +195,7 @@ def clock(seconds: float) -> str:
 
 
 def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
-    if not path.exists():
+    if not is_there(path):
         return
     # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
     with as_run_error(f"{path}: can't be read", of=(OSError, ValueError)), check_regular(path).open("r+b") as file:

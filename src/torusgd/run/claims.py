@@ -13,7 +13,7 @@ from ..rundir.run_dir import RunDir
 from ..rundir.run_view import HEAD, local_run
 from ..step import records
 from ..step.journal import Journaled, parse_journal
-from ..untrusted import read_text
+from ..untrusted import is_there, read_text
 from ..weights import load_weights, weights_sha256
 from .saving import weights_metadata
 from .trained_weights import check_names
@@ -98,7 +98,7 @@ class Claims:
     def _model(self) -> tuple[str, dict[str, str]] | None:
         """The hash of the weights and what their file says of itself; None if they are not those of a result."""
         path = RunDir(self.folder).model
-        if self.result is None or not path.exists():
+        if self.result is None or not is_there(path):
             return None
         tensors, metadata = load_weights(path)
         return weights_sha256(tensors), metadata
@@ -115,7 +115,7 @@ class Claims:
 def read_claims(run: Path, overrides: list[str]) -> Claims:
     """What there is of a run; UserError if it is none, or has no records. Code of the keys `overrides` may be run."""
     folder = RunDir(local_run(run))
-    if not folder.recipe.is_file():
+    if not is_there(folder.recipe):
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
     text = read_file(folder.recipe, str(folder.recipe))
     if not text.startswith(HEAD):
@@ -128,7 +128,7 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
     check_names(folder.recipe, recipe, {item.partition("=")[0] for item in overrides})
     # The summary first: whatever is in the records then, a finished run adds nothing.
     summary = folder.known_summary()
-    if not folder.records.exists():
+    if not is_there(folder.records):
         raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
         lines, head, problem = records.parse_records(read_text(folder.records, records.MOST_BYTES))

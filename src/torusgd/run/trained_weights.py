@@ -17,7 +17,7 @@ from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FILES, list_checkpoints
 from ..rundir.run_dir import RunDir
-from ..untrusted import parse_json
+from ..untrusted import is_there, parse_json
 from ..weights import Tensors, load_weights, match_weights
 
 # The end of the names of counts of batch norm, which files of before torch 0.4.1 lack, and which nothing reads.
@@ -160,7 +160,7 @@ def find_weights(path: Path) -> Path:
     if path.is_file():
         return path
     run = RunDir(path)
-    if run.summary.is_file() and not run.model.is_file():  # a checkpoint's are not those that the summary names
+    if is_there(run.summary) and not is_there(run.model):  # a checkpoint's are not those that the summary names
         remedy = f"the same torusgd train writes it again from a checkpoint, or give one of {run.checkpoints}"
         raise UserError(f"{run.model}: is gone, though the run is finished; {remedy}")
     with as_user_error(f"{path}: can't be read"):

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import DiskError, RunError, UserError, as_run_error, in_one_line, is_transient, retry, warn
 from ..storage import url_of
 from ..text import json_text
-from ..untrusted import check_regular, parse_json
+from ..untrusted import check_regular, is_there, parse_json
 from ..weights import Tensors, save_weights, write_text
 
 # The format of what is in a checkpoint, written into its progress; another number is refused with a line.
@@ -92,7 +92,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
                 sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
         write_text(temporary / MANIFEST, json_text(sums, indent=1))
         _flush_folder(temporary)
-        if final.exists():
+        if is_there(final):
             set_aside(final)
         os.replace(temporary, final)
         _flush_folder(folder)

@@ -15,7 +15,7 @@ from ..errors import RunError, UserError, warn
 from ..locks import HOLDER, LOCK, held
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
-from ..untrusted import parse_json, read_text
+from ..untrusted import is_there, parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints, step_on_disk
 from .run_view import HEAD, STATUS, forget_requests, is_run
@@ -59,7 +59,7 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """Makes the folder, and keeps others out; a run refused before its first step leaves no trace."""
         with self._telling():
-            is_new, traces = not self.path.exists(), [] if (self.path / LOCK).exists() else [LOCK]
+            is_new, traces = not is_there(self.path), [] if is_there(self.path / LOCK) else [LOCK]
             self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             # Errors of the disk inside the block that the lock is for are not the lock's.
@@ -68,7 +68,7 @@ class RunDir:
             mounts = Path("/proc/mounts")  # of Linux alone
             if why := local_locks(self.path.resolve(), mounts.read_text().splitlines() if mounts.exists() else []):
                 warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
-            traces += [name for name in (self.recipe.name, _AGENTS) if not (self.path / name).exists()]
+            traces += [name for name in (self.recipe.name, _AGENTS) if not is_there(self.path / name)]
             try:
                 yield
             except UserError:
@@ -97,7 +97,7 @@ class RunDir:
                 self._make_room(recipe)
             self.sweep()
             forget_requests(self.path)  # they were of an earlier run, which may have ended before it saw them
-            if not self.recipe.exists():
+            if not is_there(self.recipe):
                 write_text(self.recipe, dump_recipe(recipe))
             if agents:
                 write_text(self.path / _AGENTS, json.dumps(sorted({*agents} if fresh else known.union(agents))))
@@ -112,7 +112,7 @@ class RunDir:
         if isinstance(done, int) and done > steps:
             more = f"has done {done} steps already; give at least as many, or --fresh"
             raise UserError(f"--max-steps {steps}: the run in {self.path} {more}")
-        is_lacking = not self.model.is_file() and step_on_disk(self.checkpoints) == steps
+        is_lacking = not is_there(self.model) and step_on_disk(self.checkpoints) == steps
         if summary is None or (done == steps and not is_lacking):
             return summary
         with self._telling():
@@ -130,7 +130,7 @@ class RunDir:
     def known_summary(self) -> dict[str, Any]:
         """The summary, empty while the run is not finished; UserError if it is there and can't be read."""
         summary = self.read_summary()
-        if summary is None and self.summary.exists():
+        if summary is None and is_there(self.summary):
             raise UserError(f"{self.summary}: can't be read; without it nobody can say that the run is finished")
         return summary or {}
 
@@ -181,7 +181,7 @@ class RunDir:
             raise UserError(f"--out {self.path}: holds a run of another recipe ({what}); {remedy}")
 
     def _has_begun(self) -> bool:
-        return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))
+        return any(is_there(path) for path in (self.events, self.summary, self.model, self.checkpoints))
 
     def _delete_run(self) -> None:
         # Only what a run wrote, by its names, and only since `recipe.yaml` shows that a run wrote here.

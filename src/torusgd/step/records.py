@@ -24,7 +24,7 @@ from ..data.pipeline import Batch
 from ..data.to_device import look_up
 from ..errors import as_run_error
 from ..line_file import LineFile
-from ..untrusted import check_regular
+from ..untrusted import check_regular, is_there
 from ..weights import weights_sha256
 from .control_vector import NO_WORDS, ControlVector
 from .evaluate import Evaluation
@@ -137,7 +137,7 @@ class RecordFile:
     def __init__(self, path: Path, step: int, evaluated: int) -> None:
         remedy = "mend the disk, and give the same command again"
         with as_run_error(f"{path}: can't be read", remedy, (OSError, ValueError)):
-            text = check_regular(path).read_bytes()[:MOST_BYTES].decode(errors="replace") if path.exists() else ""
+            text = check_regular(path).read_bytes()[:MOST_BYTES].decode(errors="replace") if is_there(path) else ""
 
         def stays(line: Line) -> bool:
             reached = min(step, evaluated) if isinstance(line, EvaluationLine) else step
