@@ -84,10 +84,10 @@ clean: ## remove .venv and caches, and leave runs/
 # Debian and Ubuntu leave ensurepip out of their Python: without it a virtual environment has no pip.
 .venv/made:
 	@for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14); do \
-		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-		echo "torusgd needs Python 3.11 or newer$(if $(PYTHON),; $(PYTHON) is not); apt install python3.11 python3.11-venv" >&2; \
+		echo "torusgd needs Python 3.11 to 3.14$(if $(PYTHON),; $(PYTHON) is not); apt install python3.11 python3.11-venv" >&2; \
 		exit 1; \
 	elif ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
 		echo "$$found has no venv module: apt install $$(basename $$found)-venv" >&2; \
