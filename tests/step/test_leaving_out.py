@@ -132,6 +132,15 @@ def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_pat
     assert len({len(entry.workers) for entry in entries if isinstance(entry, JournalEntry)}) > 1
 
 
+def test_steps_that_are_decided_anew_are_progress(tmp_path: Path) -> None:
+    """Before the first step after a loss all are, with a learned model's training; nobody shall be taken for stuck."""
+    train(tmp_path, VIRTUAL, max_steps=5)
+    recipe = load_recipe("digits", [*BASE, f"synchrony={VIRTUAL}"]).recipe
+    recipe = recipe.resolve(precision="float32", memory_format="channels_last")
+    run_of(job_of(recipe=recipe, out=tmp_path, max_steps=6), liveness=(noted := Phases())).run()
+    assert noted.phases[: noted.phases.index("train")].count("delays") == 6
+
+
 def test_a_look_at_a_pass_that_hangs_is_no_progress() -> None:
     """Or nobody would ever learn what its rank waits for."""
     recipe = load_recipe("digits", [*BASE, f"synchrony={IDLE['all']}"]).recipe

@@ -180,7 +180,8 @@ class Run:
         """How this rank's part ends before the last step; None: it does not. `is_due`: a checkpoint, at once."""
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.saved = saved
-        deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
+        progress, shares = partial(self.liveness.progress, "delays", state.step), trainer.membership.shares
+        deadlines = deadlines_of(self.job.recipe, self.job.replay, shares, state.step, progress)
         is_stopping = is_changing = False
         while True:
             if trainer.trace is not None:

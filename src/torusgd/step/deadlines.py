@@ -64,14 +64,16 @@ class StepDeadline:
 class Deadlines:
     """Chooses, step by step, what the next one waits for; every rank has one and gives it the same times."""
 
-    def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
+    def __init__(
+        self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int, progress: Callable[[int], object]
+    ) -> None:
         form, workers = recipe.synchrony, recipe.virtual_workers
         delays = None if form.delays is None else delay_model(form.delays, recipe.seed)
         if delays is not None:
             shares, first_step = [[worker] for worker in range(workers)], 0  # the same steps in a run that is resumed
         count, warm = form.count_of(workers), first_step + form.warmup
         self._limits = Limits(shares, recipe.seed, count=count, threshold=form.threshold, warmup=form.warmup, warm=warm)
-        self._virtual = None if delays is None else VirtualSteps(self._limits, workers, delays, PASS)
+        self._virtual = None if delays is None else VirtualSteps(self._limits, workers, delays, PASS, progress)
 
     def next(self, step: int) -> JournalEntry | StepDeadline:
         if self._virtual is not None:
@@ -104,11 +106,15 @@ class JournalReplay:
 
 
 def deadlines_of(
-    recipe: Recipe, replay: Journaled | None, shares: Sequence[Sequence[int]], first_step: int
-) -> Deadlines | JournalReplay:
-    """What decides whose gradients the steps take, from `first_step` on; `shares` are the virtual workers by rank."""
+    recipe: Recipe, replay: Journaled | None, shares: Sequence[Sequence[int]], first_step: int,
+    progress: Callable[[int], object] = lambda step: None,
+) -> Deadlines | JournalReplay:  # fmt: skip
+    """What decides whose gradients the steps take, from `first_step` on; `shares` are the virtual workers by rank.
+
+    With a model of delays all steps before `first_step` are decided anew, and `progress` hears of each.
+    """
     if recipe.synchrony.leaves_out and replay is None:
-        return Deadlines(recipe, shares, first_step)
+        return Deadlines(recipe, shares, first_step, progress)
     return JournalReplay(recipe.virtual_workers, replay)
 
 

@@ -9,7 +9,7 @@ al., arXiv 2306.10598): past so many seconds of its own clock each rank leaves o
 rank knows the others' times.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -163,10 +163,14 @@ class VirtualStep(NamedTuple):
 
 
 class VirtualSteps:
-    """Steps of n workers, one a rank, that take `compute` seconds and keyed delays."""
+    """Steps of n workers, one a rank, that take `compute` seconds and keyed delays; `progress` hears of each."""
 
-    def __init__(self, limits: Limits, workers: int, delays: DelayModel, compute: float) -> None:
+    def __init__(
+        self, limits: Limits, workers: int, delays: DelayModel, compute: float,
+        progress: Callable[[int], object] = lambda step: None,
+    ) -> None:  # fmt: skip
         self._limits, self._workers, self._delays, self._compute = limits, workers, delays, compute
+        self._progress = progress
         self._next, self._last = 0, VirtualStep((), 0.0)  # the last step taken, whose number is one less
 
     def at(self, step: int) -> VirtualStep:
@@ -174,6 +178,7 @@ class VirtualSteps:
         # A run that is resumed, or continues with other ranks, takes all the steps before again: each once, in their
         # order, for a learned model draws other numbers each time.
         while self._next <= step:
+            self._progress(self._next)  # a learned model is trained on the way, for some 10 s
             if self._next:
                 taken, known = list(self._last.workers), np.full(self._workers, np.nan)
                 known[taken] = self._seconds(self._next - 1)[taken]
