@@ -49,6 +49,12 @@ class CorruptionError(RunError):
     """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
 
 
+# By what libraries say at a limit of memory and at one of threads, our line.
+_LIMITS = {
+    "shared object": "a library can't be loaded: {}; if memory is limited (ulimit -v), raise the limit, else reinstall",
+    "can't start new thread": "{}; raise this user's limit (ulimit -u), or the service's or container's of tasks",
+}
+
 _AGAIN = (75, 129, 143)  # after SIGUSR1 or a time limit, SIGHUP and SIGTERM; 130 is meant as an end
 _TRANSIENT = {
     getattr(errno, name, 0)
@@ -71,6 +77,12 @@ def output_failure(error: OSError) -> str | None:
         except OSError as again:
             return f"standard output can't be written: {again.strerror}"
     return None
+
+
+def limit_failure(error: BaseException) -> str | None:
+    """A line on a limit of memory or threads, if that is what the error is of; else None."""
+    found = (line for text, line in _LIMITS.items() if text in str(error))
+    return next(found, "").format(error) or None if isinstance(error, ImportError | RuntimeError) else None
 
 
 def retry(call: Callable[[], T], pauses: Iterable[float], is_worth: Callable[[Exception], bool]) -> T:

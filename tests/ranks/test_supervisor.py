@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tests.commands import ran
-from tests.messages import refuses
+from tests.messages import assert_sentence, refuses
 from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.step.trainers import job_of, take, trainer_of
@@ -248,6 +248,13 @@ def test_a_limit_on_threads_is_named_before_any_rank_is_started(monkeypatch: pyt
     monkeypatch.setattr(threading.Thread, "start", limited)
     refuses("too few threads", start_forkserver, 2, about="ulimit -u")
     assert threading.active_count() == before
+
+
+def test_a_limit_on_threads_that_a_rank_meets_at_work_is_one_line() -> None:
+    found = Failure.of(RuntimeError("can't start new thread"), rank=1)
+    assert (found.kind, found.trace) == (FailureKind.RUN_ERROR, "")
+    assert_sentence("a limit on threads that a rank meets", "rank 1: can't start", found.text)
+    assert Failure.of(RuntimeError("a defect"), rank=1).kind is FailureKind.DEFECT
 
 
 def test_a_umask_that_forbids_its_own_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

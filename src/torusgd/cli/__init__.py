@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import RunError, UserError, as_user_error, end, output_failure, write_exit
+from ..errors import RunError, UserError, as_user_error, end, limit_failure, output_failure, write_exit
 from ..ranks.slurm import adopt_step
 from ..signals import remove_empty_cache
 from ..storage import check_scheme
@@ -73,12 +73,6 @@ def common(
     """The options before a command."""
 
 
-# By what libraries say at a limit of memory and at one of threads, our line.
-_LIMITS = {
-    "shared object": "a library can't be loaded: {}; if memory is limited (ulimit -v), raise the limit, else reinstall",
-    "can't start new thread": "{}; raise this user's limit (ulimit -u), or the service's or container's of tasks",
-}
-
 _UsageError: Any = typer.BadParameter.__base__  # click's, of which some versions of typer hold a copy of their own
 
 
@@ -114,10 +108,9 @@ def main() -> None:
     except (UserError, RunError) as error:
         end(2 if isinstance(error, UserError) else 1, str(error))
     except (ImportError, RuntimeError) as error:  # a module that is missing is named where it is needed
-        line = next((line for text, line in _LIMITS.items() if text in str(error)), None)
-        if line is None:
+        if (line := limit_failure(error)) is None:
             raise
-        end(1, line.format(error))
+        end(1, line)
     except BrokenPipeError:  # the reader, such as head, has seen enough: no word about it
         _drop_output()
         sys.exit(1)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
 from ..comm.base import CommError, LateRank
-from ..errors import DiskError, RunError, UserError, is_transient, output_failure
+from ..errors import DiskError, RunError, UserError, is_transient, limit_failure, output_failure
 
 # Failures that a rank reads to say why all end.
 MOST_CAUSES = 16
@@ -49,6 +49,8 @@ class Failure:
         kind, line, trace = _kind_of(error), (str(error).splitlines() or [""])[0], ""
         if kind is FailureKind.OUTPUT_CLOSED:
             line = "nobody reads the output any more; the last checkpoint, if there is one, is good"
+        elif kind is FailureKind.DEFECT and (limit := limit_failure(error)) is not None:
+            kind, line = FailureKind.RUN_ERROR, f"rank {rank}: {limit}; the last checkpoint, if there is one, is good"
         elif kind is FailureKind.DEFECT:
             line = f"rank {rank}: {type(error).__name__}: {line} (traceback above)"
             trace = "".join(traceback.format_exception(error))
