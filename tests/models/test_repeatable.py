@@ -16,6 +16,7 @@ from tests.run.runs import TINY, run_here
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torusgd.comm.base import Liveness
 from torusgd.models.networks import resnet50
 from torusgd.models.repeatable import blocks, check_repeatable, compile_blocks, drop_torn_libraries
 from torusgd.recipe.load import load_recipe
@@ -119,6 +120,21 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace())
     refuses("compile by a torch that may time kernels", compile_blocks, nn.Linear(2, 2), CPU, TORCH=torch.__version__)
     refuses("compile of a network in column blocks", load_recipe, "digits", [*TINY, "compile=true", "column_blocks=2"])
+
+
+def test_each_beginning_of_a_compiler_is_told_in_a_run_and_to_nobody_after_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By torch's tracer alone, without Inductor, which takes many seconds."""
+    from torch._dynamo.callback import callback_handler
+
+    told, before = list[None](), [*callback_handler.start_callbacks]
+    monkeypatch.setattr(Liveness, "compiles", lambda self: told.append(None))
+    compile_it = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_it(self, backend="eager", **options))
+    run_here(tmp_path / "run", "compile=true", "polish=null", max_steps=1)
+    assert len(told) >= 2, "in training and in evaluation"
+    assert callback_handler.start_callbacks == before
 
 
 def test_a_library_whose_compiler_was_killed_is_compiled_anew_and_one_at_work_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Heartbeats: who is late is named, with phase and stack; who makes progress never is, however slow."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -14,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from torusgd.comm.base import LateRank
 from torusgd.ranks import liveness
-from torusgd.ranks.liveness import Beat, Follower, Heartbeat, Limits, Watch
+from torusgd.ranks.liveness import COMPILED, COMPILER, Beat, Follower, Heartbeat, Limits, Watch
 from torusgd.ranks.rank import serve_store
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
@@ -78,7 +80,9 @@ def test_a_hung_rank_is_named_with_its_stack_who_waits_is_not(clock: Clock, long
     hung = replace(BEAT, longest=longest, idle=limit, stack="forward (slow.py:7)")
     assert clock.look(waiting, hung) == []
     (late,) = clock.look(waiting, replace(hung, idle=limit + 1))
-    assert str(late) == f"rank 1 on a in train of step 7: no progress for {limit + 1} s, at forward (slow.py:7)"
+    hint = "" if longest else " (runtime.start_timeout: 100)"
+    where = f"at forward (slow.py:7){hint}"
+    assert str(late) == f"rank 1 on a in train of step 7: no progress for {limit + 1} s, {where}"
     assert [late.rank for late in clock.look(waiting, waiting)] == [0, 1], "all that wait for each other"
 
 
@@ -152,6 +156,17 @@ def test_a_rank_that_computes_has_an_hour_for_its_first_unit_and_one_that_hangs_
     assert late.rank == 0
 
 
+def test_a_rank_that_compiles_has_ten_minutes_a_block_at_any_step_and_an_hour_while_it_computes(clock: Clock) -> None:
+    compiling = replace(BEAT, longest=1.0, what=COMPILER, where=COMPILED)
+    for seconds in range(601):
+        assert clock.look(replace(compiling, idle=float(seconds)), replace(BEAT, waits=True, idle=float(seconds))) == []
+    for seconds in range(601, 3601):
+        beat = replace(compiling, idle=float(seconds), busy=0.2)
+        assert clock.look(beat, replace(BEAT, waits=True, idle=float(seconds))) == []
+    (late,) = clock.look(replace(compiling, idle=601.0), replace(BEAT, waits=True, idle=601.0))
+    assert str(late).startswith("rank 0 on a in train of step 7: waits for the compiler since 601 s (compile: true, ")
+
+
 @pytest.fixture
 def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat]]:
     """Makes heartbeats of ranks of this process, 20 a second."""
@@ -189,6 +204,29 @@ def test_a_rank_that_sleeps_in_a_loop_is_found_with_phase_and_stack(beating: Cal
     other.join()
     assert (late.rank, late.phase, late.step) == (1, "train", 6)
     assert "hang_in_a_loop (test_liveness.py:" in late.why
+
+
+def test_what_is_compiled_is_progress_and_computing_by_a_child_of_the_process_too(
+    beating: Callable[..., Heartbeat],
+) -> None:
+    mine = beating(0, LIMITS, [0])
+    mine.progress("train", 5, 0)
+
+    def last() -> Beat:
+        return mine.watch.beats[0] or BEAT
+
+    until(lambda: last().idle > 0.1, "a beat without progress")
+    of_compiler = 0.0, COMPILER, "train", 5, 0.0
+
+    def tells_of_the_compiler() -> bool:
+        mine.compiles()
+        return (last().idle, last().what, last().phase, last().step, last().longest) == of_compiler
+
+    until(tells_of_the_compiler, "a beat that tells of the compiler, and of progress")
+    mine.progress("train", 5, 1)
+    until(lambda: last().what == "", "another unit")
+    subprocess.run([sys.executable, "-c", "for _ in range(10_000_000): pass"], check=True, timeout=60)
+    until(lambda: last().busy > 0.1, "the child's time")
 
 
 def test_a_main_thread_that_asks_nobody_is_told_by_a_call(beating: Callable[..., Heartbeat]) -> None:

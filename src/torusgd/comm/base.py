@@ -43,6 +43,9 @@ class Liveness:
     def outside(self, what: str, where: str) -> None:
         """Until its next progress this rank waits for a disk, or what else is outside the run: (`images`, `/data`)."""
 
+    def compiles(self) -> None:
+        """A compiler begins with another part of the network, on this rank: progress that may take long."""
+
     def late(self) -> list[LateRank]:
         """The ranks for which nobody needs to wait any longer; a wait asks it every `monitor.SLICE` seconds."""
         return []

@@ -4,10 +4,11 @@ import copy
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from filelock import FileLock, Timeout
@@ -92,6 +93,20 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     # A network without blocks is compiled whole.
     for block in dict(blocks(model)).values() or [model]:
         block.compile(dynamic=False)
+
+
+class CompilerHook:
+    """Calls a function whenever torch begins to compile something in this process; `remove` ends that."""
+
+    def __init__(self, begins: Callable[[], object]) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        self._call = callback_handler.register_start_callback(lambda _: cast(None, begins()))
+
+    def remove(self) -> None:
+        with suppress(ValueError):  # somebody has reset the compiler
+            self._handler.remove_start_callback(self._call)
 
 
 def blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

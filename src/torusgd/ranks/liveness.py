@@ -10,6 +10,7 @@ run is stuck. So healthy ranks may differ by hours, as long as one of them makes
 """
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -36,6 +37,8 @@ UNITS = 10
 FIRST_UNIT = 3600.0
 # Fraction of one core's time that a process uses if it computes.
 BUSY = 0.1
+# For what a rank waits while torch compiles, which may be at any step: what is compiled is for one shape of images.
+COMPILER, COMPILED = "the compiler", "compile: true, each block of the network, once for each shape of images"
 # Seconds after which a wait for something outside the run is reported, and again whenever it has doubled.
 REPORTED = 60.0
 # Late ranks that are named, so that a line, and the record that all ranks read, stay short.
@@ -172,18 +175,19 @@ class Watch:
         limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
         if blamed and all(beat.what for beat in blamed.values()):  # a new start would not mend their disk
             limit = max(limit, self._limits.outside)
-        elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
-            # Compilers and a first batch of large images compute for long before anything is done.
+        # Compilers and a first batch of large images compute for long before anything is done.
+        begins = [beat for beat in blamed.values() if beat.what == COMPILER or not (longest or beat.what)]
+        if any(beat.busy >= BUSY for beat in begins):
             limit = max(limit, FIRST_UNIT)
         # The least idle rank counts: as long as one makes progress the others may only be waiting for it.
         idle = min(beat.idle for beat in known.values())
         if idle <= limit:
             return []
-        late = []
+        late, hint = [], "" if longest else f" (runtime.start_timeout: {self._limits.start:g})"
         for rank, beat in blamed.items():
             waits = f"waits for {beat.what} since {beat.idle:.0f} s ({beat.where})"
             why = waits if beat.what else f"no progress for {beat.idle:.0f} s"
-            late.append(_late(rank, beat, f"{why}, at {beat.stack}"))
+            late.append(_late(rank, beat, f"{why}, at {beat.stack}{hint}"))
         everyone = f"waits for others since {idle:.0f} s, as all do"
         return late or [_late(rank, beat, everyone) for rank, beat in known.items()]
 
@@ -283,6 +287,11 @@ class Heartbeat(Liveness):
     def outside(self, what: str, where: str) -> None:
         self._unit_began, self._outside = None, (what, where)  # how long a disk takes says nothing of units of work
 
+    def compiles(self) -> None:
+        # Not a unit, whose time would be the measure of those that follow.
+        self._unit_began, self._outside = None, (COMPILER, COMPILED)
+        self._units += 1
+
     def late(self) -> list[LateRank]:
         self._end_unit()
         self._looks += 1
@@ -323,13 +332,13 @@ class Heartbeat(Liveness):
 
     def _run(self) -> None:
         # A thread, so that a rank beats whatever its main thread is doing.
-        idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
+        idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, _processor_seconds()
         try:
             for number in count(1):
                 is_last, quiet = self._stop.is_set(), idle.seconds(self._units)
                 if not quiet:  # processor time counts from the last progress, as the seconds do
-                    worked = time.process_time()
-                busy = (time.process_time() - worked) / quiet if quiet else 0.0
+                    worked = _processor_seconds()
+                busy = (_processor_seconds() - worked) / quiet if quiet else 0.0
                 self._beat(number, quiet, busy, waits=self._looks != looks)
                 if is_last:
                     self.watch.publish(is_last=True)
@@ -371,6 +380,10 @@ class Heartbeat(Liveness):
                 shown.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
             frame = frame.f_back
         return " < ".join(shown)
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])  # with those of children that have ended: a C++ compiler's
 
 
 def _unreachable(reason: str) -> LateRank:

@@ -16,6 +16,7 @@ from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..errors import UserError, warn
 from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
+from ..models.repeatable import CompilerHook
 from ..observe.trace import StepTrace
 from ..recipe.compatibility import BY_SPEED, CUDA_GRAPHS, PORTABLE_GRAPHS, Setup, obstacle
 from ..recipe.schedule import Schedule
@@ -56,7 +57,7 @@ class Trainer:
     explanation: str
     ahead: "RunAhead | None"  # takes the steps in the place of `step`, as CUDA graphs
     sums: Sums
-    hooks: Sequence[RemovableHandle]
+    hooks: Sequence[RemovableHandle | CompilerHook]
 
     def close(self) -> None:
         """Every rank calls it, with nothing under way."""
@@ -121,7 +122,10 @@ def build(
         explanation="\n".join(explanations(recipe, options, sums.allreduce, sums.tail, world)),
         ahead=form.run_ahead(step, monitor) if form is not None else None,
         # The last, since nobody takes the hooks off the network if ranks are lost before.
-        hooks=hook_parameters(sums.reducer) if form is None else (),
+        hooks=[
+            *(hook_parameters(sums.reducer) if form is None else ()),
+            *([CompilerHook(liveness.compiles)] if recipe.compile else ()),
+        ],
     )  # fmt: skip
 
 
