@@ -5,6 +5,7 @@ import itertools
 import multiprocessing.forkserver
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -349,6 +350,12 @@ class Dying(Lasting):
 
 def refuse() -> None:
     raise UserError("--data nowhere: there is nothing")
+
+
+def test_a_launcher_with_too_few_files_says_so_before_its_store_waits_for_itself(monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (18, 18))
+    monkeypatch.setattr(os, "listdir", lambda path: [""] * 10)
+    refuses("too few files of a launcher", supervise, 1, [], about="ulimit -n")
 
 
 def supervise(ranks: int, lines: list[str]) -> Supervisor:

@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UserError
+from ..text import plural
 from . import store_keys as keys
 from .base import CommTimeout, ConnectionLost, Done, Work
 from .tree import FANOUT, Tree, meshes_of
@@ -417,12 +418,12 @@ def build(
     return group
 
 
-def allow_files(size: int) -> None:
-    """Lets this process open the files of a group of `size` ranks, a socket to each; UserError if it may not."""
+def allow_files(size: int, each: int = 1, spare: int = _SPARE_FILES) -> None:
+    """Lets this process open the files of a group of `size` ranks, `each` to every one; UserError if it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
+    needed = len(os.listdir("/dev/fd")) + each * size + spare
     if hard != resource.RLIM_INFINITY and needed > hard:
-        what = f"this process may open {hard:,} files and needs {needed:,} for a group of {size:,} ranks"
+        what = f"this process may open {hard:,} files and needs {needed:,} for a group of {plural(size, 'rank')}"
         remedy = f"raise the limit of the service or container that starts it to {needed}"
         raise UserError(f"ulimit -n: {what}; {remedy}")
     if soft != resource.RLIM_INFINITY and needed > soft:

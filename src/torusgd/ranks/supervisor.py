@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ..comm import store_keys as keys
 from ..comm.base import LateRank
+from ..comm.groups import allow_files
 from ..signals import held_back, how_it_ended
 from ..text import named
 from .failures import Exit, Failure, FailureChannel, FailureKind, explain
@@ -26,6 +27,8 @@ from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start
 
 # Seconds for the other ranks to say why they end as well, before they are killed.
 EXPLAIN_SECONDS = 5.0
+# Files of a launcher: of each rank pipes and its connections to the store (7 of 12 ranks), and all others (19).
+_FILES_OF_RANK, _FILES = 8, 20
 # Exit code that multiprocessing gives to a process whose fork server has gone before it.
 _WITHOUT_PARENT = 255
 
@@ -85,6 +88,8 @@ class Supervisor:
         start_forkserver(size)
         self._report = report
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
+        # Without a file the store would wait for itself for five minutes, deaf to signals, or torch abort the process.
+        allow_files(size, _FILES_OF_RANK, _FILES)
         self._root = serve_store()  # of the launcher, so that it outlives every rank
         self.port: int = self._root.port  # of the store, on loopback
         self.listener: Listener | None = None  # where other machines join; None: nobody does
