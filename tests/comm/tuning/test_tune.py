@@ -19,7 +19,7 @@ from torusgd.comm.connection import Clock, Span, connect, shuffled
 from torusgd.comm.groups import alone, group_of
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.bench import Record, bench_allreduce
-from torusgd.comm.tuning.profile import Profile, expect
+from torusgd.comm.tuning.profile import InStep, Profile, expect
 from torusgd.errors import UserError
 
 LARGE = 1 << 22
@@ -120,6 +120,20 @@ def test_mistakes_are_told():
 def test_what_is_given_twice_is_timed_once() -> None:
     found = bench_allreduce(sizes=[4, 4], algorithms=["native", "ring", "native"], repetitions=1)
     assert [record.algorithm for record in found] == ["native", "ring"]
+
+
+@on_ranks(2)
+def test_what_the_sizes_took_on_a_loaded_machine_is_not_left_for_the_rest():
+    given, rivals = [], tune._rivals
+    tune._rivals = lambda *args: time.sleep((0.1, 1.5)[torch.distributed.get_rank()]) or rivals(*args)
+    tune.in_step = lambda connection, plan, size, seconds: (
+        given.append(seconds) or InStep(size=size, hidden=0, waited=0)
+    )
+    tune.crowding = lambda connection, seconds, task: given.append(seconds) or ()
+    with closing(connect(group_of())) as connection:
+        tune.measure(connection, 1.5)
+    assert len(given) >= 2
+    assert all(seconds <= 0 for seconds in given), "on the rank too that took less"
 
 
 @on_ranks(2)

@@ -83,12 +83,19 @@ def measure(
         timings += _rivals(connection, profile, size, rivals, repetitions, (until - spent) / 2, known)
         took[size] = time.perf_counter() - before
     profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
+
+    def left() -> float:  # seconds, by the slowest rank's clock: one rank alone that does less would be waited for
+        return seconds - connection.slowest([time.perf_counter() - begin])[0]
+
     each = 0.0 if short else _IN_STEPS_FRACTION * seconds
     # The largest, a bucket's, where the network is fast enough for it.
     fits = [size for size in _IN_STEPS if size < _CHUNKED or _ROW * expect(profile, size)[1] < 2 * each]
     among = fits[:1] if short else fits
-    in_steps = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
-    crowds = () if short else crowding(connection, seconds, one_pass or _Task(connection.engine.device, images=32))
+    in_steps = tuple(in_step(connection, expect(profile, size)[0], size, min(each, left())) for size in among)
+    crowds: tuple[Crowd, ...] = ()
+    if not short:
+        task = one_pass or _Task(connection.engine.device, images=32)
+        crowds = crowding(connection, min(_CROWDING_FRACTION * seconds, left()), task)
     return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
 
 
@@ -274,7 +281,7 @@ def crowding(connection: Connection, seconds: float, task: Callable[[], object])
     tasks = [each if group.rank < count else 0 for count in counts]
     turns: list[list[float]] = []
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
-    while len(turns) < 3 or (len(turns) < 9 and sum(map(sum, turns)) < _CROWDING_FRACTION * seconds):
+    while len(turns) < 3 or (len(turns) < 9 and sum(map(sum, turns)) < seconds):
         turns.append([_slowest(connection, run, mine) for mine in tasks])
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     least = [max(1.0, ranks_a_core(group, count) if device.type == "cpu" else 0.0) for count in counts]
