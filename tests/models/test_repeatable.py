@@ -1,6 +1,7 @@
 """Before a run: layers that torch refuses are named, blocks compiled with bits that repeat, or who can't is told."""
 
 import importlib.util
+import re
 import shutil
 import struct
 from importlib import import_module
@@ -17,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import Liveness
+from torusgd.models import repeatable
 from torusgd.models.networks import resnet50
-from torusgd.models.repeatable import blocks, check_repeatable, compile_blocks, drop_torn_libraries
+from torusgd.models.repeatable import blocks, check_compiler, check_repeatable, compile_blocks, drop_torn_libraries
 from torusgd.recipe.load import load_recipe
 
 RECIPE = load_recipe("digits", []).recipe  # of 8 x 8 images with one channel
@@ -106,6 +108,7 @@ def test_residual_networks_are_compiled_block_by_block_and_layers_alone_as_one(m
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     monkeypatch.setattr(import_module("torch._inductor"), "config", SimpleNamespace(deterministic=False))
+    monkeypatch.setattr(repeatable, "check_compiler", lambda compiler, folder: None)
     compile_blocks(net, CPU)
     assert asked == [net]
 
@@ -122,12 +125,24 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     refuses("compile of a network in column blocks", load_recipe, "digits", [*TINY, "compile=true", "column_blocks=2"])
 
 
+def test_a_compiler_whose_libraries_cannot_be_had_is_told_before_the_first_step(tmp_path: Path) -> None:
+    hidden = {"TMP": tmp_path, "MADE": re.compile(r"(?<=TMP/)tmp\w+")}
+    refuses("a compiler that fails", check_compiler, "false", str(tmp_path), about="compile: true", **hidden)
+    torn = tmp_path / "c++"
+    torn.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; : > $2\n")
+    torn.chmod(0o755)
+    refuses("a compiler's library that doesn't load", check_compiler, str(torn), str(tmp_path), **hidden)
+    assert [*tmp_path.iterdir()] == [torn]
+
+
 def test_each_beginning_of_a_compiler_is_told_in_a_run_and_to_nobody_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By torch's tracer alone, without Inductor, which takes many seconds."""
     from torch._dynamo.callback import callback_handler
 
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(repeatable, "check_compiler", lambda compiler, folder: None)
     told, before = list[None](), [*callback_handler.start_callbacks]
     monkeypatch.setattr(Liveness, "compiles", lambda self: told.append(None))
     compile_it = nn.Module.compile

@@ -1,9 +1,12 @@
 """Networks whose bits repeat: a layer without such a gradient is named, and blocks are compiled without a stopwatch."""
 
 import copy
+import ctypes
 import importlib.util
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -14,11 +17,12 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe.schema import Recipe
 from ..recipe.section import sides
 
 _MOST_COMPILED = 1 << 16  # shapes of all blocks of one class
+_PATIENCE = 120  # seconds for a compiler that needs a tenth of one
 _ELF = b"\x7fELF\x02\x01"  # of 64 bits, little-endian
 
 
@@ -89,10 +93,22 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_COMPILED
     dynamo.fail_on_recompile_limit_hit = True
     if device.type == "cpu":
+        check_compiler(compiler, cache_dir())
         drop_torn_libraries(Path(cache_dir()))
     # A network without blocks is compiled whole.
     for block in dict(blocks(model)).values() or [model]:
         block.compile(dynamic=False)
+
+
+def check_compiler(compiler: str, folder: str) -> None:
+    """UserError if it makes no library, or none that can be loaded from there: in the first step it is a traceback."""
+    what, remedy = f"compile: true: {compiler} makes no library that loads from {folder}", "TORCHINDUCTOR_CACHE_DIR"
+    remedy = f"mend it, have {remedy} name a folder without noexec, or set compile: false"
+    failures = (OSError, subprocess.SubprocessError)
+    with as_user_error(what, remedy, of=failures), tempfile.TemporaryDirectory(dir=folder) as made:
+        arguments = [compiler, "-x", "c++", "-shared", "-fPIC", "-o", library := f"{made}/empty.so", os.devnull]
+        subprocess.run(arguments, check=True, capture_output=True, timeout=_PATIENCE)
+        ctypes.CDLL(library)
 
 
 class CompilerHook:
