@@ -91,12 +91,15 @@ def measure(
     # The largest, a bucket's, where the network is fast enough for it.
     fits = [size for size in _IN_STEPS if size < _CHUNKED or _ROW * expect(profile, size)[1] < 2 * each]
     among = fits[:1] if short else fits
-    in_steps = tuple(in_step(connection, expect(profile, size)[0], size, min(each, left())) for size in among)
+    in_steps = list[InStep]()
+    for size in among:
+        if (most := min(each, left())) > 0 or not in_steps:  # a row takes seconds on a loaded machine
+            in_steps.append(in_step(connection, expect(profile, size)[0], size, most))
     crowds: tuple[Crowd, ...] = ()
     if not short:
         task = one_pass or _Task(connection.engine.device, images=32)
         crowds = crowding(connection, min(_CROWDING_FRACTION * seconds, left()), task)
-    return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
+    return _of_rank_0(connection, profile.model_copy(update={"in_steps": tuple(in_steps), "crowding": crowds}))
 
 
 def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
