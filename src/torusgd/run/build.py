@@ -9,14 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch.utils.hooks import RemovableHandle
-
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..errors import UserError, warn
 from ..gradients.reducer import BucketRebuild, MakeSum, hook_parameters
-from ..models.repeatable import CompilerHook
 from ..observe.trace import StepTrace
 from ..recipe.compatibility import BY_SPEED, CUDA_GRAPHS, PORTABLE_GRAPHS, Setup, obstacle
 from ..recipe.schedule import Schedule
@@ -31,7 +28,18 @@ from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
-from .components import Network, Sums, draw_network, explanations, passes_of, state_of, sums_of, thread_of
+from .components import (
+    Hook,
+    Network,
+    Sums,
+    compiler_hooks,
+    draw_network,
+    explanations,
+    passes_of,
+    state_of,
+    sums_of,
+    thread_of,
+)
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree, fingerprint_on_rank
 from .job import Job, check_job, images_at, setup_of
 from .open_data import Data
@@ -57,7 +65,7 @@ class Trainer:
     explanation: str
     ahead: "RunAhead | None"  # takes the steps in the place of `step`, as CUDA graphs
     sums: Sums
-    hooks: Sequence[RemovableHandle | CompilerHook]
+    hooks: Sequence[Hook]
 
     def close(self) -> None:
         """Every rank calls it, with nothing under way."""
@@ -124,7 +132,7 @@ def build(
         # The last, since nobody takes the hooks off the network if ranks are lost before.
         hooks=[
             *(hook_parameters(sums.reducer) if form is None else ()),
-            *([CompilerHook(liveness.compiles)] if recipe.compile else ()),
+            *compiler_hooks(recipe, liveness),
         ],
     )  # fmt: skip
 

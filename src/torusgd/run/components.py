@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.allreduce import AnyAllReduce, ShardCollectives, create
-from ..comm.base import AllReduce
+from ..comm.base import AllReduce, Liveness
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
@@ -19,7 +19,7 @@ from ..gradients.layout import rule_on
 from ..gradients.reducer import Channel, MakeSum, Reducer, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
-from ..models.repeatable import check_repeatable, compile_blocks
+from ..models.repeatable import CompilerHook, check_repeatable, compile_blocks
 from ..optim import build_optimizer
 from ..precision import Precision
 from ..recipe.compatibility import BY_CLOCKS
@@ -135,6 +135,17 @@ def draw_network(job: Job, data: Data, device: torch.device) -> Network:
     if device.type == "cuda" and recipe.reduction == "exact":
         check_repeatable(model, recipe)
     return Network(model, batch_norm, own_copy)
+
+
+class Hook(Protocol):
+    """On a network or on torch, until it is removed."""
+
+    def remove(self) -> None: ...
+
+
+def compiler_hooks(recipe: Recipe, liveness: Liveness) -> list[Hook]:
+    """Has a rank say that it compiles; none where nothing is compiled."""
+    return [CompilerHook(liveness.compiles)] if recipe.compile else []
 
 
 def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, form: "GpuForm | None") -> StepState:
