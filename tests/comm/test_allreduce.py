@@ -5,7 +5,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from torusgd.comm.algorithms import NAMES
 from torusgd.comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
 from torusgd.comm.base import AllReduce
 from torusgd.comm.connection import connect
-from torusgd.comm.groups import group_of
+from torusgd.comm.fixed_point import exact_all_reduce
+from torusgd.comm.groups import alone, group_of
 from torusgd.comm.tuning import tune
 
 
@@ -84,6 +85,13 @@ def test_auto_uses_a_profile_from_a_file(tmp_path):
     assert all("of other ranks, streams or backend" in told for told in run_ranks(3, explained_with, path, 2))
     path.write_text(path.read_text().replace('"gloo"', '"nccl"'))
     assert all("of other ranks, streams or backend" in told for told in run_ranks(3, explained_with, path))
+
+
+def test_one_group_and_tensors_of_one_dimension_also_where_python_skips_assertions():
+    made = AlgorithmAllReduce("ring", Mock(), lambda size: None, "")
+    refuses("a group beside an all-reduce", exact_all_reduce, torch.ones(2), alone(), made, about="group")
+    for tensor in (torch.ones(4)[::2], torch.ones(2, 2)):
+        refuses("an all-reduce of more than a run of elements", made.start, tensor, about="start")
 
 
 def test_several_streams_are_for_our_algorithms():

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, checked when read, the newest few kept; the newest good one is found."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, CheckpointWri
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats, StepTimes, StepTotals
 from torusgd.text import json_text
+from torusgd.untrusted import parse_json
 from torusgd.weights import load_weights, save_weights
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -79,6 +81,17 @@ def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, d
     (line,) = told
     assert re.fullmatch(f".*{tmp_path}/step-00000008.*; it is set aside as step-00000008.damaged", line)
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008.damaged"]
+
+
+def test_a_checkpoint_of_no_step_is_not_whole_also_where_python_skips_assertions(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(8), {})
+    state = path / FILES[2]
+    sums = parse_json((path / MANIFEST).read_text())
+    for text, name in (('{"step": -8}', "below 0"), ('{"samples": 80}', "none")):
+        state.write_text(text)
+        sums[FILES[2]] = hashlib.sha256(text.encode()).hexdigest()
+        (path / MANIFEST).write_text(json.dumps(sums))
+        refuses(f"a checkpoint whose step is {name}", read_checkpoint, path, TMP=tmp_path)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ class AlgorithmAllReduce:
         self.algorithm_for = lru_cache(1024)(lambda size: (chosen := self.choose(size)) and effective(chosen))
 
     def start(self, tensor: torch.Tensor) -> Work:
-        assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"
+        if tensor.stride() != (1,):  # its schedules cut a run of elements
+            raise UserError("start: takes contiguous tensors of one dimension; give tensor.view(-1)")
         if tensor.numel() == 0:
             return Done()
         return self.connection.engine.run(tensor, self.algorithm_for(tensor.numel() * tensor.element_size()))

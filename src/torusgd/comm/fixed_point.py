@@ -64,14 +64,15 @@ def exact_all_reduce(
 
     Raises:
         UserError: On every rank: the addends' shapes or dtypes differ, nobody has an addend, or there are more than
-            2^31 of them or 32,767 ranks.
+            2^31 of them or 32,767 ranks; here: a group and an all-reduce are given.
         CommError: Ranks could not exchange messages.
 
     >>> exact_all_reduce([torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])])
     tensor([1.])
     """
     mine = [addends] if isinstance(addends, Tensor) else addends
-    assert group is None or allreduce is None, "an all-reduce has a group of its own"
+    if group is not None and allreduce is not None:
+        raise UserError("group: an all-reduce has a group of its own; give one of the two")
     ranks = group_of(group) if allreduce is None else allreduce.group
     shape, dtype, device, count = _agree(mine, ranks)
     numel = shape.numel()

@@ -113,7 +113,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         model, rest = (safetensors.torch.load(files[name]) for name in FILES[:2])
         tensors = {f"{MODEL}{name}": tensor for name, tensor in model.items()} | rest
         checkpoint = Checkpoint(tensors, parse_json(files[FILES[2]].decode()))
-        assert checkpoint.step >= 0
+        if checkpoint.step < 0:
+            raise ValueError(f"of step {checkpoint.step}")
         return checkpoint
     except UserError:
         raise
