@@ -29,13 +29,22 @@ MISTAKES = [
     *("optimizer.nesterov=true", "stages.0.lr=2.0", "loss_scale.initial=8", "rate.decay.milestones=[1ep]", "stages=[]"),
     *("seed=-1", "name=../x", "average={half_life: 0ep}", "rate.decay={shape: cosine, power: 3}"),
     "rate.decay={shape: constant, end: 1ep}",
+    # Values of several forms, keys that no section could have, and a block that is no table.
+    *("stages.1.lr=cubic", "stages.1.lr=-1", "data.augment.flip=[1]", "model.options.int=[1]", "Seed=3", "polish.Steps=3"),
+    *("runtime.buckets=many", "runtime.buckets=-1", "runtime.buckets=[0]", "runtime.model_parallel=1.5", "runtime=[]"),
+    *("runtime.workers_range=[2]", 'name="\\ud800"'),
 ]
 
 
 @pytest.mark.parametrize("override", MISTAKES)
 def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str) -> None:
     section = override.partition("=")[0].partition(".")[0]
-    refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=f"recipe digits: {section}")
+    about = "recipe digits: " + ("holds" if "\\u" in override else section)
+    refuses(f"a recipe with {override}", load_recipe, "digits", [override], about=about)
+
+
+def test_a_key_with_a_blank_is_quoted() -> None:
+    refuses("a key with a blank", load_recipe, "digits", ["seed =3"], about='recipe digits: "seed ": unknown key')
 
 
 def test_bad_files_unknown_recipes_and_overrides_that_can_not_be_put_in_are_one_line(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _DEEPEST = 20  # nesting of lists and tables in a YAML text; a recipe has 5
 _MOST_NODES = 100_000  # in a YAML text with each alias written out
 _LONGEST_SHOWN = 100  # characters of a wrong value
-_BRANCHES = frozenset({"float", "int", "str", "bool", "constrained", "literal"})
+_BE = "Input should be "  # with which pydantic begins what it says of a value
 
 
 class Loaded(NamedTuple):
@@ -141,8 +141,9 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     where = f"recipe {name}"
     tree = parse_mapping(read_file(Path(name), where), where) if is_path else copy.deepcopy(_built_in(name))
     apply_overrides(tree, _pick_batch(tree, overrides, name))
-    runtime = tree.pop("runtime", None) or {}
-    return Loaded(validate(Recipe, tree, where), validate(RuntimeOptions, runtime, f"{where}: runtime"))
+    runtime = tree.pop("runtime", None)
+    options = validate(RuntimeOptions, {} if runtime is None else runtime, f"{where}: runtime")
+    return Loaded(validate(Recipe, tree, where), options)
 
 
 def read_run_recipe(path: Path) -> Recipe:
@@ -160,9 +161,10 @@ def validate(model: type[M], tree: object, where: str) -> M:
     """Builds a pydantic model from plain values; UserError of one line for the first mistake."""
     try:
         # By way of JSON: strict models take its lists for tuples, and still no text for a number.
-        return model.model_validate_json(json.dumps(tree))
+        text = json.dumps(tree)
+        return model.model_validate_json(text)
     except ValidationError as error:
-        raise UserError(f"{where}: {_first_line(error, model)}") from None
+        raise UserError(f"{where}: {_first_line(error, model, json.loads(text))}") from None
     except (TypeError, ValueError):
         raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
 
@@ -263,20 +265,42 @@ def _index(node: Any, key: str, where: str) -> Any:
     return int(key)
 
 
-def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
-    first = error.errors(include_url=False)[0]
-    location = [str(part) for part in first["loc"]]
-    # pydantic's location has names that are no keys of the user's file. Unions add the branches that were tried.
-    key = ".".join(part for part in location if re.fullmatch(r"[a-z_0-9]+", part) and part not in _BRANCHES)
-    message = first["msg"].removeprefix("Value error, ")
+def _first_line(error: ValidationError, model: type[BaseModel], tree: Any) -> str:
+    found = [(_keys(each, tree), each) for each in error.errors(include_url=False)]
+    keys, first = found[0]
+    if first["type"] == "json_invalid":
+        return "holds text that is no Unicode, such as half a surrogate pair"
+    # A value of several forms has an error for each. One that is not of the type says what is wrong with the form that
+    # was meant; else any form would do.
+    forms = [(own, each) for own, each in found if own[: len(keys)] == keys]
+    meant = [(own, each) for own, each in forms if own != keys or not each["type"].endswith(("_type", "literal_error"))]
+    if meant:
+        (keys, first), forms = meant[0], meant[:1]
+    # A key that a plain one could not stand beside, such as one with a blank at its end, is quoted.
+    key = ".".join(part if re.fullmatch(r"\w+", part) else json.dumps(part) for part in keys)
+    words = list(dict.fromkeys(each["msg"] for _, each in forms))
+    message = ", or ".join([words[0].removeprefix("Value error, "), *(each.removeprefix(_BE) for each in words[1:])])
     if first["type"] == "extra_forbidden":
-        for part in location[:-1]:
+        for part in keys[:-1]:
             if part in model.model_fields:  # and no place in a list, whose items' model the walk has already reached
                 model = section_in(model.model_fields[part].annotation) or model
-        return f"{key}: unknown key{suggest(location[-1], model.model_fields)}"
+        return f"{key}: unknown key{suggest(keys[-1].strip().lower(), model.model_fields)}"
     if first["type"] == "missing":
         return f"{key}: is missing; it must be given"
     text = json.dumps(first["input"])
     text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     given = "" if isinstance(first["input"], dict) else f" = {text}"
     return f"{key}{given}: {message[0].lower()}{message[1:]}" if key else message
+
+
+def _keys(error: Any, tree: Any) -> list[str]:
+    """The keys and places of a user's file in an error's location, which has the forms that were tried among them."""
+    found = []
+    for part in error["loc"]:
+        try:
+            tree = tree[part]
+        except (LookupError, TypeError):
+            if error["type"] != "missing" or part != error["loc"][-1]:
+                continue
+        found.append(str(part))
+    return found
