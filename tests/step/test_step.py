@@ -1,5 +1,6 @@
 """One step: against a plain loop, and what happens on overflow, divergence, and an unread image."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from torusgd.data.order import StreamOrder
 from torusgd.data.pipeline import Batch
-from torusgd.errors import RunError
+from torusgd.errors import DivergedError, RunError
 from torusgd.models import build_model
 from torusgd.rng import DROPOUT, seed_torch
 
@@ -129,6 +130,23 @@ def test_divergence_ends_the_run_naming_step_and_layer(tmp_path: Path) -> None:
     state = trainer_of(job_of(*PLAIN)).step.state
     assert str(caught.value).startswith("step ")
     assert any(name in str(caught.value) for name in (*state.reducer.names, *state.batch_norm.layers))
+
+
+class Overflowing(nn.Module):
+    """A network whose output is finite in training alone."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(channels * 64, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1)) * (1.0 if self.training else math.inf)
+
+
+def test_a_result_whose_loss_is_no_number_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="the loss of the held-out images is nan"):
+        run_here(tmp_path, "model={name: 'tests.step.test_step:Overflowing'}")
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_parameters_without_a_gradient_are_zero_and_keys_of_batch_norm_want_it(tmp_path: Path) -> None:

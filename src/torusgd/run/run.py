@@ -1,5 +1,6 @@
 """A run on one rank: steps, evaluations and checkpoints, from the newest state that there is to the summary."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -318,6 +319,8 @@ class Run:
     def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
         """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
         state, run_dir = self.state, self.retained.run_dir
+        if not math.isfinite(evaluation.loss):  # of finite weights so large that the network's output overflows
+            raise DivergedError(f"step {state.step}: the loss of the held-out images is {evaluation.loss}")
         self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
