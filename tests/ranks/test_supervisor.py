@@ -85,6 +85,10 @@ def fail(error: Exception, liveness: Liveness) -> None:
     raise error
 
 
+def allocate_too_much(liveness: Liveness) -> None:
+    torch.empty(1 << 60)
+
+
 def fail_to_compile(is_stopped: bool, liveness: Liveness) -> None:
     if is_stopped:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -157,6 +161,7 @@ AT, UNREAD = (
     (partial(fail, UserError("data = 0: give 1 or more")), FailureKind.USER_ERROR, "data = 0: give 1 or more"),
     (partial(fail, KeyError("a defect")), FailureKind.DEFECT, r"rank 1: KeyError: 'a defect' \(traceback above\)"),
     (partial(fail, OSError(28, "No space left")), FailureKind.RUN_ERROR, r"rank 1: \[Errno 28\] No space left"),
+    (allocate_too_much, FailureKind.RUN_ERROR, "rank 1: .* can't allocate memory.*; use smaller stages.N.images_per.*"),
     (partial(fail, BrokenPipeError()), FailureKind.OUTPUT_CLOSED, UNREAD),
     (be_killed, FailureKind.RANK_LOST, "rank 1 was ended by SIGKILL"),
     (leave, FailureKind.RUN_ERROR, "rank 1 ended with exit code 0 and no result"),

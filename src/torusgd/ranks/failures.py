@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -54,6 +55,8 @@ class Failure:
         elif kind is FailureKind.DEFECT:
             line = f"rank {rank}: {type(error).__name__}: {line} (traceback above)"
             trace = "".join(traceback.format_exception(error))
+        elif _is_of_memory(error):
+            line = f"rank {rank}: {line}; use smaller stages.N.images_per_worker, evaluate.images_per_chunk or images"
         elif isinstance(error, OSError):
             line = output_failure(error) or f"rank {rank}: {line}"
         return cls(kind, rank, socket.gethostname(), line, trace)
@@ -159,13 +162,20 @@ def explain(store: Store, count: int, failed: Sequence[Exit], late: Sequence[Lat
     return Failure(kind, rank, socket.gethostname(), text), are_lost
 
 
+def _is_of_memory(error: BaseException) -> bool:
+    # Torch has a type for a GPU's memory alone.
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "CPUAllocator: can't allocate memory" in str(error)
+
+
 def _kind_of(error: BaseException) -> FailureKind:
     # By the type of the exception, never by its text; the kinds that are part of others come first.
     if isinstance(error, UserError):
         return FailureKind.USER_ERROR
     if isinstance(error, DiskError) or (isinstance(error, OSError) and is_transient(error)):
         return FailureKind.DISK_ERROR
-    if isinstance(error, RunError):
+    if isinstance(error, RunError) or _is_of_memory(error):
         return FailureKind.RUN_ERROR
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit
         return FailureKind.OUTPUT_CLOSED
