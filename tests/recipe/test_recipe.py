@@ -30,7 +30,14 @@ MISTAKES = [
     *("seed=-1", "name=../x", "average={half_life: 0ep}", "rate.decay={shape: cosine, power: 3}"),
     "rate.decay={shape: constant, end: 1ep}",
     # Values of several forms, keys that no section could have, and a block that is no table.
-    *("stages.1.lr=cubic", "stages.1.lr=-1", "data.augment.flip=[1]", "model.options.int=[1]", "Seed=3", "polish.Steps=3"),
+    *(
+        "stages.1.lr=cubic",
+        "stages.1.lr=-1",
+        "data.augment.flip=[1]",
+        "model.options.int=[1]",
+        "Seed=3",
+        "polish.Steps=3",
+    ),
     *("runtime.buckets=many", "runtime.buckets=-1", "runtime.buckets=[0]", "runtime.model_parallel=1.5", "runtime=[]"),
     *("runtime.workers_range=[2]", 'name="\\ud800"'),
 ]
@@ -162,6 +169,8 @@ def test_a_recipe_holds_no_number_that_nothing_can_be_made_of_and_no_tiny_interv
     for item in (
         "stages.0.until=1e999ep", "stages.0.until=1e16ep", "data.mean=[.nan]", "data.mean=[.inf]", "data.std=[.nan]",
         "data.options={noise: .inf}", "data.augment.area=[.nan, 1.0]", "label_smoothing=.nan", "rate.lr=.inf",
+        "data.image_size=[8, 65536]", "data.resize=65536", "data.augment.shift=65536", "data.augment.aspect=[1, 1e308]",
+        "data.std=[5e-324]", "data.mean=[1e39]", "data.augment.contrast=1e300", "data.augment.operations=1001",
         "virtual_workers=1048577", "runtime.buckets=.inf", "runtime.buckets=1e308", "runtime.timeout=.nan",
     ):  # fmt: skip
         key = item.partition("=")[0]
@@ -273,8 +282,10 @@ def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
 
 @pytest.mark.parametrize(("override", "words"), [
     ("stages.1.until=20ep", "stages.1.until = 20ep:"),
+    ("stages.1.until=1e15ep", "stages.1.until = 1000000000000000ep:"),
     ("rate.warmup.length=50ep", "rate.warmup.length = 50ep:"),
     ("rate.decay.end=1ep", "rate.decay:"),
+    ("rate.decay={shape: step, milestones: [1ep, 2ep], factor: 1e200}", "rate.decay.factor = 1e+200:"),
     ("stages.1.lr=1000.0", "stages.1.momentum = noise-scale:"),
     ("evaluate={every: 5ep, first: 20st}", "evaluate.first = 20st:"),
 ])  # fmt: skip

@@ -5,7 +5,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .section import Count, Duration, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, sides
+from .section import (
+    MOST_PIXELS,
+    Count,
+    Duration,
+    Fraction,
+    ImageSizes,
+    NotNegative,
+    Options,
+    Pixels,
+    Positive,
+    Section,
+    Sides,
+    sides,
+)  # fmt: skip
+
+Aspect = Annotated[float, Field(ge=1e-3, le=1e3)]  # width / height
 
 
 class Augment(Section):
@@ -14,11 +29,11 @@ class Augment(Section):
     crop: Literal["none", "shift", "random", "resized"] = "none"
     """`shift`: pad with zeros and cut at a random offset; `random`: cut at a random offset out of the image with its
     shorter side at data.resize (Caffe, VGG, OverFeat); `resized`: random area and aspect, scaled to image_size"""
-    shift: Annotated[int, Field(ge=0)] = 0
+    shift: Annotated[int, Field(ge=0, le=MOST_PIXELS)] = 0
     """pixels, with crop: shift"""
     area: tuple[Positive, Positive] = (0.08, 1.0)
     """fraction of the image's area, with crop: resized"""
-    aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
+    aspect: tuple[Aspect, Aspect] = (0.75, 4 / 3)
     """width / height, with crop: resized"""
     flip: Fraction | Literal["alternating"] = 0.0
     """probability of a left-right mirror; alternating: every image in every other epoch, a keyed half of them in the
@@ -29,7 +44,7 @@ class Augment(Section):
     """bending of straight lines, from exp(-distortion) to exp(distortion) in scale between middle and border"""
     brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
     """added to values in 0..1: from -brightness to brightness"""
-    contrast: Annotated[float, Field(ge=1)] = 1.0
+    contrast: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """factor about a middle grey: from 1 / contrast to contrast"""
     noise: Annotated[float, Field(ge=0, le=1)] = 0.0
     """standard deviation of what is added to each pixel's values in 0..1; of each image from 0 to noise"""
@@ -39,7 +54,7 @@ class Augment(Section):
     """changes in form and colour: randaugment, `operations` of 14 at strength `magnitude` (Cubuk et al., arXiv
     1909.13719); trivialaugment, one at a strength that is drawn (Mueller and Hutter, arXiv 2103.10158); the 14, with
     their ranges, are torchvision's"""
-    operations: Count = 2
+    operations: Annotated[int, Field(ge=1, le=1000)] = 2
     """changes of each image, with policy: randaugment"""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """strength of each, with policy: randaugment; torchvision's 31 steps"""
@@ -93,7 +108,7 @@ class Data(Section):
     ones, for choices to be made by them"""
     image_size: Sides
     """pixels a side after cropping, or [height, width]"""
-    resize: Count | None = None
+    resize: Pixels | None = None
     """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
     pixels: Literal["fast", "portable"] = "fast"
     """portable: images are decoded by decoders that are tried on a built-in set first, and scaled by single operations,
@@ -102,9 +117,9 @@ class Data(Section):
     """1: grey, 3: red, green, blue"""
     classes: Annotated[int, Field(ge=2)] | None = None
     """number of classes; null: as many as the source has"""
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    mean: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = (0.485, 0.456, 0.406)
     """mean of each channel, for values in 0..1"""
-    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    std: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = (0.229, 0.224, 0.225)
     """standard deviation of each channel, for values in 0..1"""
     augment: Augment = Augment()
     max_replaced: Fraction = 0.001
@@ -140,7 +155,7 @@ class Evaluate(Section):
     image_size: Sides | None = None
     """pixels a side that the network takes then, often more than in training (Touvron et al., arXiv 1906.06423); null:
     data.image_size"""
-    resize: Count | None = None
+    resize: Pixels | None = None
     """shorter side before its centre crop; null: data.resize"""
     flip: bool = False
     """true: logits are the mean over an image and its mirror image, which takes twice the time"""

@@ -17,6 +17,8 @@ from ..scalars import cosine, power
 from .schema import Recipe, Stage
 from .section import Duration, ImageSizes
 
+_MOST_IMAGES = 10**15  # that a run passes: so many are whole numbers of float64, and the times of a plan are finite
+_HIGHEST = 300  # power of ten of a rate
 _MOST_MARKS = 1_000_000  # evaluations or checkpoints of a run
 
 
@@ -80,6 +82,11 @@ class Schedule:
         self._decay_start = float(self.position(decay.start)) if decay.start else self._warmup_end
         self._decay_end = float(self.position(decay.end)) if decay.end else float(self.stop)
         self._milestones = [self.position(milestone) for milestone in decay.milestones]
+        rises = len(self._milestones) * math.log10(decay.factor)  # by so many powers of ten
+        if rises + math.log10(max(span.lr for span in self.spans)) > _HIGHEST:
+            raise UserError(
+                f"rate.decay.factor = {decay.factor:g}: its milestones make a rate above 1e{_HIGHEST}; lower it"
+            )
         if self._warmup_end > self.stop:
             raise UserError(f"rate.warmup.length = {warmup and warmup.length}: longer than the run, {self._length()}")
         if decay.shape in ("polynomial", "cosine") and self._decay_start >= self._decay_end:
@@ -164,6 +171,11 @@ class Schedule:
                 raise UserError(
                     f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
                     f"step {first_step} ({start} samples)"
+                )
+            if (stop_step - first_step) * batch > _MOST_IMAGES - start:
+                raise UserError(
+                    f"stages.{number}.until = {stage.until}: the run would pass more than {_MOST_IMAGES:g} images "
+                    f"({self.train_images} an epoch); end it earlier"
                 )
             spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, recipe.training_sizes(stage)))
         return spans

@@ -13,7 +13,19 @@ from pydantic import Field, model_validator
 
 from .compatibility import check_recipe
 from .data_schema import Data, Evaluate, Polish
-from .section import Count, Duration, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, sides
+from .section import (
+    Count,
+    Duration,
+    Fraction,
+    ImageSizes,
+    NotNegative,
+    Options,
+    Pixels,
+    Positive,
+    Section,
+    Sides,
+    sides,
+)  # fmt: skip
 
 
 class Outer(Section):
@@ -201,7 +213,7 @@ class Stage(Section):
     running statistics alone (Final Polishing, third form)"""
     image_size: Sides | None = None
     """pixels a side in this stage, small ones first (progressive resizing); null: data.image_size"""
-    resize: Count | None = None
+    resize: Pixels | None = None
     """shorter side before a cut to that size; null: data.resize"""
 
 

@@ -15,18 +15,22 @@ def _read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
         # A strict tuple refuses the list that JSON and YAML have.
         return check(tuple(value) if isinstance(value, list) else value)
     except ValidationError:
-        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+        raise ValueError(
+            f"pixels a side, such as 224, or [height, width], such as [11, 39]; at most {MOST_PIXELS:,} each"
+        ) from None
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+MOST_PIXELS = 65_535  # of a side: a JPEG has no more
+Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 MOST_RANKS = 2**20
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Options = dict[str, bool | int | float | str]  # keyword arguments of a source or a network
 # Pixels a side of a square, or (height, width)
-Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]
+Sides = Annotated[Pixels | tuple[Pixels, Pixels], WrapValidator(_read_sides)]
 
 
 class Section(BaseModel):
