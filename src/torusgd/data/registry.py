@@ -76,6 +76,17 @@ MADE: dict[str, Callable[..., Pair]] = {"digits": open_digits, "synthetic": _mad
 SOURCES = (*MADE, *FILES)
 
 
+def check_path(name: str, path: Path | None) -> None:
+    """UserError if the source of this name can't read from the path of `--data`, or nothing is there."""
+    for place, reader in ((url_of(path), "tar"), (hub_name(path), "parquet")):
+        if place is not None and name != reader:
+            raise UserError(f"--data {place}: only data.source {reader} reads from there, not {name}")
+    if path is not None and url_of(path) is None and hub_name(path) is None and not path.exists():
+        raise UserError(f"--data {path}: there is no such file or folder")
+    if name == "digits" and path is not None:
+        raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
+
+
 def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:
     """The training and the held-out images that a recipe's `data` names; `path` is that of `--data`, if it needs one.
 
@@ -83,19 +94,13 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
     arrays. UserError if the data are not what the recipe says, or a package is missing.
     """
     name = data.source
-    for place, reader in ((url_of(path), "tar"), (hub_name(path), "parquet")):
-        if place is not None and name != reader:
-            raise UserError(f"--data {place}: only data.source {reader} reads from there, not {name}")
-    if path is not None and url_of(path) is None and hub_name(path) is None and not path.exists():
-        raise UserError(f"--data {path}: there is no such file or folder")
+    check_path(name, path)
     if name in FILES:
         if path is None:
             raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
         pair = _opened(data, path, once)
         check_memory(path, [each for each in pair if isinstance(each, TableImages)])
     elif name in MADE:
-        if name == "digits" and path is not None:
-            raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
         make = MADE[name]
         pair = make(**_arguments(make, name, data.options, data=data, seed=seed))
     elif ":" in name:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..data.registry import open_sources
+from ..data.registry import check_path, open_sources
 from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule, best_counts, even_counts
@@ -196,6 +196,7 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
     """Training images, held-out images (1 in 25, as in ImageNet, if no number is known) and classes."""
     data = recipe.data
+    check_path(data.source, path)
     if data.train_images is not None and data.classes is not None:
         validation = data.validation_images or 0
         evaluated = validation or data.eval_images or round(data.train_images / 25)

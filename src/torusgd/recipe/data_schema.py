@@ -18,7 +18,7 @@ from .section import (
     Section,
     Sides,
     sides,
-)  # fmt: skip
+)
 
 Aspect = Annotated[float, Field(ge=1e-3, le=1e3)]  # width / height
 

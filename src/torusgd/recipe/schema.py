@@ -25,7 +25,7 @@ from .section import (
     Section,
     Sides,
     sides,
-)  # fmt: skip
+)
 
 
 class Outer(Section):
