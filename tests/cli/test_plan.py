@@ -133,7 +133,8 @@ def test_wrong_flags_and_missing_ones_are_one_line(mistake: Callable[..., None])
     for flags in (
         "--devices 0", "--devices 2:8", "--cost -1", "--cost 1e308", "--cost nan", "--allreduce nccl:ring",
         "--cluster abcx", "--plot x.pdf",
-        "--data /no/such/folder", "--json /no/such/folder/x.json", "--profile p.json", "--to 75.9%", "--to high", "--to 75.9% --best",
+        "--data /no/such/folder", "--json /no/such/folder/x.json", "--profile p.json",
+        "--to 75.9%", "--to high", "--to 75.9% --best",
         "--synchrony cutoff", "--synchrony gossip --delays lognormal", "--synchrony cutoff --delays lognorm",
     ):  # fmt: skip
         mistake("plan", "fujitsu-74s", "--cluster", "abci", "--devices", 2048, *flags.split())

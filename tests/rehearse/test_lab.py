@@ -66,10 +66,12 @@ def test_a_cut_link_ends_an_all_reduce_within_its_timeout() -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_rank_is_named_with_what_it_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["SystemExit", "UserError"])
+def test_a_failing_rank_is_named_with_what_it_said(tmp_path: Path, error: str) -> None:
     program = tmp_path / "fails.py"
-    program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")
-    with Lab([Host()] * 2) as lab, pytest.raises(RunError, match="rank 1 ended with 1: no luck"):
+    text = f"if os.environ['RANK'] == '1': raise {error}('no luck')\n"
+    program.write_text(f"import os\nfrom torusgd.errors import UserError\n{text}")
+    with Lab([Host()] * 2) as lab, pytest.raises(RunError, match=r"rank 1 ended with 1: no luck$"):
         lab.run([str(program)], timeout=240)
 
 

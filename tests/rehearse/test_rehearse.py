@@ -1,16 +1,22 @@
 """Rehearsals: the script of a step, the scale, the walk by formulas, and a short play in the network lab."""
 
+import io
 import json
+import os
+import sys
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.messages import refuses
 from tests.plan.measured import VGG, vgg
 from tests.rehearse.marks import needs_lab
+from torusgd.errors import RunError
 from torusgd.plan.cluster import Communication, Software, load_cluster, load_software
 from torusgd.plan.forecast import with_communication
 from torusgd.plan.model_cost import update_seconds
@@ -18,7 +24,7 @@ from torusgd.plan.program import as_torusgd, program_for
 from torusgd.plan.step_script import Action, Compute, Send, Wait, compose
 from torusgd.plan.timeline import Phase, compute_seconds, price_of, step_time, step_work, waited_seconds
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.rehearse import wire
+from torusgd.rehearse import lab, wire
 from torusgd.rehearse.player import dump, elements
 from torusgd.rehearse.rehearsal import SHARE, Ceiling, choose_scale
 from torusgd.tensor_parallel.tail import hybrid_volume
@@ -134,6 +140,19 @@ def test_without_a_lab_it_says_so(monkeypatch, run_cli):
     monkeypatch.setattr(wire, "why_not", lambda: "the network lab needs root, for network namespaces")
     code, _, err = run_cli("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16)
     assert (code, err) == (1, "torusgd: rehearse: the network lab needs root, for network namespaces\n")
+
+
+def test_a_lab_that_root_may_not_make_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(wire, "unshare", Mock(side_effect=PermissionError(1, "a new network namespace: Not permitted")))
+    monkeypatch.setattr(wire, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([1, [[0.0, 1e6]], ["10.77.0.1"], 16, 1500, 1500, {}])))
+    wire.main()
+    read, write = os.pipe()
+    os.write(write, capsys.readouterr().out.encode())
+    os.close(write)
+    helper = object.__new__(lab._Helper)
+    with open(read) as helper._output:
+        refuses("a lab in a container", helper.answer, 5.0, about="the network lab can't be made:", kind=RunError)
 
 
 @needs_lab

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import RunError
+from ..errors import RunError, UserError
 from ..signals import die_with_parent
 from .wire import INTERFACE, enter, why_not
 
@@ -65,7 +65,9 @@ class _Helper:
         if not select.select([self._output], (), (), max(0.0, seconds))[0]:
             raise RunError("the network lab: no end within the time allowed")
         if line := self._output.readline():
-            return json.loads(line)
+            if isinstance(found := json.loads(line), str):
+                raise RunError(f"the network lab can't be made: {found}")
+            return found
         raise RunError("the network lab: its helper ended; see its message above")
 
     def end(self) -> None:
@@ -161,7 +163,7 @@ class Lab:
         finally:
             ranks.end()
         if bad := [rank for rank, code in enumerate(codes) if code]:
-            text = ranks.outputs()[bad[0]][-4000:]
+            text = ranks.outputs()[bad[0]][-4000:].strip()
             raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
         return ranks.outputs()
 
@@ -197,6 +199,8 @@ def _start(command: list[str], space: str, environment: dict[str, str], output: 
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
+    except (UserError, RunError) as error:
+        print(error, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -156,11 +156,16 @@ def main() -> None:
     parent, hosts, addresses, prefix, mtu, burst, settings = json.loads(sys.stdin.readline())
     die_with_parent(parent)
     spaces, devices = [], []
-    for address, (_, rate) in zip(addresses, hosts, strict=True):
-        spaces.append(f"/proc/{os.getpid()}/fd/{unshare()}")
-        for name, value in settings.items():
-            Path("/proc/sys/net/ipv4", name).write_text(value)
-        devices.append(open_tun(address, prefix, mtu, burst, rate))
+    try:
+        for address, (_, rate) in zip(addresses, hosts, strict=True):
+            spaces.append(f"/proc/{os.getpid()}/fd/{unshare()}")
+            for name, value in settings.items():
+                Path("/proc/sys/net/ipv4", name).write_text(value)
+            devices.append(open_tun(address, prefix, mtu, burst, rate))
+    except OSError as error:  # such as of root in a container; a text in the place of the list tells the lab
+        reason = str(error).removeprefix(f"[Errno {error.errno}] ")
+        print(json.dumps(f"{reason}; it needs the capabilities SYS_ADMIN and NET_ADMIN"), flush=True)
+        return
     print(json.dumps(spaces), flush=True)
     Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
 
