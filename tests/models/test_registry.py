@@ -129,6 +129,11 @@ class Reentrant(nn.Sequential):
         super().__init__(nn.Conv2d(channels, channels, 3, padding=1), plain(classes=classes, channels=channels))
     def forward(self, x):
         return checkpoint(self[1], self[0](x), use_reentrant=True)
+
+def without_elements(*, classes, channels):
+    net = plain(classes=classes, channels=channels)
+    net.none = nn.Parameter(torch.zeros(0, 5))
+    return net
 number = 3
 """
 
@@ -148,6 +153,8 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder_and_seeded_and_mista
         model = build(f"own_nets:{name}", seed=5)
         assert model.eval()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
         assert equal(model, build(f"own_nets:{name}", seed=5))
+    trained = [name for name, p in build("own_nets:without_elements").named_parameters() if p.requires_grad]
+    assert "none" not in trained, "the sum of its gradients would look for the largest one"
     assert build("own_nets:plain", {"hidden": 7}).get_parameter("1.weight").shape == (7, 64)
     refuses("an option of an own model", build, "own_nets:plain", {"width": 7})
     for name in WRONG_OWN:

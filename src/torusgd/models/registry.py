@@ -146,6 +146,9 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
         _check_parameters(model.name, network)
+        for parameter in network.parameters():
+            if not parameter.numel():  # without an element there is none to train, and no largest one either
+                parameter.requires_grad_(False)
         if (momentum := model.batch_norm_momentum) is not None:
             layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
             if not layers:
