@@ -108,6 +108,10 @@ def test_nonsense_what_does_not_fit_and_a_state_of_another_stream_or_an_older_on
         sampler.load_state_dict(old)
     with pytest.raises(ValueError, match="none of a StreamSampler"):
         sampler.load_state_dict({})
+    for steps in (1.5, -1, float("nan")):
+        with pytest.raises(ValueError, match="steps: a whole number, at least 0, got"):
+            sampler.seek(steps)
+    assert sampler.steps == 2
 
 
 def endless(epochs: Any) -> Any:
@@ -251,6 +255,7 @@ def test_samples_that_nobody_counted_or_that_were_divided_twice_are_reported() -
 
 WRONG: dict[str, Any] = {
     "length": {"length": 0}, "batch_size": {"batch_size": 0}, "0 micro-batches": {"micro_batches": 0},
+    "2.5 micro-batches": {"micro_batches": 2.5},
     "3 micro-batches of a batch of 2": {"batch_size": 2, "world_size": 3},
     "one a rank at least": {"micro_batches": 2, "world_size": 3}, "rank 2 of 2": {"rank": 2, "world_size": 2},
 }  # fmt: skip

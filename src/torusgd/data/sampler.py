@@ -160,9 +160,9 @@ class StreamSampler(Sampler[list[int]]):
 
     def seek(self, steps: int) -> None:
         """Goes on after so many steps, for loops that count them themselves."""
-        if steps < 0:
-            raise ValueError(f"steps: must not be negative, got {steps}")
-        self._steps = steps
+        if not isinstance(steps, Integral) or steps < 0:
+            raise ValueError(f"steps: a whole number, at least 0, got {steps!r}")
+        self._steps = int(steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted since libraries call it; the steps trained on decide what comes next, not this."""
@@ -179,8 +179,9 @@ class StreamSampler(Sampler[list[int]]):
         count = ranks if self._micro_batches is None else self._micro_batches
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: ranks count from 0")
-        if not ranks <= count <= batch:
-            raise ValueError(f"{count} micro-batches of a batch of {batch}: take one a rank at least, of {ranks} ranks")
+        if not ranks <= count <= batch or not isinstance(count, Integral):
+            wanted = f"take a whole number, one a rank at least, of {ranks} ranks"
+            raise ValueError(f"{count} micro-batches of a batch of {batch}: {wanted}")
         edges = [start + batch * index // count for index in range(count + 1)]
         mine = range(count * rank // ranks, count * (rank + 1) // ranks)
         return [range(edges[index], edges[index + 1]) for index in mine]
