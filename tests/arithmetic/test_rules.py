@@ -84,6 +84,11 @@ CASES: dict[str, tuple[Function, list[Tensor]]] = {
         lambda x: F.max_pool2d(x, 3, 2) + F.avg_pool2d(x, 3, 2) + F.adaptive_avg_pool2d(x, (5, 4)), [images()[0]]),
     "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
     "upsample by 1.4": (lambda x: F.interpolate(x, scale_factor=1.4), [images()]),
+    "pads": (lambda x: F.pad(x, (3, 0, 1, 5), "reflect") + F.pad(x[0], (3, 0, 0, 6), "replicate"), [images()]),
+    "pads of rows and blocks": (
+        lambda x: F.pad(x, (2, 3), "reflect") + F.pad(x, (1, 4), "replicate")
+        + F.pad(x[None], (5, 0, 0, 0, 0, 0), "reflect")[0] * F.pad(x[None], (2, 3, 0, 0, 0, 0), "replicate")[0],
+        [draws(3, 4, 7)]),
     "softmax": (lambda x: x.softmax(1), LOGITS),
     "attention": (F.scaled_dot_product_attention, QKV),
     "attention of a module": (multi_head, MODULE),
@@ -254,6 +259,12 @@ def test_clipping_takes_lists_of_tensors_in_a_context_within_the_context_too() -
         rest = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     assert torch.allclose(norm, torch.cat([w.detach().flatten() for w in weights]).norm() * 10)
     assert abs(rest.item() - 1) < 1e-5
+    with portable():
+        assert torch._foreach_norm([w.detach().double().float() for w in weights], 2, dtype=torch.float32)[0] > 0
+        raised = torch._foreach_maximum([torch.tensor([1.0, -2.0]), torch.tensor([math.nan])], 0.5)
+        torch._foreach_maximum_(raised, [2.0, 0.0])
+    assert raised[0].tolist() == [2.0, 2.0]
+    assert raised[1].isnan()
 
 
 def test_what_depends_on_the_machine_is_refused_by_name_and_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,6 +214,9 @@ RULES |= {
     aten.upsample_nearest2d.default: pools.nearest_upsample,
     aten.upsample_nearest2d_backward.default: pools.nearest_upsample_gradient,
 }
+for _kind in ("reflection", "replication"):
+    _rule = partial(pools.pad_gradient, getattr(aten, f"{_kind}_pad1d").default)
+    RULES.of(*(getattr(aten, f"{_kind}_pad{dims}d_backward").default for dims in (1, 2, 3)))(_rule)
 
 # Softmax, losses, attention
 

@@ -135,7 +135,8 @@ def _each(function: Rule, is_in_place: bool) -> Rule:
 _LISTED = _COMBINED | {
     "add": RULES[aten.add.Tensor], "sub": RULES[aten.sub.Tensor], "mul": torch.mul, "neg": torch.neg,
     "zero": torch.zeros_like, "copy": lambda x, y, *_: y.clone(), "sqrt": square_root, "reciprocal": _reciprocal,
-    "maximum": torch.maximum, "norm": vector_norm,
+    "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp_min(y),
+    "norm": lambda x, order=2, dtype=None: vector_norm(x, order, dtype=dtype),
 }  # fmt: skip
 for _name, _function in _LISTED.items():
     for _suffix, _form in (("", _function), ("_", in_place(_function))):

@@ -1,4 +1,4 @@
-"""Means of pools, nearest upsampling, and the gradients of pools: gathers, and sums over the grid of image and channel.
+"""Means of pools, nearest upsampling, gradients of pools and pads: gathers, and sums on the grid of image and channel.
 
 The functions have the arguments of ATen's operators, of a batch or of one image. Torch's own maxima pass: they compare.
 """
@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from .convolution import Geometry, pair
 from .reductions import on_grid, over
+from .rules import Rule
 
 _PIXELS = (-2, -1)
 
@@ -149,3 +150,15 @@ def _sources(size: int, count: int, scale: float | None, x: Tensor) -> Tensor:
     if scale is None or count in (size, 2 * size):
         return places * size // count
     return over(places.double(), scale).long().clamp_(max=size - 1)
+
+
+def pad_gradient(padded: Rule, gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """The gradients of the pixels that took one of the input are added; `padded` is the pad of rows, [1, 1, W]."""
+    dims = range(-1, -1 - len(padding) // 2, -1)
+    total = on_grid(gradient, tuple(dims))
+    for number, dim in enumerate(dims):
+        places = torch.arange(x.shape[dim], dtype=torch.float64, device=x.device).view(1, 1, -1)
+        sources = padded(places, padding[2 * number : 2 * number + 2]).long().flatten()
+        shape = [x.shape[dim] if other == dim % x.dim() else size for other, size in enumerate(total.shape)]
+        total = total.new_zeros(shape).index_add_(dim, sources, total)
+    return total.float()

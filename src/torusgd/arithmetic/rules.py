@@ -23,11 +23,11 @@ MOVES = """
     diagonal_backward embedding empty empty_like empty_strided expand eye fill fill_ flip full full_like gather
     index index_fill index_fill_ index_select is_pinned lift lift_fresh lift_fresh_copy masked_fill masked_fill_
     masked_scatter masked_select narrow native_channel_shuffle new_empty new_empty_like new_empty_strided new_full
-    new_ones new_zeros nonzero ones ones_like permute pixel_shuffle pixel_unshuffle record_stream reflection_pad2d
-    repeat repeat_interleave replication_pad2d reshape resize_ roll rot90 scalar_tensor scatter scatter_ select
-    select_backward select_scatter set_ slice slice_backward slice_scatter split split_with_sizes squeeze squeeze_
-    stack t t_ take tile transpose transpose_ tril tril_ triu triu_ unbind unflatten unfold unsqueeze unsqueeze_
-    view view_as where zero zero_ zeros zeros_like
+    new_ones new_zeros nonzero ones ones_like permute pixel_shuffle pixel_unshuffle record_stream reflection_pad1d
+    reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d
+    reshape resize_ roll rot90 scalar_tensor scatter scatter_ select select_backward select_scatter set_ slice
+    slice_backward slice_scatter split split_with_sizes squeeze squeeze_ stack t t_ take tile transpose transpose_
+    tril tril_ triu triu_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as where zero zero_ zeros zeros_like
 """
 # Of equal values the first index is given (`argmax`, `max`, `max_pool2d`). `sort` and `topk` promise no order, so they
 # don't pass.
