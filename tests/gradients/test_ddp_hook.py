@@ -210,6 +210,30 @@ def test_a_step_of_zeros_says_nothing_of_the_next(wire):
         assert gradient == pytest.approx([size] * 6, rel=1e-2, abs=0) or not math.isfinite(size)
 
 
+def _falls() -> list[list[float]]:
+    """The gradients of steps of 4 micro-batches that fall 2**60-fold and grow again, of which some ranks have zeros."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(nn.Linear(3, 1), gradient_as_bucket_view=dist.get_rank() > 0)
+    ddp_hook(model, "ring", "exact", micro_batches=4)
+    mine, seen = range(4 * rank // size, 4 * (rank + 1) // size), []
+    for height in (1.0, 2.0**-60, 2.0**-60, 2.0**-41, 2.0**-125, 2.0**-120, 0.0, 2.0**-9, 1.0):
+        model.zero_grad()
+        for key in mine:
+            factor = height * (key != 3) * (2.0**-40 if key == 1 else 1.0)
+            with contextlib.nullcontext() if key + 1 == mine.stop else model.no_sync():
+                (model(torch.tensor([[1.1, 1.3 + key, -0.7]])).sum() * factor).backward()
+        seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
+        exact = [height * sum((k != 3) * (2.0**-40 if k == 1 else 1.0) * x for k in range(4)) / 4 for x in (1.1, 1.0)]
+        assert [seen[-1][0], seen[-1][3]] == pytest.approx(exact, rel=1e-6, abs=0)
+    return seen
+
+
+def test_a_gradient_may_fall_by_any_factor():
+    """DistributedDataParallel can't redo a step, whose scale is that of the step before."""
+    found = [each for size in (1, 3) for each in run_ranks(size, _falls)]
+    assert found == [found[0]] * 4
+
+
 @on_ranks(2, timeout=60)
 def test_a_sum_that_ends_before_its_pass_does_is_measured_once():
     """Zeros have the next step measured anew; the pass whose bucket has come back already must not join in that."""

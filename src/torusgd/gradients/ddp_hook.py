@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..arithmetic import is_portable
 from ..comm.allreduce import create
 from ..comm.base import Work
+from ..comm.exact_sum import FULL, decode, encode
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
 from ..comm.works import Lane, LaneWork, start_lane
@@ -34,6 +35,11 @@ _MOST_PASSES = 2**16
 _GROWTH = 2.0**20
 # The first step's scale takes the sum of all passes to be so many times what the first one gave.
 _FIRST_GUESS = 64.0
+# Units of the sum below which a pass's largest element has not all of a float32's bits. Such a pass is kept in limbs
+# too, which have them all: if no pass of a step was larger, as after a fall, these travel as well.
+_FEW_UNITS = 2.0**24
+# A pass that was larger, in the count of a parameter's passes that travels beside its sum; one that was not is 1.
+_LARGE = 2 * _MOST_PASSES
 
 
 def ddp_hook(
@@ -51,11 +57,12 @@ def ddp_hook(
         wire: None sends gradients as they are. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
             bucket so that no sum of ranks overflows. `exact` adds each backward pass, those under `no_sync` too, in
             fixed point of 64 bits: a step's gradient has the same bits however its passes are spread over ranks and
-            accumulation, and by any algorithm. It needs 8 bytes an element on the wire and 16 in memory. The first pass
-            decides the scale of a step, then the last step does: save `state_dict()` with the weights. Until the last
-            pass `.grad` is zero; all passes but the last are under `no_sync`. `zero_grad()` begins a step; with
-            `set_to_none=True`, torch's default, it also gives up what an unfinished one has summed. A gradient that is
-            not finite in one pass becomes nan on all ranks.
+            accumulation, and by any algorithm. It needs 8 bytes an element on the wire and 16 in memory, and 64 each
+            for a parameter in a step where its gradient falls 2**18-fold. The first pass decides the scale of a step,
+            then the last step does: save `state_dict()` with the weights. Until the last pass `.grad` is zero; all
+            passes but the last are under `no_sync`. `zero_grad()` begins a step; with `set_to_none=True`, torch's
+            default, it also gives up what an unfinished one has summed. A gradient that is not finite in one pass
+            becomes nan on all ranks.
         micro_batches: With `exact`, of a step over all ranks: the gradient is the mean over them, of losses that are
             not divided by the passes of a rank. None: the sum over passes and the mean over ranks, as plain DDP has
             it; if the loss is divided by the passes of a rank, that division is exact only for powers of two, and the
@@ -272,6 +279,8 @@ class _ExactHook(Hook):
         # version between them: not looked at.
         self._is_first, self._is_fresh = [True] * len(numels), [True] * len(numels)
         self._versions = [0] * len(numels)
+        self._small: dict[int, Tensor] = {}  # limbs of the sums of passes below `_FEW_UNITS`, by slot
+        self._counts = [0] * len(numels)
         self._is_complete = self._has_sent = False
 
     def begin(self, model: DistributedDataParallel) -> None:
@@ -339,17 +348,26 @@ class _ExactHook(Hook):
 
     def _begin_step(self) -> None:
         self._total.clear()
+        self._small, self._counts = {}, [0] * len(self._counts)
         self._is_complete = False
 
     def _forget(self, slot: int) -> None:
         # What a step that was given up has of a parameter: perhaps of a pass that failed, whose end has not come.
         self._total.clear_bucket(slot)
+        self._small.pop(slot, None)
+        self._counts[slot] = 0
         if len(kept := [each for each in self._held if each[0] != slot]) < len(self._held):
             self._held, self._first = kept, None
 
     def _add(self, slot: int, gradient: Tensor) -> None:
-        self._total.add(slot, slot, gradient.float())
+        gradient = gradient.float()
+        self._total.add(slot, slot, gradient)
+        reach = self._total.reach(slot)
         self._total.end_worker(slot)
+        if 0 < reach < _FEW_UNITS:
+            limbs = encode(gradient.reshape(-1))
+            self._small[slot] = limbs.add_(self._small[slot]) if slot in self._small else limbs
+        self._counts[slot] += int(reach > 0) if reach < _FEW_UNITS else _LARGE  # also where it is nan
 
     def _end_pass(self) -> None:
         # If the pass's last bucket has asked for the scales, the sum may have come back by now, and have left the next
@@ -390,7 +408,8 @@ class _ExactHook(Hook):
         if bucket.is_last():
             self._agree()
         for each in self._arrived[len(self._sent) :] if not self._total.needs_measure else ():
-            message = torch.cat([self._total.message(slot) for slot in each.gradients])
+            counts = torch.tensor([self._counts[slot] for slot in each.gradients], device=self._device)
+            message = torch.cat([*(self._total.message(slot) for slot in each.gradients), counts])
             self._sent.append((message, self.allreduce.start(message)))
         if bucket.is_last():
             arrived, sent, self._arrived, self._sent = self._arrived, self._sent, [], []
@@ -400,11 +419,15 @@ class _ExactHook(Hook):
     def _receive(self, arrived: "list[_Arrived]", sent: list[tuple[Tensor, Work]]) -> list[Tensor]:
         # Puts the means into the buckets' buffers.
         gradients: dict[int, Tensor] = {}
+        fallen: list[int] = []
         for each, (message, work) in zip(arrived, sent, strict=True):
             work.wait()
             gradients |= each.gradients
             parts = [self._total.message(slot) for slot in each.gradients]
-            torch._foreach_copy_(parts, message.split([len(part) for part in parts]))
+            *sums, counts = message.split([*(len(part) for part in parts), len(parts)])
+            torch._foreach_copy_(parts, sums)
+            counted = zip(each.gradients, counts.tolist(), strict=True)
+            fallen += [slot for slot, count in counted if 0 < count < _LARGE]
         status = self._total.finish().read()
         self._is_complete, self._is_first = True, [True] * len(self._names)
         if status.overflow and not status.nonfinite:
@@ -414,6 +437,8 @@ class _ExactHook(Hook):
             )
         means = [torch.empty(g.numel(), device=g.device) for _, g in sorted(gradients.items())]
         self._total.mean(means, self._divisor)
+        for slot in fallen:
+            means[slot].copy_(self._in_full(slot, means[slot].numel()) / self._divisor)
         for slot, mean in enumerate(means):
             if slot in status.nonfinite or slot in status.overflow:
                 mean.fill_(torch.nan)
@@ -421,6 +446,13 @@ class _ExactHook(Hook):
         # Nothing of the step was finite, as with a gradient scaler's first scales: the next one is measured anew.
         self._total.needs_measure = not bool(self._total.state().any())
         return [each.buffer for each in arrived]
+
+    def _in_full(self, slot: int, elements: int) -> Tensor:
+        # The sum of a parameter's gradient over all passes, float64 [elements], by limbs that every rank sends.
+        none = torch.zeros(FULL.rows, elements, dtype=torch.int64, device=self._device)
+        limbs = self._small.pop(slot, none).to(self._agreement.small_device)
+        self._agreement.all_reduce(limbs)
+        return decode(limbs).to(self._device)
 
 
 class _Arrived(NamedTuple):

@@ -194,6 +194,10 @@ class IntegerGradientSum(GradientSum):
                 hash_into.add(slot, begin, integers)
             self._lost[bucket] += _count_nonzero(run) - _count_nonzero(integers)
 
+    def reach(self, slot: int) -> float:
+        """How many units of the slot's sum the largest element is that was added since the last `end_worker`."""
+        return float(torch.maximum(-self._low_items[slot], self._high_items[slot])) * float(self._scale_items[slot])
+
     def only_hash(self, slot: int, gradient: Tensor, into: IntegerHash) -> None:
         """Hashes the integers that a gradient (float32) becomes, as `add` does, and adds them to nothing."""
         flat = gradient.reshape(-1)
