@@ -351,6 +351,51 @@ def test_epochs_that_the_batch_does_not_divide_end_where_the_stream_has_them(
     ran([sys.executable, tmp_path / "script.py", tmp_path, 4, 4, 10], timeout=200, env=environment)
 
 
+SKIPPED = {
+    "lightning": LIGHTNING
+    + """
+from lightning.pytorch.plugins.precision import MixedPrecision
+class Infinite(Module):
+    def training_step(self, batch, number):
+        return super().training_step(batch, number) * (torch.inf if self.global_step == 1 else 1)
+sampler = StreamSampler(10, 4)
+loader = DataLoader(Numbers(), batch_sampler=sampler)
+pl.Trainer(accelerator="cpu", logger=False, max_epochs=2, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, default_root_dir=folder, callbacks=[StreamCallback(sampler)],
+    plugins=[MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]).fit(Infinite())
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from accelerate.optimizer import patch_optimizer_step
+from torusgd.integrations.accelerate import follow_steps, stream_loader
+accelerator, model = Accelerator(cpu=True), Net()
+loader, sampler = stream_loader(accelerator, Numbers(), 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+# As it has them on a GPU with float16.
+accelerator.scaler = optimizer.scaler = torch.amp.GradScaler("cpu")
+optimizer._optimizer_original_step_method = optimizer.optimizer.step
+optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+follow_steps(accelerator, model, optimizer, sampler)
+for epoch in range(2):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"] * (torch.inf if sampler.steps == 1 else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+}
+
+
+@pytest.mark.parametrize("library", SKIPPED)
+def test_a_step_that_a_gradient_scaler_leaves_out_has_had_its_samples(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    (tmp_path / "script.py").write_text(COMMON + SKIPPED[library] + "assert sampler.steps == 5, sampler.steps")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "1", "RANK": "0"}
+    ran([sys.executable, tmp_path / "script.py", tmp_path, 0, 0, 10], timeout=200, env=environment)
+    seen = [sample for line in (tmp_path / "seen-0").open() for sample in json.loads(line)]
+    assert seen == StreamOrder(10, seed=0).at(0, 20)[0].tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["Trainer", "Accelerate", "Lightning"])
 def test_exact_sums_go_on_with_the_same_bits_on_twice_as_many_ranks(library: str, tmp_path: Path) -> None:

@@ -90,3 +90,14 @@ def follow_steps(
     inner = getattr(optimizer, "optimizer", optimizer)
     sampler.follow(inner)
     inner.register_step_post_hook(lambda *_: parts.step())
+    step = optimizer.step
+
+    def step_or_skip(*given: Any, **options: Any) -> Any:
+        # A gradient scaler may leave the inner optimizer out, and the samples were drawn all the same.
+        result = step(*given, **options)
+        if accelerator.sync_gradients and getattr(optimizer, "step_was_skipped", False):
+            sampler.step()
+            parts.step()
+        return result
+
+    optimizer.step = step_or_skip

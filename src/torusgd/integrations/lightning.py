@@ -44,7 +44,7 @@ class StreamCallback(Callback):
         self._sampler, self._wire, self._compare_every, self._calibration = sampler, wire, compare_every, calibration
         self._parts: StepParts | None = None
         self._sums: dict[str, Any] = {}
-        self._counted = 0
+        self._before = 0  # steps of the sampler that the Trainer doesn't count
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer._accelerator_connector.use_distributed_sampler and trainer.world_size > 1:
@@ -67,10 +67,9 @@ class StreamCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise UserError(f"the stream counts the steps of one optimizer; this module has {len(trainer.optimizers)}")
         assert trainer.model is not None
-        self._sampler.follow(trainer.optimizers[0])
         self._parts = StepParts(trainer.model, trainer.optimizers[0], self._sampler, self._wire, self._compare_every)
         self._parts.load_state_dict(self._sums)
-        self._counted = self._sampler.steps
+        self._before = self._sampler.steps - trainer.global_step
         # A checkpoint counts the batches of a rank, which are others on another number of ranks. One that was written
         # at the end of a batch has not counted that one as completed, and the loop adds it later.
         loop = trainer.fit_loop.epoch_loop
@@ -78,11 +77,12 @@ class StreamCallback(Callback):
         progress.ready = progress.started = progress.processed = offset
         progress.completed = offset - loop.restarted_on_train_batch_end
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         assert self._parts is not None
-        for _step in range(self._counted, self._sampler.steps):
+        # By the Trainer's count: a gradient scaler may leave the optimizer out, and its batch is over all the same.
+        while self._sampler.steps < self._before + trainer.global_step:
+            self._sampler.step()
             self._parts.step()
-        self._counted = self._sampler.steps
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._calibration is not None and not trainer.sanity_checking:
