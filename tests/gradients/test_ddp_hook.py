@@ -210,6 +210,22 @@ def test_a_step_of_zeros_says_nothing_of_the_next(wire):
         assert gradient == pytest.approx([size] * 6, rel=1e-2, abs=0) or not math.isfinite(size)
 
 
+@pytest.mark.parametrize("wire", ["exact", "float16"])
+@on_ranks(2, timeout=60)
+def test_a_static_graph_of_two_dtypes_is_summed_in_the_first_step_too(wire):
+    """There DistributedDataParallel numbers no bucket and calls none the last."""
+
+    class Two(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x).sum() + 3 * self[1](x.bfloat16()).float().sum()
+
+    model = hooked(Two([nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()]), wire, static_graph=True)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 3)).backward()
+        assert [p.grad.unique().tolist() for p in model.parameters()] == [[1.0], [1.0], [3.0], [3.0]]
+
+
 def _falls() -> list[list[float]]:
     """The gradients of steps of 4 micro-batches that fall 2**60-fold and grow again, of which some ranks have zeros."""
     rank, size = dist.get_rank(), dist.get_world_size()

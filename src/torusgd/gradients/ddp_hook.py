@@ -202,13 +202,13 @@ class _NarrowHook(Hook):
         # Only some steps need a repair. It has a group of its own, since its calls come from the finishing thread, and
         # would meet those of the hook's thread in another order on another rank.
         self._repairs = ranks.duplicate()
-        self._sums: dict[tuple[int, ...], FloatGradientSum] = {}
+        self._sums: dict[tuple[object, ...], FloatGradientSum] = {}
 
     def send(self, bucket: GradBucket) -> _Future:
         future, buffer = self._future(), bucket.buffer()
         numels = tuple(gradient.numel() for gradient in bucket.gradients())
-        # DDP lays its buckets out anew after the first step.
-        key = (bucket.index(), *numels)
+        # DDP lays its buckets out anew after the first step, which numbers none in a static graph, of one a dtype.
+        key = (bucket.index(), buffer.dtype, *numels)
         if key not in self._sums:
             self._sums[key] = FloatGradientSum(group((), numels), self._ranks.size, self._device, self._wire)
         total = self._sums[key]
@@ -405,13 +405,15 @@ class _ExactHook(Hook):
             strides = torch.empty_like(parameter, device="meta").stride()
             gradients[self._slots[parameter]] = part.as_strided(parameter.shape, strides)
         self._arrived.append(_Arrived(future, bucket.buffer(), gradients))
-        if bucket.is_last():
+        # DDP names none as the last in the first step of a static graph with several dtypes.
+        is_last = sum(len(each.gradients) for each in self._arrived) == len(self._names)
+        if is_last:
             self._agree()
         for each in self._arrived[len(self._sent) :] if not self._total.needs_measure else ():
             counts = torch.tensor([self._counts[slot] for slot in each.gradients], device=self._device)
             message = torch.cat([*(self._total.message(slot) for slot in each.gradients), counts])
             self._sent.append((message, self.allreduce.start(message)))
-        if bucket.is_last():
+        if is_last:
             arrived, sent, self._arrived, self._sent = self._arrived, self._sent, [], []
             self._finish_later([each.future for each in arrived], lambda: self._receive(arrived, sent))
         return future
