@@ -31,7 +31,7 @@ from torusgd.rundir import lease
 from torusgd.rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint, write_checkpoint
 from torusgd.rundir.mirror import NAME, Mirror
 from torusgd.rundir.run_dir import RunDir
-from torusgd.rundir.run_view import STATUS, STOP, WORKERS, RunView, local_run
+from torusgd.rundir.run_view import REQUEST_OBJECT, STATUS, STOP, WORKERS, RunView, local_run
 from torusgd.storage import Store
 from torusgd.weights import write_text
 
@@ -68,6 +68,10 @@ def advance(mirror: Mirror, step: int, keep: int = 2) -> None:
         file.write(f"{step}\n")
     checkpoint = Checkpoint({"model/w": torch.full((3,), 1.0), "momentum": torch.ones(3)}, {"step": step})
     mirror.put_checkpoint(write_checkpoint(mirror.folder / "checkpoints", checkpoint, {}), keep)
+
+
+def requests_there() -> list[str]:
+    return [name for name in Store(URL).sizes() if REQUEST_OBJECT.fullmatch(name)]
 
 
 def newest(mirror: Mirror) -> int:
@@ -166,9 +170,9 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_request_to_a_run_that_ended_before_it_saw_it_is_not_the_next_ones(machines: Any) -> None:
     advance(machines("a"), 1)
-    Store(URL).write(STOP, b"")  # the second of two
+    RunView(Path(URL)).request(STOP, "")
     second = machines("b")
-    assert STOP not in Store(URL).sizes()
+    assert not requests_there()
     assert newest(second) == 1
 
 
@@ -177,12 +181,33 @@ def test_a_request_that_comes_before_the_ranks_is_not_lost(machines: Any) -> Non
     advance(mirror, 1)
     (mirror.folder / STATUS).write_text("{}")
     with mirror.held(fresh=False):
-        Store(URL).write(STOP, b"")
+        Store(URL).write(f"{STOP}-{1:020}", b"")
         mirror._exchange()
         RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
         write_text(mirror.folder / STATUS, "{}")
-        until(lambda: STOP not in Store(URL).sizes(), "the request is here")
+        until(lambda: not requests_there(), "the request is here")
         assert (mirror.folder / STOP).exists()
+
+
+def test_a_request_that_comes_as_another_is_read_is_not_lost(machines: Any, move: Any, monkeypatch: Any) -> None:
+    mirror, read = machines("a"), Store.read
+    advance(mirror, 1)
+    (mirror.folder / STATUS).write_text("{}")
+    move("b")
+    view = RunView(Path(URL))
+    view.request(WORKERS, "3")
+
+    def read_as_another_comes(self: Store, name: str, *part: int) -> bytes:
+        data = read(self, name, *part)
+        view.request(WORKERS, "5")
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "read", read_as_another_comes)
+        mirror._exchange()
+    assert (mirror.folder / WORKERS).read_text() == "3"
+    mirror._exchange()
+    assert ((mirror.folder / WORKERS).read_text(), requests_there()) == ("5", [])
 
 
 def test_a_run_that_was_copied_there_from_a_disk_goes_on(machines: Any) -> None:
@@ -305,7 +330,7 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(move: Any, monkeypatch: pytes
         view.request(WORKERS, "3")
         until(lambda: all((mirror.folder / name).exists() for name in (STOP, WORKERS)), "requests are here")
         assert (mirror.folder / WORKERS).read_text() == "3"
-        assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
+        assert not requests_there()
         assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
     with Mirror(URL).held(fresh=False):
         pass  # another machine takes over a run that has no checkpoint yet

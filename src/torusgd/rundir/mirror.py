@@ -18,7 +18,7 @@ from .checkpoint import FILES as CHECKPOINT_FILES
 from .checkpoint import LIGHT, MANIFEST, list_checkpoints, read_checkpoint
 from .lease import OBJECT, Lease
 from .run_dir import FILES, RunDir
-from .run_view import HEAD, REQUESTS, STATUS, working_folder
+from .run_view import HEAD, REQUEST_OBJECT, STATUS, working_folder
 
 # File with a name that the run drew when it began: what is left here of an earlier run has another one.
 NAME = ".run-name"
@@ -95,8 +95,9 @@ class Mirror:
                 self._store.put(self.folder / name, name)
             self._is_seen = True
         self._store.put(self.folder / STATUS, STATUS)
-        for name in REQUESTS & self._store.sizes().keys():
-            write_text(self.folder / name, self._store.read(name).decode(errors="replace"))
+        requests = filter(REQUEST_OBJECT.fullmatch, self._store.sizes())
+        for _, name in sorted((self._store.modified(name), name) for name in requests):
+            write_text(self.folder / name.rpartition("-")[0], self._store.read(name).decode(errors="replace"))
             self._store.delete(name)
 
     def _there(self) -> tuple[dict[str, int], bool]:
@@ -107,7 +108,7 @@ class Mirror:
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
         (self.folder / STATUS).unlink(missing_ok=True)  # of an earlier part
-        for name in REQUESTS & there.keys():  # they were of an earlier run, which may have ended before it saw them
+        for name in filter(REQUEST_OBJECT.fullmatch, there):  # they were of an earlier run, which may have ended before it saw them
             self._store.delete(name)
         if fresh and is_run:
             for checkpoint in self._checkpoints():

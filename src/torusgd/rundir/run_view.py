@@ -7,6 +7,7 @@ files are copied here. This module imports no torch, since whoever runs `status`
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -36,6 +37,8 @@ _AWAITED = RENEW + 5.0
 # Files that request a checkpoint and the run's end, or another number of ranks.
 STOP, WORKERS = ".stop", ".workers"
 REQUESTS = frozenset({STOP, WORKERS})
+# In a bucket each has a name of its own, so that one which comes as another is read is not deleted with it.
+REQUEST_OBJECT = re.compile(rf"({'|'.join(map(re.escape, sorted(REQUESTS)))})-[0-9]{{20}}")
 
 
 class StatusFile:
@@ -208,7 +211,7 @@ class RunView:
             write_request(self._folder / name, text)
             return
         try:
-            self._store.write(name, text.encode())
+            self._store.write(f"{name}-{time.time_ns():020}", text.encode())
         except OSError as error:
             raise UserError(f"{self.name}: can't be written, so nothing can be requested: {error}") from error
 
