@@ -106,12 +106,16 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_that_is_gone(tmp_path
         command, *words = ("resize", "--workers", 2) if "virtual_workers" in news else ("status",)
         code, _, said = run_cli(command, tmp_path, *words)
         assert (code, "its status can't be read" in said, said.count("\n")) == (2, True, 1), news
-    status.write_text("[")
-    assert "its status can't be read" in run_cli("status", tmp_path)[2]
     status.unlink()
     os.mkfifo(status)
-    with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is no file"):
+    with pytest.raises(UserError, match=f"its status can't be read: {run_view.STATUS} is damaged"):
         read_status(tmp_path)
+    status.unlink()
+    for file in (status, tmp_path / "summary.json"):
+        for text in ("[", "[]", "{}") if file.name == "summary.json" else ("[",):
+            file.write_text(text)
+            code, _, said = run_cli("status", tmp_path)
+            assert (code, f"its status can't be read: {file.name} " in said) == (2, True)
 
 
 def test_a_run_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, monkeypatch, mistake) -> None:

@@ -8,7 +8,7 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError, as_user_error, printable
-from ..rundir.run_view import STOP, WORKERS, RunView, gone
+from ..rundir.run_view import STATUS, STOP, WORKERS, RunView, gone
 from ..text import is_number, json_text, percent, plural
 from .options import flag, option
 from .output import console
@@ -33,7 +33,8 @@ def status(run: RunFolder, as_json: bool = flag("Print all of it as JSON.", name
         try:
             lines = _lines(found.state, found.reported, found.age)
         except _DAMAGED as error:
-            raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
+            file, why = "summary.json" if found.state == "finished" else STATUS, f"{type(error).__name__} {error}"
+            raise UserError(f"{view.name}: its status can't be read: {file} lacks what a run writes: {why}") from None
         console().print("\n".join(map(printable, lines)))
 
 

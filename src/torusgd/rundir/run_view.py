@@ -106,14 +106,17 @@ class RunStatus:
         return {"state": self.state, "age": round(self.age, 1), **self.reported}
 
 
-def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
-    """How a run is, by its folder or a copy; UserError if it is none. `is_alive`: its lock is held elsewhere."""
+def read_status(folder: Path, is_alive: bool | None = None, name: str = "") -> RunStatus:
+    """How a run is, by its folder or a copy; UserError if it is none.
+
+    `is_alive`: its lock is held elsewhere. `name`: for people, if it is a copy.
+    """
     with as_user_error(f"{folder}: can't be read", "ask whose run it is for the right to"):
         if not is_run(folder):
             remedy = "give the folder that was --out of torusgd train, such as runs/digits"
             raise UserError(f"{folder}: holds no run; {remedy}")
     is_running = is_locked(folder) if is_alive is None else is_alive
-    with as_user_error(f"{folder}: its status can't be read", of=(OSError, ValueError)):
+    with as_user_error(f"{name or folder}: its status can't be read", of=(OSError, ValueError)):
         if not is_running and (folder / "summary.json").exists():
             return RunStatus("finished", *_reported(folder / "summary.json"))
         reported, age = _reported(folder / STATUS) if (folder / STATUS).exists() else ({}, 0.0)
@@ -158,9 +161,11 @@ def is_run(folder: Path) -> bool:
 
 def _reported(path: Path) -> tuple[dict[str, Any], float]:
     """What a file of a run says, and how old it is, in seconds."""
-    tree = parse_json(read_text(path))
+    tree = None
+    with suppress(ValueError):
+        tree = parse_json(read_text(path))
     if not isinstance(tree, dict):
-        raise ValueError(f"{path.name} is damaged")
+        raise ValueError(f"{path.name} is damaged; the same `torusgd train` writes it anew")
     return tree, time.time() - path.stat().st_mtime
 
 
@@ -191,7 +196,7 @@ class RunView:
             if holder is not None and not holder.released:
                 is_late = abs(time.time() - self._store.modified(object_name(number))) >= EXPIRES
                 holder = lease.next_sign(number, holder, _AWAITED) if is_late else holder
-            return read_status(self._folder, holder is not None and not holder.released)
+            return read_status(self._folder, holder is not None and not holder.released, self.name)
         except OSError as error:
             raise UserError(f"{self.name}: can't be read: {error}") from error
 
