@@ -111,6 +111,14 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a call has failed, without the error number and the path, which the caller's line has."""
+    name = getattr(error, "filename", None)
+    if isinstance(error, FileExistsError) and os.path.islink(name or "") and not os.path.exists(name):
+        return f"{name} is a link to {os.readlink(name)}, which is not there"
+    return getattr(error, "strerror", None) or in_one_line(error)
+
+
 @contextmanager
 def _as_error(
     ours: type[UserError] | type[RunError],
@@ -122,8 +130,7 @@ def _as_error(
     except UserError:  # a ValueError of our own
         raise
     except of as error:
-        reason = getattr(error, "strerror", None) or in_one_line(error)
-        raise ours(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from error
+        raise ours(f"{what}: {reason_of(error)}" + (f"; {remedy}" if remedy else "")) from error
 
 
 as_user_error, as_run_error = partial(_as_error, UserError), partial(_as_error, RunError)

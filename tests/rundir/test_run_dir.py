@@ -159,6 +159,10 @@ def test_a_file_in_place_of_the_folder_is_one_line_and_a_full_disk_is_no_mistake
         with refused(f"to lock a file's {path.name}", f"--out {path}: ", PATH=path), RunDir(path).lock():
             pass
         refuses("to read a file as a run's folder", RunDir(path).data_revision, about=f"--out {path}: ", PATH=path)
+    (tmp_path / "link").symlink_to("unmounted")
+    for path in (tmp_path / "link", tmp_path / "link" / "below"):
+        with refused(f"to lock a dangling link's {path.name}", f"--out {path}: ", TMP=tmp_path), RunDir(path).lock():
+            pass
     (tmp_path / ".holder").symlink_to("/dev/full")
     with refused("a folder on a full disk", f"--out {tmp_path}", RunError, TMP=tmp_path), RunDir(tmp_path).lock():
         pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import RunError, UserError, warn
+from ..errors import RunError, UserError, reason_of, warn
 from ..locks import HOLDER, LOCK, held
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
@@ -209,7 +209,7 @@ class RunDir:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise RunError(f"--out {self.path}: can't be written: {reason}; free space on that disk") from None
             raise UserError(f"--out {self.path}: can't be written: {reason}; choose another folder") from None
