@@ -17,6 +17,7 @@ from torusgd.errors import RunError, UserError
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
 from torusgd.rundir.checkpoint import FILES, MANIFEST, list_checkpoints, newest_checkpoint
+from torusgd.step.records import parse_records, states_of
 from torusgd.weights import load_weights
 
 
@@ -127,6 +128,20 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(name: str, recip
     os.mkfifo(out / name)
     with pytest.raises(RunError, match=f"{name}: can't be (read: {name} is no file|written)"):
         run_alone(out, recipe, options=RuntimeOptions(verify_every=Duration(5, "st")))
+
+
+def test_records_that_are_not_understood_are_set_aside_with_a_line(recipe: Path, out: Path, capsys) -> None:
+    """As those of another version, or that a disk has damaged."""
+    path = out / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1:1] = [json.dumps({"step": 0, "before": "", "record": "of another kind"}) + "\n"]
+    path.write_text("".join(lines))
+    run_alone(out, recipe)
+    said = "records.jsonl: line 2 is no record; it is set aside as records.jsonl.damaged, and goes on behind"
+    assert said in capsys.readouterr().err
+    assert (out / "records.jsonl.damaged").read_text() == "".join(lines)
+    found, _, problem = parse_records(path.read_text())
+    assert (max(states_of(found)), problem) == (30, "")
 
 
 @pytest.mark.parametrize(

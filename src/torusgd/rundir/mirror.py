@@ -108,7 +108,8 @@ class Mirror:
     def _begin(self, fresh: bool) -> None:
         there, is_run = self._there()
         (self.folder / STATUS).unlink(missing_ok=True)  # of an earlier part
-        for name in filter(REQUEST_OBJECT.fullmatch, there):  # they were of an earlier run, which may have ended before it saw them
+        # They were of an earlier run, which may have ended before it saw them.
+        for name in filter(REQUEST_OBJECT.fullmatch, there):
             self._store.delete(name)
         if fresh and is_run:
             for checkpoint in self._checkpoints():

@@ -15,6 +15,7 @@ from ..errors import RunError, UserError, reason_of, warn
 from ..locks import HOLDER, LOCK, held
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
+from ..step.records import ASIDE
 from ..untrusted import is_there, parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, LIGHT, STATE, list_checkpoints, step_on_disk
@@ -24,7 +25,9 @@ TRACE = "trace.json"
 # The file with the name by which servers know the run, however often it is resumed.
 TRACKING_ID = "tracking-id.txt"
 RECORDS = "records.jsonl"
-FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", RECORDS, TRACKING_ID, TRACE)
+FILES = (
+    "events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", RECORDS, ASIDE, TRACKING_ID, TRACE,
+)  # fmt: skip
 STEP = "step-" + 8 * "[0-9]"
 # Sub-folders, and what a run writes into them.
 PARTS = {

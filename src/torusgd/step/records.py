@@ -8,6 +8,7 @@ al. (arXiv 2103.05633) have such logs of checkpoints; hashes compared bit for bi
 """
 
 import hashlib
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import look_up
-from ..errors import as_run_error
+from ..errors import as_run_error, warn
 from ..line_file import LineFile
 from ..untrusted import check_regular, is_there
 from ..weights import weights_sha256
@@ -32,6 +33,8 @@ from .model_state import WATCHERS, StepState
 from .watch import StepView, StepWatch
 
 MOST_BYTES = 1 << 30
+# The name of a file of records of which a resumed run can't take all lines, in the run's folder.
+ASIDE = "records.jsonl.damaged"
 # int64 words of a SHA-256.
 _WORDS = 4
 Figure = float | None  # None: not finite
@@ -143,8 +146,14 @@ class RecordFile:
             reached = min(step, evaluated) if isinstance(line, EvaluationLine) else step
             return line.step <= reached and not isinstance(line, ResultLine)
 
-        self.lines = list(takewhile(stays, parse_records(text)[0]))
+        whole, _, problem = parse_records(text)
+        self.lines = list(takewhile(stays, whole))
         kept = text.split("\n")[: len(self.lines)]
+        if problem and len(whole) == len(self.lines):  # else it is of steps that are done again
+            aside = path.with_name(ASIDE)
+            with as_run_error(f"{aside}: can't be written", remedy):
+                shutil.copyfile(path, aside)
+            warn(f"{path}: {problem}; it is set aside as {ASIDE}, and goes on behind the line before")
         self._file = LineFile(path, sum(len(each.encode()) + 1 for each in kept))
         self.head = line_sha256(kept[-1]) if kept else ""
 
