@@ -131,6 +131,22 @@ class Store:
         with suppress(FileNotFoundError):
             self._patiently(name, lambda: self._files.rm_file(self._path(name), **self._small))
 
+    def abort_uploads(self, is_own: Callable[[str], object]) -> None:
+        """Gives up uploads in parts, to objects of these names, that a killed process has left: S3 keeps their parts.
+
+        OSError if it can't; Google's storage and the hub forget such parts by themselves.
+        """
+        if not self.url.startswith("s3:"):
+            return
+        bucket, _, key = self._root.partition("/")
+        before, within = f"{key}/" if key else "", {"Bucket": bucket, **self._small}
+        found = self._patiently("", lambda: self._files.call_s3("list_multipart_uploads", Prefix=before, **within))
+        for each in found.get("Uploads", ()):
+            if is_own(each["Key"].removeprefix(before)):
+                about = {"Key": each["Key"], "UploadId": each["UploadId"], **within}
+                with suppress(FileNotFoundError):
+                    self._patiently("", lambda about=about: self._files.call_s3("abort_multipart_upload", **about))
+
     def sizes(self) -> dict[str, int]:
         """The bytes of every object, by name; none if a server doesn't list its objects."""
         try:

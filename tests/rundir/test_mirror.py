@@ -1,6 +1,7 @@
 """A run whose folder is in a bucket: fsspec's in memory here; the slow tests have real servers that fail."""
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -268,6 +269,20 @@ def test_a_run_at_work_is_seen_though_a_clock_is_wrong(move: Any, monkeypatch: p
         monkeypatch.setattr(MemoryFileSystem, "modified", lambda *each: modified(*each) - timedelta(hours=1))
         assert RunView(Path(URL)).read().state == "running"
     assert RunView(Path(URL)).read().state == "gone"
+
+
+def test_parts_that_a_killed_run_left_go_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path))
+    monkeypatch.setattr(lease, "RENEW", 0.05)
+    with bucket("s3", monkeypatch) as (_, root):
+        client: Any = importlib.import_module("boto3").client("s3")
+        for name in ("checkpoints/step-00000004/model.safetensors", "model.safetensors", "notes/model.safetensors"):
+            about = {"Bucket": root.removeprefix("s3://"), "Key": f"a run/{name}"}
+            upload = client.create_multipart_upload(**about)["UploadId"]
+            client.upload_part(**about, UploadId=upload, PartNumber=1, Body=b"half")
+        with Mirror(f"{root}/a run").held(fresh=False):
+            left = client.list_multipart_uploads(Bucket=about["Bucket"])["Uploads"]
+    assert [each["Key"] for each in left] == ["a run/notes/model.safetensors"], "a stranger's alone"
 
 
 def test_a_web_server_holds_no_run(mistake: Any) -> None:

@@ -31,6 +31,12 @@ _WHOLE = re.compile(r"checkpoints/step-([0-9]{8})")
 _LIGHT = re.compile(rf"verify/step-([0-9]{{8}}){re.escape(LIGHT)}")
 
 
+def _is_own(name: str) -> bool:
+    """Whether a run copies a file there under this name."""
+    above, _, last = name.rpartition("/")
+    return name in _SMALL or bool(_LIGHT.fullmatch(name) or (_WHOLE.fullmatch(above) and last in CHECKPOINT_FILES))
+
+
 class Mirror:
     """What a run has in a bucket, its --out, and the folder in which it works; `warn` gets lines for people."""
 
@@ -106,6 +112,8 @@ class Mirror:
         return there, _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
 
     def _begin(self, fresh: bool) -> None:
+        with suppress(OSError):  # not everyone who may write may do that; the parts cost their room alone
+            self._store.abort_uploads(_is_own)
         there, is_run = self._there()
         (self.folder / STATUS).unlink(missing_ok=True)  # of an earlier part
         # They were of an earlier run, which may have ended before it saw them.
