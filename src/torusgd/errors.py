@@ -113,8 +113,8 @@ def in_one_line(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Why a call has failed, without the error number and the path, which the caller's line has."""
-    name = getattr(error, "filename", None)
-    if isinstance(error, FileExistsError) and os.path.islink(name or "") and not os.path.exists(name):
+    name = getattr(error, "filename", None) or ""
+    if isinstance(error, FileExistsError) and os.path.islink(name) and not os.path.exists(name):
         return f"{name} is a link to {os.readlink(name)}, which is not there"
     return getattr(error, "strerror", None) or in_one_line(error)
 

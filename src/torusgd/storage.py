@@ -37,6 +37,15 @@ def url_of(path: Path | None) -> str | None:
     return f"{found[1]}://{found[2]}" if found is not None and found[1] in SCHEMES else None
 
 
+def place(path: Path) -> str:
+    """A folder or URL as the user gave it.
+
+    >>> place(Path("s3://bucket/run")), place(Path("runs/digits"))
+    ('s3://bucket/run', 'runs/digits')
+    """
+    return url_of(path) or str(path)
+
+
 def check_scheme(word: str) -> None:
     """UserError if a URL's scheme is not known, or no bucket follows; as a path it would be a folder `scheme:`.
 

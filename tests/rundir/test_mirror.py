@@ -318,6 +318,8 @@ def test_what_a_finished_run_left_is_used_by_its_url(move, tmp_path: Path, run_c
         assert (code, line in out) == (0, True)
     for name in ("polish", "export", "replay", "stop"):
         mistake(name, URL)
+    Store(URL).delete("records.jsonl")
+    mistake("verify", URL)
     mistake("eval", "memory://runs/none")
 
 

@@ -16,7 +16,7 @@ from ..ranks import slurm
 from ..ranks.forkserver import start_forkserver
 from ..rundir.run_view import local_run
 from ..signals import EXIT_AGAIN, stop_after
-from ..storage import url_of
+from ..storage import place, url_of
 from ..text import listed, milliseconds, percent, plural
 from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, flag
 from .output import check_out, console
@@ -169,10 +169,10 @@ def replay(
     from ..step.journal import read_journal
 
     check_out(out, run)
-    run = local_run(run)
+    name, run = place(run), local_run(run)
     original = RunDir(run)
     if not original.recipe.is_file():
-        raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
+        raise UserError(f"{name}: holds no run; give the folder that torusgd train wrote")
     recipe, status = read_run_recipe(original.recipe), original.known_summary()
     named = run.resolve() if run.name in ("", "..") else run
     folder = out or named.with_name(f"{named.name}-replay")
@@ -194,11 +194,11 @@ def replay(
         show_result(result.summary, str(folder))
         updates, seconds = result.summary["steps"], result.summary["seconds"]
         console().print(f"replayed {updates} updates in {seconds:.1f} s, {updates / max(seconds, 1e-9):.1f} a second")
-        compare(run, status, result.summary)
+        compare(name, status, result.summary)
     raise typer.Exit(result.code)
 
 
-def compare(run: Path, original: dict[str, Any], replayed: dict[str, Any]) -> None:
+def compare(run: str, original: dict[str, Any], replayed: dict[str, Any]) -> None:
     """Prints that a replay has the weights of the run; RunError with what differs between the two if it has not."""
     if "weights_sha256" not in original:
         console().print(f"{run}: not finished, so there are no weights to compare with")

@@ -13,6 +13,7 @@ from typer import Argument
 from ..errors import RunError, UserError, printable
 from ..hub import pinned
 from ..ranks.forkserver import start_forkserver
+from ..storage import place
 from ..text import percent, plural
 from .options import DATA, DataPath, InitialWeights, JsonFile, RuntimeFlags, flag
 from .output import console, write_json
@@ -63,7 +64,7 @@ def verify(
     except (RunError, OSError) as error:  # which say nothing of the run that is checked
         scratch = tempfile.gettempdir()
         remedy = f"; TMPDIR names another folder than {scratch} to compute in" if scratch in str(error) else ""
-        raise UserError(f"{run}: could not be checked: {error}{remedy}") from error
+        raise UserError(f"{place(run)}: could not be checked: {error}{remedy}") from error
     raise typer.Exit(_show(claims, found, computed, json_file))
 
 
@@ -77,11 +78,11 @@ def _wanted(
     last = ranges[-1].last if ranges else 0
     result = [Range(last, claims.result.step, is_result=True)] if claims.result is not None else []
     if final and not result:
-        raise UserError(f"{claims.run}: is not finished, so there is no result to compute; give --steps or --sample")
+        raise UserError(f"{claims.name}: is not finished, so there is no result to compute; give --steps or --sample")
     if final:
         return result
     if not ranges:
-        raise UserError(f"{claims.run}: its records hold one state only; there are no steps between two to compute")
+        raise UserError(f"{claims.name}: its records hold one state only; there are no steps between two to compute")
     if whole:  # from the beginning, which a record need not show
         return [Range(0, ranges[0].first)] * (ranges[0].first > 0) + ranges + result
     if steps is None:
@@ -128,7 +129,7 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
 
     terminal, steps = console(), max(claims.states, default=0)
     head = f"{plural(steps, 'step')}, {plural(len(claims.states), 'record')}, the last line's hash is {claims.head}"
-    terminal.print(printable(f"{claims.run}: {claims.recipe.name}, {head}"))
+    terminal.print(printable(f"{claims.name}: {claims.recipe.name}, {head}"))
     width = max((len(each.name) for each in found), default=0)
     for each in sorted(found, key=lambda each: (each.first, each.last)):
         line = f"{each.name:{width}}  {each.state}{': ' * bool(each.text)}{each.text}"
@@ -138,6 +139,6 @@ def _show(claims: "Claims", found: "list[Checked]", computed: int, json_file: Pa
     equal = f"equal: {covered} of {plural(steps, 'step')} ({percent(covered / max(steps, 1))}), {computed} computed"
     code = verdict(found)
     terminal.print((equal, "something differs", "not all that was asked for could be compared")[code])
-    about = {"run": str(claims.run), "records_sha256": claims.head, "steps": steps, "equal_steps": covered}
+    about = {"run": claims.name, "records_sha256": claims.head, "steps": steps, "equal_steps": covered}
     write_json(json_file, {**about, "code": code, "found": [asdict(each) for each in found]})
     return code

@@ -13,6 +13,7 @@ from ..rundir.run_dir import RunDir
 from ..rundir.run_view import HEAD, local_run
 from ..step import records
 from ..step.journal import Journaled, parse_journal
+from ..storage import place
 from ..untrusted import is_there, read_text
 from ..weights import load_weights, weights_sha256
 from .saving import weights_metadata
@@ -32,6 +33,10 @@ class Claims:
     summary: Mapping[str, Any]  # empty unless the run is finished
     journal: Journaled | None = None
     journal_text: str = ""
+
+    @property
+    def name(self) -> str:
+        return place(self.run)
 
     @cached_property
     def states(self) -> dict[int, records.StateLine]:
@@ -116,7 +121,7 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
     """What there is of a run; UserError if it is none, or has no records. Code of the keys `overrides` may be run."""
     folder = RunDir(local_run(run))
     if not is_there(folder.recipe):
-        raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
+        raise UserError(f"{place(run)}: holds no run; give the folder that torusgd train wrote")
     text = read_file(folder.recipe, str(folder.recipe))
     if not text.startswith(HEAD):
         raise UserError(f"{folder.recipe}: is not what a run writes")
@@ -129,7 +134,8 @@ def read_claims(run: Path, overrides: list[str]) -> Claims:
     # The summary first: whatever is in the records then, a finished run adds nothing.
     summary = folder.known_summary()
     if not is_there(folder.records):
-        raise UserError(f"{run}: has no records.jsonl; it was trained without records, so there is nothing to compare")
+        why = "it was trained without records, so there is nothing to compare"
+        raise UserError(f"{place(run)}: has no records.jsonl; {why}")
     with as_user_error(f"{folder.records}: can't be read", of=(OSError, ValueError)):
         lines, head, problem = records.parse_records(read_text(folder.records, records.MOST_BYTES))
     if not lines:
