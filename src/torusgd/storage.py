@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -153,8 +154,8 @@ class Store:
         for each in found.get("Uploads", ()):
             if is_own(each["Key"].removeprefix(before)):
                 about = {"Key": each["Key"], "UploadId": each["UploadId"], **within}
-                with suppress(FileNotFoundError):
-                    self._patiently("", lambda about=about: self._files.call_s3("abort_multipart_upload", **about))
+                with suppress(FileNotFoundError):  # its process may be at work still, and have ended it
+                    self._patiently("", partial(self._files.call_s3, "abort_multipart_upload", **about))
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every object, by name; none if a server doesn't list its objects."""
