@@ -39,6 +39,7 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [  # overrides of digits, fiel
     ([CUTOFF], GPU), ([LOCAL, "precision=float16"], {}), ([], {"delays": "lognormal"}),
     (["runtime.audit=0.5"], {"ranks": 1}),
     *((["runtime.audit=1.0", other], {"ranks": 2}) for other in (INEXACT, BLOCKS, "runtime.mixed=true", BY_DELAYS)),
+    ([BY_DELAYS, "runtime.mixed=true"], {"ranks": 2}),
     *((["runtime.shares=speed", other], {}) for other in (INEXACT, BLOCKS, CUTOFF)),
     *(([STEALING, other], {"ranks": 2}) for other in ("runtime.audit=0.5", SHARDED, INEXACT, BLOCKS, CUTOFF)),
     ([FIRST], GPU), ([FIRST, "compile=true"], {}), ([FIRST, LOCAL], {}),

@@ -260,6 +260,7 @@ RUN_RULES = (
     Rule(AUDITED, IN_BLOCKS, "layers in column blocks can't be audited", "set column_blocks: 1"),
     Rule(AUDITED, MIXED_RANKS, "ranks under mixed conditions round differently", "leave out audit or mixed"),
     Rule(AUDITED, LEAVES_OUT, "not all of a step's work is done twice", "leave out one"),
+    Rule(DELAYED, MIXED_RANKS, "another machine's logarithm draws other delays", "leave out delays or mixed"),
     *(Rule(BY_SPEED, other, why, "leave it out, and the shares are even") for other, why in _UNEVEN_SHARES),
     Rule(STEALING, AUDITED, "an audit must know beforehand who computes what", "leave one of them out"),
     Rule(STEALING, SHARDED, "new weights arrive while the passes of a fixed share run", "leave one of them out"),
