@@ -82,8 +82,8 @@ class Schedule:
         self._decay_start = float(self.position(decay.start)) if decay.start else self._warmup_end
         self._decay_end = float(self.position(decay.end)) if decay.end else float(self.stop)
         self._milestones = [self.position(milestone) for milestone in decay.milestones]
-        rises = len(self._milestones) * math.log10(decay.factor)  # by so many powers of ten
-        if rises + math.log10(max(span.lr for span in self.spans)) > _HIGHEST:
+        rise = len(self._milestones) * math.log10(decay.factor)  # by so many powers of ten
+        if rise > max(0.0, _HIGHEST - math.log10(max(span.lr for span in self.spans))):
             raise UserError(
                 f"rate.decay.factor = {decay.factor:g}: its milestones make a rate above 1e{_HIGHEST}; lower it"
             )
