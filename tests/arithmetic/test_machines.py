@@ -169,6 +169,7 @@ EXACT = ("sqrt", "floor", "ceil", "fsum", "prod", "inf", "nan", "pi", "e", "isfi
 OF_INTEGERS = {
     "sum(counts)",
     "sum((b.length for b in buckets))",
+    "sum((len(each.gradients) for each in self._arrived))",
     "sum((samples >= milestone for milestone in self._milestones))",
     "sum((shape.numel() for shape in shapes))",
     "sum((slot.tensor.numel() for slot in layout.slots))",

@@ -13,12 +13,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 from ..errors import UserError
-from ..scalars import cosine, power
+from ..scalars import cosine, logarithm, power
 from .schema import Recipe, Stage
 from .section import Duration, ImageSizes
 
-_MOST_IMAGES = 10**15  # that a run passes: so many are whole numbers of float64, and the times of a plan are finite
-_HIGHEST = 300  # power of ten of a rate
+_MOST_IMAGES = int(1e15)  # that a run passes: so many are whole numbers of float64, and the times of a plan are finite
+_HIGHEST = 1e300  # of rates
 _MOST_MARKS = 1_000_000  # evaluations or checkpoints of a run
 
 
@@ -82,10 +82,10 @@ class Schedule:
         self._decay_start = float(self.position(decay.start)) if decay.start else self._warmup_end
         self._decay_end = float(self.position(decay.end)) if decay.end else float(self.stop)
         self._milestones = [self.position(milestone) for milestone in decay.milestones]
-        rise = len(self._milestones) * math.log10(decay.factor)  # by so many powers of ten
-        if rise > max(0.0, _HIGHEST - math.log10(max(span.lr for span in self.spans))):
+        rise = len(self._milestones) * logarithm(decay.factor)
+        if rise > max(0.0, logarithm(_HIGHEST) - logarithm(max(span.lr for span in self.spans))):
             raise UserError(
-                f"rate.decay.factor = {decay.factor:g}: its milestones make a rate above 1e{_HIGHEST}; lower it"
+                f"rate.decay.factor = {decay.factor:g}: its milestones make a rate above {_HIGHEST:g}; lower it"
             )
         if self._warmup_end > self.stop:
             raise UserError(f"rate.warmup.length = {warmup and warmup.length}: longer than the run, {self._length()}")
