@@ -196,7 +196,8 @@ class IntegerGradientSum(GradientSum):
 
     def reach(self, slot: int) -> float:
         """How many units of the slot's sum the largest element is that was added since the last `end_worker`."""
-        return float(torch.maximum(-self._low_items[slot], self._high_items[slot])) * float(self._scale_items[slot])
+        # One wait for a GPU. In float64, where no product of float32 and a scale becomes zero.
+        return float(torch.maximum(-self._low_items[slot], self._high_items[slot]).double() * self._scale_items[slot])
 
     def only_hash(self, slot: int, gradient: Tensor, into: IntegerHash) -> None:
         """Hashes the integers that a gradient (float32) becomes, as `add` does, and adds them to nothing."""
