@@ -31,7 +31,7 @@ test-torch: .venv/made ## run the tests with another torch: make test-torch TORC
 	@test -n '$(TORCH)' || { echo "name a version: make test-torch TORCH=2.9.1, or TORCH=newest" >&2; exit 2; }
 	.venv/bin/python -m venv --clear .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1,<26'
-	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	grep -vE '^(torch|triton|nvidia|cuda|setuptools)' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	.venv-torch-$(TORCH)/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$(TORCH)/constraints.txt \
 		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH)) -e '.[digits,images,tensorboard]' --group dev
 	.venv-torch-$(TORCH)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
