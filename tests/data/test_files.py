@@ -1,5 +1,6 @@
 """Sources, and what is said of them: made images, IDX, arrays, a folder a class. The files are untrusted."""
 
+import errno
 import gzip
 import os
 import re
@@ -10,17 +11,19 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from tests.data.own import Stripes
 from tests.data.pictures import encoded, folder_data, photo, write_folder
+from tests.disks import blind
 from tests.messages import LIBRARY, refused, refuses
 from torusgd.data import ArraySource, CorruptImage, RegionSource, Source, open_sources
 from torusgd.data.arrays import open_mnist, open_numpy, read_idx
 from torusgd.data.decode import picture_size
-from torusgd.data.pictures import open_folder
+from torusgd.data.pictures import _is, open_folder, open_folders
 from torusgd.data.registry import data_sha256, describe, undecodable
 from torusgd.data.synthetic import SEQUENCE, walk
 from torusgd.recipe.data_schema import Data
@@ -200,6 +203,18 @@ def test_a_wrong_list_of_classes_is_refused(tmp_path: Path, listed: str) -> None
     (root / "binary").write_bytes(b"\xff\xfe\xfa")
     for name in ("missing.txt", "binary", "train"):
         refuses(f"a list of classes: {name}", open_folder, root, 3, classes=name, TMP=root)
+
+
+def test_no_class_is_left_out_because_a_disk_fails_a_moment(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=2)
+    folder = next((root / "val").iterdir())
+    with blind(folder), pytest.raises(OSError, match="Input/output error"):
+        open_folder(root, 3)
+    with blind(tmp_path / "set" / "val"), pytest.raises(OSError, match="Input/output error"):
+        open_folders(tmp_path, 3)
+    assert not _is(Mock(side_effect=OSError(errno.ELOOP, "loop")))
+    with pytest.raises(OSError, match="Stale"):  # of a link to the folder of a class
+        _is(Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
 
 
 def test_wrong_layouts_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.disks import blind
 from tests.messages import refuses
 from tests.run.processes import summary as summary_of
 
@@ -138,6 +139,8 @@ def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
     assert "left out 1 line of events.jsonl" in page
     nothing = copied(run, tmp_path / "nothing", [])
     assert "no step is recorded" in run_page([read_run(nothing)], [None])
+    with blind(nothing / "events.jsonl"), pytest.raises(UserError, match="can't be read: Input/output error"):
+        read_run(nothing)
     (nothing / "events.jsonl").unlink()
     Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
     (nothing / "events.jsonl").symlink_to("/dev/zero")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.disks import blind
 from tests.messages import refused, refuses
 from tests.run.runs import DIGITS_NET, TINY, run_here
 from tests.step.trainers import job_of, run_of
@@ -17,7 +18,7 @@ from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Model
 from torusgd.run.run import Run
-from torusgd.run.trained_weights import check_initial, open_trained, read_initial
+from torusgd.run.trained_weights import check_initial, find_weights, open_trained, read_initial
 from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
 from torusgd.runtime import resolve_auto
 from torusgd.weights import Tensors, save_weights
@@ -199,3 +200,12 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         refuses(f"no name of the hub: {name}", check_initial, name, recipe, about=f"--init {name}")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refuses("the hub without its package", read_initial, "hf:me/net", recipe, about="--init hf:me/net")
+
+
+def test_no_older_checkpoint_is_taken_because_a_disk_fails_a_moment(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "checkpoints", Checkpoint({"model/w": torch.ones(3)}, {"step": step}), {})
+    newest = tmp_path / "checkpoints" / "step-00000002" / "model.safetensors"
+    assert find_weights(tmp_path) == newest
+    with blind(newest):
+        refuses("weights that can't be looked for", find_weights, tmp_path, TMP=tmp_path)

@@ -20,6 +20,7 @@ pytest.importorskip("fsspec")
 
 import torch
 from tests.data.buckets import KINDS, bucket
+from tests.disks import blind
 from tests.messages import refuses
 from tests.polling import until
 from tests.run.processes import Process
@@ -102,6 +103,22 @@ def test_a_machine_that_is_ahead_of_the_bucket_stays_so(machines: Any, monkeypat
         patch.setattr(Mirror, "put_checkpoint", lambda *each: None)
         advance(first, 2)
     assert (newest(machines("a")), newest(machines("b"))) == (2, 1)
+
+
+def test_what_cannot_be_looked_for_a_moment_is_neither_left_out_nor_replaced(machines: Any) -> None:
+    first = machines("a")
+    advance(first, 1)
+    with (first.folder / "events.jsonl").open("a") as file:
+        file.write("newer\n")
+    with blind(first.folder / "events.jsonl"):
+        refuses("a working folder that can't be looked at", machines, "a", kind=RunError, FOLDER=first.folder)
+    assert (first.folder / "events.jsonl").read_text() == "1\nnewer\n"
+    for name in ("summary.json", "model.safetensors"):
+        (first.folder / name).write_text("{}")
+    for name in ("summary.json", "model.safetensors"):
+        with blind(first.folder / name), pytest.raises(RunError, match=f"{URL}: can't be written: Input/output error"):
+            first.put_result()
+        assert "summary.json" not in Store(URL).sizes()
 
 
 def test_what_is_not_whole_is_not_taken(machines: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from tests.commands import ran
+from tests.disks import blind
 from tests.run.runs import before_steps
 from tests.step.trainers import job_of, run_of
 
@@ -161,6 +162,25 @@ def test_a_request_is_found_once_and_only_since_the_run_began(tmp_path: Path, mo
     assert asked.workers() is None
     run_view.forget_requests(tmp_path)
     assert not RunRequests(tmp_path).to_stop()
+
+
+def test_a_disk_that_fails_a_moment_ends_no_run_and_loses_no_request(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_view, "SECONDS", 0.0)
+    asked, files = RunRequests(tmp_path), [tmp_path / name for name in (STOP, WORKERS)]
+    write_request(files[0], "")
+    write_request(files[1], "3")
+    failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    with patch.multiple(Path, exists=failing, is_file=failing):  # as before Python 3.14
+        assert (asked.to_stop(), asked.workers()) == (False, None)
+    assert (asked.to_stop(), asked.workers()) == (True, 3)
+
+
+def test_a_run_is_not_called_unfinished_as_its_summary_cannot_be_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(run_view.HEAD)
+    (tmp_path / "summary.json").write_text("{}")
+    assert run_view.read_status(tmp_path).state == "finished"
+    with blind(tmp_path / "summary.json"), pytest.raises(UserError, match="can't be read: Input/output error"):
+        run_view.read_status(tmp_path)
 
 
 def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

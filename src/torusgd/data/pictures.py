@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError, as_user_error
-from ..untrusted import check_regular
+from ..errors import UserError, as_user_error, is_transient
+from ..untrusted import check_regular, is_there
 from .decode import MOST_BYTES, EncodedImages, Undecodable, load_decoders
 from .file_lists import Arrays, Names, Once, Progress, make_here, number_labels, read_classes
 from .types import Int64
@@ -163,7 +163,7 @@ def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays
         files, labels = rows[split]
         for one in class_folders(path):
             root = path / one / name
-            for folder in class_folders(root) if root.is_dir() else ():
+            for folder in class_folders(root) if is_there(root) else ():
                 found = _pictures_in(root / folder)
                 files += [f"{one}/{name}/{folder}/{file}" for file in found]
                 labels += [folder] * len(found)
@@ -226,7 +226,7 @@ def class_folders(root: Path) -> list[str]:
 
 def _pictures_in(folder: Path) -> list[str]:
     """The names of the picture files in a folder, sorted, its sub-folders left out; none if there is no folder."""
-    entries = _entries(folder) if folder.is_dir() else []
+    entries = _entries(folder) if is_there(folder) else []
     pictures = [entry for entry in entries if entry.name.lower().endswith(SUFFIXES)]
     # A link to a file that is gone, too: its image can't be read, and a run says so.
     files = [each for each in pictures if _is(each.is_file) or (each.is_symlink() and not _is(each.is_dir))]
@@ -242,5 +242,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _is(kind: Callable[[], bool]) -> bool:
     try:
         return kind()
-    except OSError:  # a link that leads to itself
+    except OSError as error:  # a link that leads to itself, or where this user may not look
+        if is_transient(error):  # else the folder of a class would be missing without a word
+            raise
         return False

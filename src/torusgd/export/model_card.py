@@ -16,6 +16,7 @@ from ..report.page import Table, conditions_table, records_sha256, result_table,
 from ..report.read_run import RunRecord
 from ..run.trained_weights import TrainedModel
 from ..rundir.run_dir import RECORDS
+from ..untrusted import is_there
 from ..weights import replacing, weights_sha256, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"  # names by which others find the data and the weights too
@@ -34,7 +35,7 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
     with as_user_error(f"--out {folder}: can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
         copied = {"model.safetensors": trained.path}
-        copied |= {name: run.folder / name for name in ("recipe.yaml", RECORDS) if (run.folder / name).is_file()}
+        copied |= {name: run.folder / name for name in ("recipe.yaml", RECORDS) if is_there(run.folder / name)}
         for name, source in copied.items():
             with replacing(folder / name) as temporary:
                 shutil.copyfile(source, temporary)

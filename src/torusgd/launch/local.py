@@ -26,7 +26,7 @@ from ..run.saving import RunResult, finished
 from ..run.survival import TrainRank
 from ..rundir.checkpoint import step_on_disk
 from ..rundir.run_dir import RunDir
-from ..rundir.run_view import STOP, RunRequests, forget_requests
+from ..rundir.run_view import RunRequests, forget_requests, is_asked_to_stop
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
@@ -161,7 +161,7 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor) -> RunResult
 
 
 def _stopped(number: int, job: Job) -> RunResult:
-    is_asked = (job.out / STOP).exists()
+    is_asked = is_asked_to_stop(job.out)
     who = "torusgd stop" if is_asked else signal.Signals(number).name
     if job.expected is None:  # steps that are verified begin anew in another folder
         warn(f"stopped by {who}; the same command goes on from {last_checkpoint(RunDir(job.out))}")

@@ -33,7 +33,7 @@ from ..step import records
 from ..step.journal import parse_journal
 from ..step.stats import StepTotals
 from ..text import listed
-from ..untrusted import parse_json, read_text
+from ..untrusted import is_there, parse_json, read_text
 from ..weights import Tensors, load_weights
 from .local import launch
 
@@ -129,7 +129,7 @@ class Verifier:
     def check(self, wanted: Sequence[Range]) -> list[Checked]:
         """Computes the ranges, in their order; what was found."""
         # Without the record of its result, and the summary, a run seems unfinished; its weights may be anybody's.
-        if self.claims.result is None and RunDir(self.claims.folder).model.exists():
+        if self.claims.result is None and is_there(RunDir(self.claims.folder).model):
             self.found.append(Checked("model.safetensors", UNKNOWN, "the records have no result to compare it with"))
         left = [each for each in wanted if not self._is_refused(each)]
         self._check_checkpoints(left)

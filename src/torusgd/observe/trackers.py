@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import UserError, first_line, needs
 from ..rundir.run_dir import TRACKING_ID
-from ..untrusted import parse_json
+from ..untrusted import is_there, parse_json
 from ..weights import write_text
 
 # Of W&B, and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set.
@@ -64,7 +64,7 @@ class Trackers:
         """Sends what is missing of a run's events so far."""
         # The run has cut events.jsonl to its checkpoint. It is read from the start, and what a tracker lacks is sent;
         # from then on the run's events follow, again without those that it has.
-        if self._open and events.exists():
+        if self._open and is_there(events):
             with events.open() as file:
                 for line in file:
                     with suppress(ValueError, KeyError, TypeError, AttributeError):  # somebody has changed the file
@@ -251,7 +251,7 @@ MAKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard, "wandb"
 def _run_id(folder: Path) -> str:
     """The run's name with servers; drawn when it is first needed."""
     path = folder / TRACKING_ID
-    if not path.exists():
+    if not is_there(path):
         write_text(path, secrets.token_hex(8) + "\n")
     return path.read_text().strip()
 

@@ -114,9 +114,9 @@ def _expected(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     found, unread = list[dict[str, Any]](), 0
-    if not path.exists():  # stopped before its first step
-        return found, unread
-    with as_user_error(f"{path}: can't be read", of=(OSError, ValueError)), check_regular(path).open("rb") as file:
+    readable = as_user_error(f"{path}: can't be read", of=(OSError, ValueError))
+    # Missing: the run was stopped before its first step.
+    with readable, suppress(FileNotFoundError), check_regular(path).open("rb") as file:
         # Bounded: a line without an end would fill the memory.
         while line := file.readline(MOST_EVENT):
             event = None

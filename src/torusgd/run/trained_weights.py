@@ -165,7 +165,7 @@ def find_weights(path: Path) -> Path:
         raise UserError(f"{run.model}: is gone, though the run is finished; {remedy}")
     with as_user_error(f"{path}: can't be read"):
         for folder in (path, *(list_checkpoints(path / "checkpoints") if path.is_dir() else ())):
-            if (folder / FILES[0]).is_file():
+            if is_there(folder / FILES[0]):
                 return folder / FILES[0]
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
 

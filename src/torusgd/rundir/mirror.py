@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import RunError, UserError, as_run_error, as_user_error
 from ..storage import Store, unusable, url_of
-from ..untrusted import read_text
+from ..untrusted import is_there, read_text
 from ..weights import Tensors, load_weights, write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
 from .checkpoint import LIGHT, MANIFEST, list_checkpoints, read_checkpoint
@@ -90,7 +90,7 @@ class Mirror:
         with as_run_error(f"{self.url}: can't be written", "the same command tries again"):
             self._lease.check()
             self._exchange()
-            self._put_small(but="" if (self.folder / _SUMMARY).exists() else _SUMMARY)
+            self._put_small(but="" if is_there(self.folder / _SUMMARY) else _SUMMARY)
 
     def _exchange(self) -> None:
         """While the run is at work its status goes there, and requests to it come here."""
@@ -138,7 +138,7 @@ class Mirror:
             return
         is_newer = self._fetch_newest()
         for name in (NAME, *_SMALL):
-            if name in there and (is_newer or not (self.folder / name).exists()):
+            if name in there and (is_newer or not is_there(self.folder / name)):
                 self._store.get(name, self.folder / name)
 
     def _fetch_newest(self) -> bool:
@@ -170,7 +170,7 @@ class Mirror:
 
     def _put_small(self, but: str) -> None:
         for name in (NAME, *_SMALL):
-            if name != but and (self.folder / name).exists():
+            if name != but and is_there(self.folder / name):
                 self._store.put(self.folder / name, name)
 
     def _checkpoints(self) -> list[str]:

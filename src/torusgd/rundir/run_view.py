@@ -22,7 +22,7 @@ from ..errors import UserError, as_user_error, printable
 from ..locks import is_locked
 from ..storage import CACHE, Store, cache_folder, url_of
 from ..text import json_text
-from ..untrusted import check_regular, parse_json, read_text
+from ..untrusted import check_regular, is_there, parse_json, read_text
 from .lease import EXPIRES, RENEW, Lease, object_name
 
 STATUS = "status.json"
@@ -67,21 +67,20 @@ class RunRequests:
     def to_stop(self) -> bool:
         """Whether to stop; it costs a look at the disk once a second."""
         if not self._is_stopping and self._is_time():
-            self._is_stopping = (self._folder / STOP).exists()
+            self._is_stopping = is_asked_to_stop(self._folder)
         return self._is_stopping
 
     def workers(self) -> int | None:
         """The requested number of ranks, which is then forgotten; None: there is none."""
         path, taken = self._folder / WORKERS, self._folder / f"{WORKERS}.taken"
-        if not self._is_time() or not path.is_file():  # a pipe would have no end
-            return None
-        try:
-            path.replace(taken)  # so that no request which comes meanwhile is deleted unread
-            number = parse_json(read_text(taken))
-        except (OSError, ValueError):
-            return None
-        finally:
-            taken.unlink(missing_ok=True)
+        number = None
+        with suppress(OSError, ValueError):  # a disk that can't be read at the moment ends no run
+            if self._is_time() and path.is_file():  # a pipe would have no end
+                path.replace(taken)  # so that no request which comes meanwhile is deleted unread
+                try:
+                    number = parse_json(read_text(taken))
+                finally:
+                    taken.unlink()
         return number if type(number) is int and number > 0 else None
 
     def _is_time(self) -> bool:
@@ -89,6 +88,13 @@ class RunRequests:
             return False
         self._looked = time.monotonic()
         return True
+
+
+def is_asked_to_stop(folder: Path) -> bool:
+    """Whether `torusgd stop` has asked a run to stop; no where the disk can't say so at the moment."""
+    with suppress(OSError):
+        return (folder / STOP).exists()
+    return False
 
 
 def forget_requests(folder: Path) -> None:
@@ -117,9 +123,9 @@ def read_status(folder: Path, is_alive: bool | None = None, name: str = "") -> R
             raise UserError(f"{folder}: holds no run; {remedy}")
     is_running = is_locked(folder) if is_alive is None else is_alive
     with as_user_error(f"{name or folder}: its status can't be read", of=(OSError, ValueError)):
-        if not is_running and (folder / "summary.json").exists():
+        if not is_running and is_there(folder / "summary.json"):
             return RunStatus("finished", *_reported(folder / "summary.json"))
-        reported, age = _reported(folder / STATUS) if (folder / STATUS).exists() else ({}, 0.0)
+        reported, age = _reported(folder / STATUS) if is_there(folder / STATUS) else ({}, 0.0)
     # Where locks do not bind other hosts, the status of a run elsewhere is its only sign of life.
     is_elsewhere = reported.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
     ended = "stopped" if reported.get("phase") == "stopped" else "gone"
