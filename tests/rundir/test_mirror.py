@@ -326,8 +326,8 @@ def test_what_a_finished_run_left_is_used_by_its_url(move, tmp_path: Path, run_c
     record = read_run(local_run(Path(URL)))
     assert (record.name, record.state, len(record.steps)) == ("digits one", "finished", 4)
     for words, line in (
-        (["eval", URL, "--json", tmp_path / "told.json"], f"top-1 {summary['top1']:.2%}"),
-        (["eval", f"{URL}/model.safetensors"], ""),
+        (["eval", URL, "--json", tmp_path / "told.json"], f"{URL}/model.safetensors: top-1 {summary['top1']:.2%}"),
+        (["eval", f"{URL}/model.safetensors"], f"{URL}/model.safetensors: top-1"),
         (["status", URL], "finished: 4 steps"),
         (["report", URL, "--out", tmp_path / "report.html"], ""),
     ):
@@ -337,6 +337,12 @@ def test_what_a_finished_run_left_is_used_by_its_url(move, tmp_path: Path, run_c
         mistake(name, URL)
     Store(URL).delete("records.jsonl")
     mistake("verify", URL)
+    Store(URL).write("events.jsonl", b"")
+    Store(URL).write("model.safetensors", b"none")
+    made = ["--out", tmp_path / "made"]
+    for words in (["eval", URL], ["report", URL, "--mistakes", *made], ["export", URL, "--format", "torch", *made]):
+        mistake(*words, TMP=tmp_path)
+    mistake("export", URL, "--format", "mlperf", *made, TMP=tmp_path)
     mistake("eval", "memory://runs/none")
 
 

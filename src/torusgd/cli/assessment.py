@@ -6,7 +6,7 @@ from ..launch.torchrun import join
 from ..precision import Precision, arithmetic_of
 from ..recipe.runtime_options import RuntimeOptions
 from ..run.trained_weights import open_trained
-from ..rundir.run_view import local_run
+from ..rundir.run_view import called, read_here
 from ..runtime import prepare_process, resolve_auto, resolve_device
 from ..step.evaluate import Confusion, Evaluation, Observe, evaluate
 from ..step.polish import polish_by_recipe
@@ -21,9 +21,9 @@ class Assessment:
 
     def __init__(self, weights: TrainedWeights, options: RuntimeOptions) -> None:
         device = resolve_device(options)
-        self.trained = open_trained(
-            local_run(weights.checkpoint), weights.data, weights.model, weights.classes, weights.overrides or []
-        )
+        with read_here(run := weights.checkpoint) as here:
+            self.trained = open_trained(here, weights.data, weights.model, weights.classes, weights.overrides or [])
+        self.name = called(run, here, str(self.trained.path))  # of the weights, for people
         self.world = join(device, _TIMEOUT)
         self.recipe = resolve_auto(self.trained.recipe, device)
         prepare_process(self.recipe, self.world.device)

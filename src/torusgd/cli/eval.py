@@ -27,7 +27,7 @@ def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile
     if assessment.world.rank != 0:
         return
     terminal = console()
-    terminal.print(f"{assessment.trained.path}: {describe(result)}")
+    terminal.print(f"{assessment.name}: {describe(result)}")
     summary: dict[str, Any] = {**result.as_summary()}
     if confusion is not None:
         names, accuracies, counts = assessment.trained.train.classes, confusion.accuracies(), confusion.counts.tolist()
@@ -55,7 +55,7 @@ def polish(
     target = out or trained.path.with_name(f"{trained.path.stem}-polished.safetensors")
     check_writable("--out", target)
     if not any(isinstance(module, _BatchNorm) for module in assessment.model.modules()):
-        raise UserError(f"{trained.path}: {recipe.model.name} has no batch norm to polish")
+        raise UserError(f"{assessment.name}: {recipe.model.name} has no batch norm to polish")
     before = assessment.evaluate()  # the statistics of training, which polish overwrites
     images = assessment.polish()
     after = assessment.evaluate()

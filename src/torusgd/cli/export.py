@@ -1,12 +1,13 @@
 """`torusgd export` and `torusgd report`: a run for other programs, and runs as a page of HTML."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
 from ..errors import UserError, as_user_error
-from ..rundir.run_view import local_run
+from ..rundir.run_view import read_here
 from ..text import listed
 from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, flag
 from .output import check_out, check_writable, console, write_file
@@ -44,27 +45,27 @@ def export(
     from ..report.read_run import read_run
     from ..run.trained_weights import open_model
 
-    run = local_run(run)
-    folder = out or (run if run.is_dir() else run.parent) / "export"
-    # Before anything is written: what is wrong with the run ends the command here.
-    record = read_run(run) if not wanted.keys().isdisjoint({"hub", "mlperf"}) else None
-    trained = open_model(run, overrides or []) if wanted.keys() != {"mlperf"} else None
-    with as_user_error(f"--out {folder}: can't be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-    terminal = console()
-    for name in sorted(wanted, key=[*reversed(FORMATS)].index):  # first the log, by whose rules a run may be refused
-        path, found = folder / FORMATS[name], ""
-        if name == "mlperf" and record is not None:
-            write_mlperf_log(record, path, division)
-        elif name == "hub" and record is not None and trained is not None:
-            found = f": {', '.join(write_hub_folder(record, trained, path, license_name))}"
-        elif trained is not None:
-            with as_user_error(f"--out {path}: can't be written"):
-                worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
-            found = f": logits as the network's, within {worst:.1e} of the largest"
-            if trained.recipe.precision == "portable":
-                found += "; its weights are portable, its arithmetic is that of whatever runs it"
-        terminal.print(f"wrote {path}{found}")
+    with read_here(run) as here:
+        folder = out or (here if here.is_dir() else here.parent) / "export"
+        # Before anything is written: what is wrong with the run ends the command here.
+        record = read_run(here) if not wanted.keys().isdisjoint({"hub", "mlperf"}) else None
+        trained = open_model(here, overrides or []) if wanted.keys() != {"mlperf"} else None
+        with as_user_error(f"--out {folder}: can't be written"):
+            folder.mkdir(parents=True, exist_ok=True)
+        terminal = console()
+        for name in sorted(wanted, key=[*reversed(FORMATS)].index):  # the log first: by its rules a run may be refused
+            path, found = folder / FORMATS[name], ""
+            if name == "mlperf" and record is not None:
+                write_mlperf_log(record, path, division)
+            elif name == "hub" and record is not None and trained is not None:
+                found = f": {', '.join(write_hub_folder(record, trained, path, license_name))}"
+            elif trained is not None:
+                with as_user_error(f"--out {path}: can't be written"):
+                    worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
+                found = f": logits as the network's, within {worst:.1e} of the largest"
+                if trained.recipe.precision == "portable":
+                    found += "; its weights are portable, its arithmetic is that of whatever runs it"
+            terminal.print(f"wrote {path}{found}")
 
 
 def report(
@@ -90,11 +91,12 @@ def report(
             raise UserError("--mistakes, --data, --verified: are for runs of torusgd, and these are logs of others")
         write_file("--out", out, log_page([read_log(run) for run in runs]))
     else:
-        folders = [local_run(run) for run in runs]
-        checks = [read_verified(file) for file in verified or []]
-        records = [read_run(folder, checks) for folder in folders]
-        wanted = mistakes or data is not None
-        found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
+        with ExitStack() as stack:
+            folders = [stack.enter_context(read_here(run)) for run in runs]
+            checks = [read_verified(file) for file in verified or []]
+            records = [read_run(folder, checks) for folder in folders]
+            wanted = mistakes or data is not None
+            found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
         write_file("--out", out, run_page(records, found))
     console().print(f"wrote {out}")
 

@@ -12,15 +12,15 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, as_user_error, printable
+from ..errors import RunError, UserError, as_user_error, printable
 from ..locks import is_locked
-from ..storage import CACHE, Store, cache_folder, url_of
+from ..storage import CACHE, Store, cache_folder, place, url_of
 from ..text import json_text
 from ..untrusted import check_regular, is_there, parse_json, read_text
 from .lease import EXPIRES, RENEW, Lease, object_name
@@ -255,6 +255,23 @@ def local_run(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{url}: can't be read: {error}") from error
     return folder
+
+
+@contextmanager
+def read_here(path: Path) -> Iterator[Path]:
+    """A block with `local_run`, whose errors name a run in a bucket by its URL and not by the copy's path."""
+    here = local_run(path)
+    try:
+        yield here
+    except (UserError, RunError) as error:
+        if (line := called(path, here, str(error))) == str(error):
+            raise
+        raise type(error)(line) from error
+
+
+def called(path: Path, here: Path, text: str) -> str:
+    """A text for people in which the copy of a run in a bucket, `here`, has the run's own name."""
+    return text.replace(str(here), place(path)) if url_of(path) is not None else text
 
 
 def working_folder(url: str) -> Path:
