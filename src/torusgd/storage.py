@@ -232,7 +232,10 @@ class Store:
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-    """Arguments by which a store's library gives up a connection without data."""
+    """Arguments by which a store's library gives up a connection without data, and goes by the environment's proxies.
+
+    S3's library and the hub's go by HTTPS_PROXY and NO_PROXY by themselves.
+    """
     if scheme == "s3":
         limits = {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}
         return {"config_kwargs": limits}
@@ -242,5 +245,5 @@ def _timeouts(scheme: str) -> dict[str, Any]:
 
     limit = ClientTimeout(total=None, sock_connect=_SECONDS, sock_read=_SECONDS)
     if scheme == "gs":
-        return {"requests_timeout": limit}
-    return {"client_kwargs": {"timeout": limit}, "headers": _PLAIN}
+        return {"requests_timeout": limit, "session_kwargs": {"trust_env": True}}
+    return {"client_kwargs": {"timeout": limit, "trust_env": True}, "headers": _PLAIN}

@@ -119,6 +119,21 @@ def test_a_web_server_that_fails_does_not_lack_the_file(tmp_path: Path, monkeypa
         refuses("a web server without the file", Store(url).size, "y", kind=FileNotFoundError, URL=url)
 
 
+@pytest.mark.parametrize("scheme", ["http", "gs"])
+def test_a_server_behind_a_proxy_is_reached_by_it(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gcsfs" if scheme == "gs" else "aiohttp")
+    monkeypatch.setattr(storage, "PAUSES", ())
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://far.invalid")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    there = {"http": "http:/far.invalid/set/x", "gs": "http:/far.invalid/storage/v1/b/set/o/x"}[scheme]
+    (tmp_path / there).parent.mkdir(parents=True)  # a proxy is asked for whole URLs
+    (tmp_path / there).write_bytes(b'{"size": "10", "name": "x", "bucket": "set"}')
+    with file_server(tmp_path) as url:
+        monkeypatch.setenv("http_proxy", url)
+        assert Store({"http": "http://far.invalid/set", "gs": "gs://set"}[scheme]).size("x") in (10, 44)
+
+
 class _Odd(FaultyHandler):
     """A web server of which each address is strange in another way."""
 
