@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
+from pathlib import Path
 from types import FrameType
 
 from .errors import warn
@@ -26,6 +27,7 @@ EXIT_BASE = 128
 # Exit code (EX_TEMPFAIL of sysexits.h) if its time was over: the same command continues.
 EXIT_AGAIN = 75
 REPEAT_SECONDS = 3.0
+_COUNTS = Path("/proc/vmstat")
 
 
 def exit_code(number: int) -> int:
@@ -45,6 +47,21 @@ def how_it_ended(code: int) -> str:
     """
     is_signal = -code in set(signal.Signals)
     return f"was ended by {signal.Signals(-code).name}" if is_signal else f"ended with exit code {code}"
+
+
+class MemoryKills:
+    """Whether the kernel has ended processes of this machine for lack of memory since this was made (Linux only)."""
+
+    def __init__(self) -> None:
+        self._before = self._count()
+
+    def __call__(self) -> bool:
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        with suppress(OSError, ValueError):
+            return int(dict(line.split() for line in _COUNTS.read_text().splitlines()).get("oom_kill", 0))
+        return 0
 
 
 def stop_after(seconds: float) -> None:

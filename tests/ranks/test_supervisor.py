@@ -27,6 +27,7 @@ from tests.step.trainers import job_of, take, trainer_of
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from torusgd import signals
 from torusgd.comm import store_keys as keys
 from torusgd.comm.base import ConnectionLost, LateRank, Liveness
 from torusgd.comm.groups import Group
@@ -36,7 +37,7 @@ from torusgd.ranks.forkserver import forkserver_has_ended, forkserver_process, s
 from torusgd.ranks.generations import Generations
 from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.rank import LastingFunction, serve_store
-from torusgd.ranks.supervisor import Quorum, RankEntry, RankFailed, Supervisor
+from torusgd.ranks.supervisor import FOR_MEMORY, Quorum, RankEntry, RankFailed, Supervisor
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 
@@ -365,6 +366,16 @@ def test_a_launcher_with_too_few_files_says_so_before_its_store_waits_for_itself
 
 def supervise(ranks: int, lines: list[str]) -> Supervisor:
     return Supervisor(ranks, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append)
+
+
+def test_a_rank_that_the_kernel_may_have_ended_for_lack_of_memory_is_named_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(signals, "_COUNTS", counts := tmp_path / "vmstat")
+    counts.write_text("pgfault 7\noom_kill 3\n")
+    with supervise(1, []) as supervisor:
+        for count, more in ((3, ""), (4, f", {FOR_MEMORY}")):
+            counts.write_text(f"pgfault 8\noom_kill {count}\n")
+            with pytest.raises(RankFailed, match=f"^rank 0 was ended by SIGKILL{more}$"):
+                supervisor.run(be_killed, attempt=count)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..comm import store_keys as keys
 from ..comm.base import LateRank
 from ..comm.groups import allow_files
-from ..signals import held_back, how_it_ended
+from ..signals import MemoryKills, held_back, how_it_ended
 from ..text import named
 from .failures import Exit, Failure, FailureChannel, FailureKind, explain
 from .forkserver import forkserver_has_ended, forkserver_process, start_forkserver
@@ -29,6 +29,7 @@ from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start
 EXPLAIN_SECONDS = 5.0
 # Files of a launcher: of each rank pipes and its connections to the store (7 of 12 ranks), and all others (19).
 _FILES_OF_RANK, _FILES = 8, 20
+FOR_MEMORY = "perhaps by the kernel, which has ended a process for lack of memory"
 # Exit code that multiprocessing gives to a process whose fork server has gone before it.
 _WITHOUT_PARENT = 255
 
@@ -94,6 +95,7 @@ class Supervisor:
         self.port: int = self._root.port  # of the store, on loopback
         self.listener: Listener | None = None  # where other machines join; None: nobody does
         self._table = dict[int, RankEntry]()
+        self._memory_kills = MemoryKills()
 
     def __enter__(self) -> Self:
         return self
@@ -351,6 +353,8 @@ class Supervisor:
                 rank.process.join()
                 rank.runs, code = False, rank.process.exitcode or 0
                 how = rank.process.why if isinstance(rank.process, RemoteRank) else how_it_ended(code)
+                if rank.node is None and code == -signal.SIGKILL and self._memory_kills():
+                    how += f", {FOR_MEMORY}"
                 if rank.node is None and code == _WITHOUT_PARENT and forkserver_has_ended(rank.server):
                     code, how = -signal.SIGKILL, "ended with the fork server"
                 exits.append(Exit(rank.number, code, how, rank.is_remote))
