@@ -371,11 +371,12 @@ def supervise(ranks: int, lines: list[str]) -> Supervisor:
 def test_a_rank_that_the_kernel_may_have_ended_for_lack_of_memory_is_named_so(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(signals, "_COUNTS", counts := tmp_path / "vmstat")
     counts.write_text("pgfault 7\noom_kill 3\n")
+    action: Any = be_killed
     with supervise(1, []) as supervisor:
         for count, more in ((3, ""), (4, f", {FOR_MEMORY}")):
             counts.write_text(f"pgfault 8\noom_kill {count}\n")
             with pytest.raises(RankFailed, match=f"^rank 0 was ended by SIGKILL{more}$"):
-                supervisor.run(be_killed, attempt=count)
+                supervisor.run(action, attempt=count)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from ..rundir.run_view import local_run
 from ..signals import EXIT_AGAIN, stop_after
 from ..storage import place, url_of
 from ..text import listed, milliseconds, percent, plural
-from ..untrusted import is_there
 from .options import OUTPUT, RECIPE, RUNTIME, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, flag
 from .output import check_out, console
 
@@ -119,7 +118,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
         # A data set of a hub stays at the revision with which the run began.
         job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))
         result = join_and_train(job, begins) if launcher else launch(job, begins, entrance)
-        if result.summary and is_first() and not is_there(RunDir(job.out).summary):
+        if result.summary and is_first() and not RunDir(job.out).summary.exists():
             raise RunError(f"--out {job.out}: was deleted or moved after the result was written to it")
         if mirror is not None and is_mirrored:
             mirror.put_result()
