@@ -233,3 +233,14 @@ def test_sparse_gradients_are_refused(optimizer: Any) -> None:
     before = embedding.weight.detach().clone()
     refuses("a sparse gradient", optimizer(embedding.parameters(), lr=0.1).step)
     assert torch.equal(embedding.weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [Lars, Sgd], ids=["lars", "sgd"])
+def test_a_momentum_of_another_shape_is_refused(optimizer: Any) -> None:
+    """torch's fused kernel writes beyond its end: the process was aborted, or went on with a damaged heap."""
+    saved, own = (optimizer([nn.Parameter(torch.ones(size))], lr=0.1, momentum=0.9) for size in (2, 2000))
+    for each in (saved, own):
+        each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
+    saved.step()
+    own.load_state_dict(saved.state_dict())
+    refuses("a momentum of another shape", own.step)

@@ -84,7 +84,13 @@ def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     state = optimizer.state[param]
     if state.get("momentum_buffer") is None:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    return state["momentum_buffer"]
+    buffer = state["momentum_buffer"]
+    if buffer.shape != param.shape:  # the fused kernel doesn't look, and would write beyond the shorter one
+        raise UserError(
+            f"optimizer: has a momentum of shape {tuple(buffer.shape)} for a parameter of shape {tuple(param.shape)}; "
+            "load the state_dict of an optimizer of the same model, its parameters in the same order"
+        )
+    return buffer
 
 
 def momentum_step(
