@@ -75,6 +75,8 @@ def test_sharded_weights_and_state_and_nothing_at_all_are_refused() -> None:
     assert "this model's are sharded" in error_of(lambda: Replicas(model).check())
     assert "ZeroRedundancyOptimizer divides it among ranks" in error_of(lambda: Replicas(copy, state).check())
     assert "no parameter and no buffer" in error_of(lambda: Replicas(nn.ReLU()).check())
+    for every in (0, 1.5, float("nan")):  # of which the last two compared every third step, and never
+        assert "a whole number of at least 1 step" in error_of(Replicas, nn.ReLU(), every=every)
 
 
 def _of_an_odd_kind(odd: str) -> None:
@@ -82,7 +84,9 @@ def _of_an_odd_kind(odd: str) -> None:
     model, is_odd = nn.Linear(2, 2, bias=False), os.environ["RANK"] == "1"
     torch.nn.init.ones_(model.weight)
     model.register_buffer("sparse", (torch.eye(3) * (2 if is_odd and odd == "sparse" else 1)).to_sparse())
-    model.register_buffer("view", torch.tensor([1 + 2j, 1 + (3j if is_odd and odd == "view" else 2j)]).conj())
+    view = torch.tensor([1 + 2j, 1 + (3j if is_odd and odd == "view" else 2j)]).conj()
+    model.register_buffer("view", view)
+    model.register_buffer("negative", view[1:].imag)
     optimizer = torch.optim.Adam(model.parameters())
     if odd != "state" or is_odd:
         model.weight.grad = torch.zeros(2, 2)
@@ -91,7 +95,8 @@ def _of_an_odd_kind(odd: str) -> None:
 
 
 ODD = {
-    "": "", "sparse": "no majority says who is right, in sparse", "view": "no majority says who is right, in view",
+    "": "", "sparse": "no majority says who is right, in sparse",
+    "view": "no majority says who is right, in view, negative",
     "state": "exp_avg of weight, exp_avg_sq of weight, step of weight on rank 1 alone",
 }  # fmt: skip
 
@@ -142,6 +147,14 @@ def test_one_bit_of_one_gradient_names_its_rank_and_of_two_ranks_both() -> None:
         ((_, said),), *others = run_ranks(size, _audited, 1, 1.0)
         assert {error for [(_, error)] in others} == {said}
         assert {rank for rank in range(size) if f"rank {rank} on " in said} == named
+
+
+@on_ranks(2)
+def test_a_key_that_is_no_whole_number_blames_no_rank() -> None:
+    """Others are sent 2 of 2.5, computed other gradients, and the ranks were told to have failed."""
+    audit = GradientAudit(lambda key: [torch.ones(2) * key], fraction=1.0)
+    assert "key: a whole number" in error_of(audit.step, 2.5)
+    assert audit.step(torch.tensor(3))
 
 
 @on_ranks(2)

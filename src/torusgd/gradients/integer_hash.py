@@ -48,7 +48,8 @@ def tensor_hash(tensor: Tensor) -> Tensor:
         sparse = parts[0].to_sparse_coo().coalesce()
         parts = [sparse.indices(), sparse.values()]
     for slot, part in enumerate(parts):
-        values = part.resolve_conj().contiguous().reshape(-1)
+        values = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        values = values.as_strided(values.shape, (1,))  # of one element torch keeps the stride that it had in a matrix
         if values.element_size() not in (4, 8):
             octets = values.view(torch.uint8)
             values = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)

@@ -1,5 +1,6 @@
 """Silent faults of processors in anyone's loop: a micro-batch's gradients, computed once more on another rank."""
 
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -63,6 +64,10 @@ class GradientAudit:
         Raises:
             CorruptionError: On every rank: names the rank and host that computed something else.
         """
+        try:
+            key = operator.index(key)  # others compute the integer that travels: of 2.5 it would be 2
+        except TypeError:
+            raise UserError(f"key: a whole number names a micro-batch on any rank, got {key!r}") from None
         step, size, me = self._steps, self._ranks.size, self._ranks.rank
         self._steps += 1
         if float(keyed_uniform(AUDIT, 3, self._seed, step)) >= self._fraction:
