@@ -205,6 +205,7 @@ def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> 
     assert model[0].running_mean == torch.zeros(1)
     assert polish(model, [images]) == 2
     assert [float(layer.get_buffer("running_mean")) for layer in model] == [3.0, 0.0]
+    assert precise_batch_norm(nn.BatchNorm2d(1, affine=False), [images]) == 2  # a model without parameters
     with pytest.raises(ValueError, match="polish: 0 keeps statistics of single images"):
         polish(nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True)), [images])
 

@@ -49,7 +49,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Tensor | Mapping[str,
     Raises:
         UserError: A batch is neither, such as a pair of images and labels.
     """
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     return polish(model, (_sent(batch, device) for batch in batches))
 
 
