@@ -427,3 +427,24 @@ def test_a_lost_rank_is_an_error_of_backward():
     # By the hook's own message or by one of DDP's, which torch words.
     with pytest.raises(RuntimeError, match=r"connection to rank 1 is lost|no answer within|Connection"):
         model(torch.ones(1, 3)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wire", [None, "exact"])
+def test_a_compiled_function_may_call_backward(wire):
+    """The compiler went on into the hook, and failed in what sends the messages."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = hooked(nn.Linear(6, 3), wire)
+
+        def step(images, model=model):
+            model(images).square().mean().backward()
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for number in range(2):
+            torch.manual_seed(10 * number + dist.get_rank())
+            model.zero_grad()
+            run(torch.randn(4, 6))
+        found.append(model.module.weight.grad)
+    assert torch.equal(*found)

@@ -87,7 +87,8 @@ def ddp_hook(
         hook = Hook(ranks) if wire is None else _NarrowHook(ranks, getattr(torch, wire))
     hook.allreduce = create(algorithm, grid=grid, profile=profile, group=ranks)
     hook.explanation = hook.allreduce.explanation
-    model.register_comm_hook(hook, type(hook).send)
+    # A compiled function that calls backward has what is called by it compiled too, which these are not made for.
+    model.register_comm_hook(hook, torch.compiler.disable(type(hook).send))
     hook.begin(model)
     return hook
 
@@ -287,8 +288,9 @@ class _ExactHook(Hook):
         super().begin(model)
         for parameter in self._slots:
             if parameter.numel():
-                look = parameter.register_hook(partial(self._look, parameter))
-                for handle in (look, parameter.register_post_accumulate_grad_hook(self._take)):
+                look = parameter.register_hook(torch.compiler.disable(partial(self._look, parameter)))
+                take = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(self._take))
+                for handle in (look, take):
                     weakref.finalize(model, handle.remove).atexit = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,7 +341,7 @@ class _ExactHook(Hook):
             # Under no_sync the end of the pass is the first moment at which all are known.
             if self._pass != (now := torch._C._current_graph_task_id()):
                 self._pass = now
-                Variable._execution_engine.queue_callback(self._end_pass)
+                Variable._execution_engine.queue_callback(torch.compiler.disable(self._end_pass))
             self._held.append((slot, gradient.clone()))
         else:
             self._add(slot, gradient)
