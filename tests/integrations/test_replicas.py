@@ -154,7 +154,7 @@ def test_a_key_that_is_no_whole_number_blames_no_rank() -> None:
     """Others are sent 2 of 2.5, computed other gradients, and the ranks were told to have failed."""
     audit = GradientAudit(lambda key: [torch.ones(2) * key], fraction=1.0)
     assert "key: a whole number" in error_of(audit.step, 2.5)
-    assert audit.step(torch.tensor(3))
+    assert audit.step(3)
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from itertools import chain
-from numbers import Integral
 from zlib import crc32
 
 import torch
@@ -51,7 +50,7 @@ class Replicas:
         ignore: Sequence[str] = (),
         group: AnyGroup | None = None,
     ) -> None:
-        if not isinstance(every, Integral) or every < 1:
+        if not (every >= 1 and every % 1 == 0):
             raise UserError(f"every: a whole number of at least 1 step from one comparison to the next, got {every}")
         if any(hasattr(tensor, "device_mesh") for tensor in model.parameters()) or any(
             type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
