@@ -2,9 +2,11 @@
 
 import copy
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from torusgd.models import build_model
 from torusgd.precision import Precision
 from torusgd.recipe.data_schema import Evaluate
 from torusgd.step.evaluate import Confusion, Evaluation, count_correct, evaluate
-from torusgd.step.polish import refresh
+from torusgd.step.polish import polish_by_recipe, refresh
 
 
 def test_counts_are_those_of_torch_and_equal_logits_count_for_the_lower_class_and_nan_for_none() -> None:
@@ -208,6 +210,23 @@ def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> 
     assert precise_batch_norm(nn.BatchNorm2d(1, affine=False), [images]) == 2  # a model without parameters
     with pytest.raises(ValueError, match="polish: 0 keeps statistics of single images"):
         polish(nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True)), [images])
+
+
+def test_images_of_extra_forward_passes_are_named_as_they_are_taken() -> None:
+    """Not all of them before the first pass: ten thousand steps would be some 20 MB, and more of them no memory has."""
+    recipe = recipe_of("polish={steps: 10000, images_per_batch: 8}")
+    pipeline = Pipeline(open_sources(recipe.data, None, recipe.seed)[0], recipe.data, 0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InterruptedError):
+            polish_by_recipe(
+                small_net(), pipeline, recipe, group_of(), NativeAllReduce(),
+                Precision(recipe, torch.device("cpu")),
+                progress=Mock(side_effect=InterruptedError),
+            )  # fmt: skip
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_extra_forward_passes_are_the_running_average_of_training() -> None:

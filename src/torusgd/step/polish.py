@@ -185,7 +185,7 @@ def polish_by_recipe(
             return pipeline.training_batch(chunk, np.zeros_like(chunk), augment=True)
         return pipeline.validation_batch(chunk)
 
-    def batches(chunks: list[Indices]) -> Iterator[Tensor]:
+    def batches(chunks: Iterable[Indices]) -> Iterator[Tensor]:
         for batch in read_ahead(prepare, chunks, loader_threads(world.device), progress):
             yield place(batch, world.device, precision.memory_format)
 
@@ -202,6 +202,6 @@ def polish_by_recipe(
         workers = recipe.virtual_workers if recipe.model.batch_norm_workers == "all" else 1
         mine = range(world.rank, workers, world.size)
         firsts = ((step * recipe.virtual_workers + worker) * size for step in range(settings.steps) for worker in mine)
-        images = batches([(first + np.arange(size)) % count for first in firsts])
+        images = batches((first + np.arange(size)) % count for first in firsts)
         steps = (list(islice(images, len(mine))) for _ in range(settings.steps))
         return refresh(model, steps, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)
