@@ -52,6 +52,7 @@ class CorruptionError(RunError):
 # By what libraries say at a limit of memory and at one of threads, our line.
 _LIMITS = {
     "shared object": "a library can't be loaded: {}; if memory is limited (ulimit -v), raise the limit, else reinstall",
+    "Storage size calculation overflowed": "a tensor can't be so large: {}; use a smaller network or smaller batches",
     "can't start new thread": "{}; raise this user's limit (ulimit -u), or the service's or container's of tasks",
 }
 

@@ -261,6 +261,14 @@ def test_a_limit_on_threads_that_a_rank_meets_at_work_is_one_line() -> None:
     found = Failure.of(RuntimeError("can't start new thread"), rank=1)
     assert (found.kind, found.trace) == (FailureKind.RUN_ERROR, "")
     assert_sentence("a limit on threads that a rank meets", "rank 1: can't start", found.text)
+
+
+def test_a_tensor_beyond_any_memory_is_one_line() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, 9)
+    found = Failure.of(caught.value, rank=1)
+    assert (found.kind, found.trace) == (FailureKind.RUN_ERROR, "")
+    assert_sentence("a tensor beyond any memory", "rank 1: a tensor can't", found.text)
     assert Failure.of(RuntimeError("a defect"), rank=1).kind is FailureKind.DEFECT
 
 

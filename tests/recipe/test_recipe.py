@@ -39,7 +39,7 @@ MISTAKES = [
         "polish.Steps=3",
     ),
     *("runtime.buckets=many", "runtime.buckets=-1", "runtime.buckets=[0]", "runtime.model_parallel=1.5", "runtime=[]"),
-    *("runtime.workers_range=[2]", 'name="\\ud800"'),
+    *("runtime.workers_range=[2]", 'name="\\ud800"', "threads=1025"),
 ]
 
 
@@ -144,6 +144,7 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     ("!!bool word", "word"),
     ("!!timestamp word", "not valid YAML"),
     ("? [1]\n: 2", "a key must be a word or a number"),
+    ("a: &a {b: 1}\nc: {<<: *a}", "the merge key <<"),
     ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
 ], ids=lambda value: value[:12])  # fmt: skip
 def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:

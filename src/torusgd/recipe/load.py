@@ -62,6 +62,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise _yaml_error("the merge key << is not taken; write the keys out", key_node)
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise _yaml_error("a key must be a word or a number", key_node)

@@ -369,7 +369,7 @@ class Recipe(Section):
     float32_norms: bool = False
     """true: beside a 16-bit reduction batch norm's gradients are summed as float32, and leave last (Fujitsu's records);
     exact and float32 sums need no such care, and stay as they are"""
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """threads of each rank; bits differ between 1 and 2"""
     synchrony: Synchrony = Synchrony()
     evaluate: Evaluate = Evaluate()
