@@ -28,6 +28,8 @@ def test_figures_as_people_read_them(show: Callable[[Any], str], values: Sequenc
 def test_sizes_are_read() -> None:
     assert [text.parse_size("--sizes", size) for size in ("4KiB", "1 MiB", "512", "2MB")] == [4096, 1 << 20, 512, 2e6]
     refuses("a size in furlongs", text.parse_size, "--sizes", "4 furlongs", about="--sizes")
+    long = "9" * 5000
+    refuses("a size of more digits than Python reads", text.parse_size, "--sizes", long, about="--sizes", N=long)
 
 
 @given(st.integers(0, 2**40))

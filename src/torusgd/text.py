@@ -53,7 +53,7 @@ def byte_size(count: float) -> str:
 
 def parse_size(flag: str, text: str) -> int:
     """`4KiB`, `1MB` or `4096` in bytes; UserError, which names the flag, for anything else."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]{1,18})\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
         raise UserError(f"{flag} {text!r}: write sizes as 4KiB,1MiB or in bytes")
     return int(match[1]) * _UNITS[match[2].upper()]

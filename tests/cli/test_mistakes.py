@@ -42,6 +42,7 @@ def test_a_word_that_a_command_can_not_mean_leaves_no_folder_and_a_recipe_is_a_f
     monkeypatch.chdir(tmp_path)
     for words in (("data", "info", ""), ("train", "digits", "--out", "")):
         mistake(*words)
+    mistake("recipes", "digits", "--keys")
     for line in (*NO_COMMAND_CAN_MEAN, *(f"{line} s3://b/x" for line in WRITTEN_HERE_ALONE)):
         mistake(*line.split())
     assert not list(tmp_path.iterdir())

@@ -49,7 +49,8 @@ def allreduce(
     if profile is not None and not ranks_are_given():
         Profile.load(profile)  # its mistakes are reported before ranks are started
     how = {"grid": options.grid_size, "profile": profile, "repetitions": repetitions, "streams": options.streams}
-    records = on_ranks(options, bench_on_rank, chosen, algorithms.split(","), how)
+    names = [name.strip() for name in algorithms.split(",")]
+    records = on_ranks(options, bench_on_rank, chosen, names, how)
     if records is None:
         return
     show_records([Record(**record) for record in records])

@@ -115,6 +115,8 @@ def recipes(
     from ..recipe.load import load_recipe, recipe_names, recipe_source
     from ..recipe.reference import reference
 
+    if keys and name is not None:
+        raise UserError(f"recipes {name} --keys: the keys are those of every recipe; leave out one of them")
     if keys:
         typer.echo(reference(), nl=False)
     elif name is not None:

@@ -114,6 +114,8 @@ def test_mistakes_are_told():
     for size in (1 << 60, 4 * 10**30):
         with pytest.raises(UserError, match=r"^sizes: .* do not fit into memory; give smaller ones$"):
             bench_allreduce(sizes=[4, size], algorithms=["native"])
+    with pytest.raises(UserError, match=r"^grid 3x3: native, ring take none; add torus or hierarchical, or leave"):
+        bench_allreduce(sizes=[4], algorithms=["native", "ring"], grid=(3, 3))
 
 
 @on_ranks(2)

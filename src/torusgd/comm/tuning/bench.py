@@ -76,6 +76,10 @@ def bench_allreduce(
         raise UserError(f"sizes {listed(sizes)}: give multiples of 4 bytes")
     sizes, algorithms = list(dict.fromkeys(sizes)), list(dict.fromkeys(algorithms))  # one twice would be its own rival
     grids = {name: grid if name.partition(":")[0] in GRIDS else None for name in algorithms}
+    if grid is not None and all(name.partition(":")[0] not in GRIDS for name in algorithms):
+        raise UserError(
+            f"grid {grid[0]}x{grid[1]}: {listed(algorithms)} take none; add torus or hierarchical, or leave it out"
+        )
     for name in algorithms:
         if name not in ("auto", "native"):
             parse_algorithm(name, caller.size, grids[name])
