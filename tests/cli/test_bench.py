@@ -44,7 +44,8 @@ def test_mistakes_are_one_line_and_exit_code_2(mistake: Callable[..., None]) -> 
         "bench allreduce --sizes 4q", "bench allreduce --grid 2by2", "bench allreduce --json /nowhere/x.json",
         "bench allreduce --workers 1", "bench allreduce --workers 99999", "tune --out /nowhere/x.json",
         "tune --set seed=1", "tune --seconds inf", "bench scaling digits --workers 1",
-        "bench scaling digits --workers 1:2",
+        "bench scaling digits --workers 1:2", "bench scaling digits --workers 2 --grid 2x2",
+        "bench scaling digits --workers 3 --set column_blocks=4 --model-parallel 2",
     ):  # fmt: skip
         mistake(*words.split(), MOST=re.compile(r"(?<=at most )\d+"))
 
@@ -66,7 +67,10 @@ def test_scaling_puts_runs_beside_the_plan_from_the_first_of_them(tmp_path: Path
 @pytest.mark.slow
 def test_scaling_runs_on_one_rank_and_on_two(tmp_path: Path) -> None:
     file, temporary = tmp_path / "points.json", Path(tempfile.mkdtemp())  # a short name, for the sockets there
-    words = command("bench", "scaling", "digits", "--workers", "2", "--steps", "4", "--seconds", "1", "--json", file)
+    words = command(
+        "bench", "scaling", "digits", "--workers", "2", "--steps", "4", "--seconds", "1", "--json", file,
+        "--set", "column_blocks=2", "--model-parallel", "2",
+    )  # fmt: skip
     assert "run 2 of 2: ranks 2, steps 4" in ran(words, env=os.environ | {"TMPDIR": str(temporary)}).stdout
     temporary.rmdir()  # nothing is left in it
     alone, two = json.loads(file.read_text())

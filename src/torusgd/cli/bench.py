@@ -216,6 +216,7 @@ def scaling(
     """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""
     from ..comm.tuning.profile import Profile
     from ..launch.local import launch
+    from ..recipe.compatibility import Setup, check
     from ..recipe.load import load_recipe
     from ..recipe.runtime_options import RuntimeOptions
     from ..run.job import Job
@@ -233,9 +234,11 @@ def scaling(
     if most == 1:
         raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
-    # A given grid is for the most ranks.
-    own = {n: options if n == most else options.without(["grid"]) for n in counts}
+    # A given grid is for the most ranks, and so are model-parallel ranks that fewer can't be.
+    own = {n: options if n == most else options.without(["grid", *options.unfit(n)]) for n in counts}
     chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
+    for n in counts:  # before minutes of work
+        check(Setup(resolved, chosen[n], device, ranks=n))
     if options.profile is not None:
         profile = Profile.load(Path(options.profile))
     else:
