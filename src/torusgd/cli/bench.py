@@ -216,10 +216,9 @@ def scaling(
     """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""
     from ..comm.tuning.profile import Profile
     from ..launch.local import launch
-    from ..recipe.compatibility import Setup, check
     from ..recipe.load import load_recipe
     from ..recipe.runtime_options import RuntimeOptions
-    from ..run.job import Job
+    from ..run.job import Job, check_job
     from ..runtime import ranks_are_given, resolve_auto, resolve_device, resolve_workers
 
     if ranks_are_given():
@@ -238,7 +237,7 @@ def scaling(
     own = {n: options if n == most else options.without(["grid", *options.unfit(n)]) for n in counts}
     chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
     for n in counts:  # before minutes of work
-        check(Setup(resolved, chosen[n], device, ranks=n))
+        check_job(Job(resolved, chosen[n], device, Path(), data, None, steps), n, device, steps)
     if options.profile is not None:
         profile = Profile.load(Path(options.profile))
     else:
