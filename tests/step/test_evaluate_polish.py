@@ -3,6 +3,7 @@
 import copy
 import json
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,11 @@ def test_polish_without_images_is_refused_and_a_layer_that_sees_none_stays() -> 
     assert precise_batch_norm(nn.BatchNorm2d(1, affine=False), [images]) == 2  # a model without parameters
     with pytest.raises(ValueError, match="polish: 0 keeps statistics of single images"):
         polish(nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True)), [images])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch would rather have torch.export
+        traced = torch.jit.trace(nn.Sequential(nn.BatchNorm2d(1)).eval(), images)
+    with pytest.raises(ValueError, match=r"polish: 0 is of torch\.jit"):
+        polish(traced, [images])
 
 
 def test_images_of_extra_forward_passes_are_named_as_they_are_taken() -> None:

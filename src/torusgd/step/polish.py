@@ -56,7 +56,7 @@ def polish(
 
     Raises:
         ValueError: No rank has an image, as of a generator that is used up; a batch is neither a tensor nor a mapping;
-            or an instance norm keeps statistics.
+            an instance norm keeps statistics; or a batch norm is scripted or traced.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
@@ -67,6 +67,8 @@ def polish(
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise ValueError(f"polish: {name} keeps statistics of single images; give it track_running_stats=False")
+        if isinstance(module, torch.jit.ScriptModule) and getattr(module, "running_mean", None) is not None:
+            raise ValueError(f"polish: {name} is of torch.jit, which shows no batches; polish the model before that")
     layers = [*learning_layers(model).values()]
     device = next(model.parameters(), torch.empty(0)).device
     sums = [torch.zeros(FULL.rows, 3, layer.num_features, dtype=torch.int64, device=device) for layer in layers]
