@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -236,8 +236,9 @@ def scaling(
     # A given grid is for the most ranks, and so are model-parallel ranks that fewer can't be.
     own = {n: options if n == most else options.without(["grid", *options.unfit(n)]) for n in counts}
     chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
-    for n in counts:  # before minutes of work
-        check_job(Job(resolved, chosen[n], device, Path(), data, None, steps), n, device, steps)
+    jobs = {n: Job(resolved, chosen[n], device, Path(), data, None, steps) for n in counts}
+    for n, job in jobs.items():  # before minutes of work
+        check_job(job, n, device, steps)
     if options.profile is not None:
         profile = Profile.load(Path(options.profile))
     else:
@@ -248,7 +249,7 @@ def scaling(
         runs = {n: Path(folder) / str(n) for n in counts}
         for number, n in enumerate(counts, 1):
             console().print(f"\nrun {number} of {len(counts)}: ranks {n}, steps {steps}")
-            result = launch(Job(resolved, chosen[n], device, runs[n], data, None, steps), fresh=True)
+            result = launch(replace(jobs[n], out=runs[n]), fresh=True)
             if not result.summary:  # stopped by a signal
                 raise Exit(result.code)
         points = compare(resolved, chosen, runs, profile, data)

@@ -50,13 +50,11 @@ class Failure:
         kind, line, trace = _kind_of(error), (str(error).splitlines() or [""])[0], ""
         if kind is FailureKind.OUTPUT_CLOSED:
             line = "nobody reads the output any more; the last checkpoint, if there is one, is good"
-        elif kind is FailureKind.DEFECT and (limit := limit_failure(error)) is not None:
-            kind, line = FailureKind.RUN_ERROR, f"rank {rank}: {limit}; the last checkpoint, if there is one, is good"
+        elif kind is FailureKind.DEFECT and (limit := _limit_of(error)) is not None:
+            kind, line = FailureKind.RUN_ERROR, f"rank {rank}: {limit}"
         elif kind is FailureKind.DEFECT:
             line = f"rank {rank}: {type(error).__name__}: {line} (traceback above)"
             trace = "".join(traceback.format_exception(error))
-        elif _is_of_memory(error):
-            line = f"rank {rank}: {line}; use smaller stages.N.images_per_worker, evaluate.images_per_chunk or images"
         elif isinstance(error, OSError):
             line = output_failure(error) or f"rank {rank}: {line}"
         return cls(kind, rank, socket.gethostname(), line, trace)
@@ -162,11 +160,15 @@ def explain(store: Store, count: int, failed: Sequence[Exit], late: Sequence[Lat
     return Failure(kind, rank, socket.gethostname(), text), are_lost
 
 
-def _is_of_memory(error: BaseException) -> bool:
+def _limit_of(error: BaseException) -> str | None:
+    """A line on a limit of this machine, if that is what a defect's exception is of; else None."""
     # Torch has a type for a GPU's memory alone.
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "CPUAllocator: can't allocate memory" in str(error)
+    of_cpu = isinstance(error, RuntimeError) and "CPUAllocator: can't allocate memory" in str(error)
+    if of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        line = (str(error).splitlines() or [""])[0]
+        return f"{line}; use smaller stages.N.images_per_worker, evaluate.images_per_chunk or images"
+    limit = limit_failure(error)
+    return limit and f"{limit}; the last checkpoint, if there is one, is good"
 
 
 def _kind_of(error: BaseException) -> FailureKind:
@@ -175,7 +177,7 @@ def _kind_of(error: BaseException) -> FailureKind:
         return FailureKind.USER_ERROR
     if isinstance(error, DiskError) or (isinstance(error, OSError) and is_transient(error)):
         return FailureKind.DISK_ERROR
-    if isinstance(error, RunError) or _is_of_memory(error):
+    if isinstance(error, RunError):
         return FailureKind.RUN_ERROR
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit
         return FailureKind.OUTPUT_CLOSED

@@ -82,11 +82,11 @@ class Schedule:
         self._decay_start = float(self.position(decay.start)) if decay.start else self._warmup_end
         self._decay_end = float(self.position(decay.end)) if decay.end else float(self.stop)
         self._milestones = [self.position(milestone) for milestone in decay.milestones]
-        rise = len(self._milestones) * logarithm(decay.factor)
-        if rise > max(0.0, logarithm(_HIGHEST) - logarithm(max(span.lr for span in self.spans))):
-            raise UserError(
-                f"rate.decay.factor = {decay.factor:g}: its milestones make a rate above {_HIGHEST:g}; lower it"
-            )
+        if self._milestones and decay.factor > 1:  # else rates fall
+            rise = len(self._milestones) * logarithm(decay.factor)
+            if rise + logarithm(max(span.lr for span in self.spans)) > logarithm(_HIGHEST):
+                what = "its milestones make a rate above"
+                raise UserError(f"rate.decay.factor = {decay.factor:g}: {what} {_HIGHEST:g}; lower it")
         if self._warmup_end > self.stop:
             raise UserError(f"rate.warmup.length = {warmup and warmup.length}: longer than the run, {self._length()}")
         if decay.shape in ("polynomial", "cosine") and self._decay_start >= self._decay_end:
